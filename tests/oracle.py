@@ -206,12 +206,12 @@ class ReferenceKFAC:
     def __init__(
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), dense_max=None, longest=16384,
-        corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
+        corrected=None, sharing="expand", fisher="empirical", parts=(),
         method="eigen",
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
-        self.corrected, self.graft = corrected, graft
+        self.corrected = corrected
         self.sharing, self.fisher, self.method = sharing, fisher, method
         self.steps = self.refreshed = 0
         self.nu = 1.0
@@ -314,7 +314,7 @@ class ReferenceKFAC:
                 root, pi = (layer.damping * mean) ** 0.5, (mean_A / mean_G) ** 0.5
                 damped = torch.outer(beta + root / pi, alpha + pi * root)
             V = QG @ (R / damped) @ QA.T
-            results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
+            results[name] = V
             quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
         for name, layer in self.layers.items():

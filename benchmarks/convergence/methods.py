@@ -36,8 +36,6 @@ Nesterov's momentum). unrotated: no
 curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
 is a gate with what it gates. heads: each head's queries, keys and values by themselves."""
 KFAC_ADAMW_VARIATIONS = {
-    "graft": {"preconditioner": {"graft": "norm"}},
-    "ekfac": {"preconditioner": {"graft": "norm", "eigenvalues": "corrected"}},
     "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
 }
 """K-FAC's gradient into AdamW, with one thing changed."""

@@ -99,11 +99,9 @@ class PreconditionerConfig(Block):
     """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
     the running second moment of the rotated gradient (EKFAC). null: corrected if your optimizer divides by a running
     second moment too, as Adam does, else kronecker."""
-    graft: Literal["none", "norm"] = "none"
-    """norm: scale each layer's K-FAC direction to the norm of its raw gradient, so that learning rates carry over."""
     kl_clip: values.NotNegative | None = None
     """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed runs an lr
-    scheduler, else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm"."""
+    scheduler, else the current one; 0 switches it off, null chooses 0.001."""
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""

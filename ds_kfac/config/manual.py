@@ -39,7 +39,6 @@ Face's Trainer and Accelerate themselves fail on one that they do not fill. `pyt
 | `factor.update_interval` | statistics cost too much (raise it), or the batch is large and steps are few (lower it) |
 | `eigenbasis.refresh_interval` | decompositions cost too much; a multiple of the one before |
 | `damping` | another optimizer than KFACAdamW: larger if the loss is noisy or diverges |
-| `preconditioner.graft` | another optimizer than KFACAdamW, whose learning rate is to carry over: "norm" |
 | `report` | "full" lists every layer at attach |
 
 **In an editor.** `python -m ds_kfac schema > kfac.schema.json` writes a JSON schema with all keys, types and schedules.

@@ -31,16 +31,15 @@ def resolve(
     Returns the config, and a text for each choice: key, value, reason.
     """
     options = config.preconditioner
-    graft, kind = options.graft, config.damping.kind
+    kind = config.damping.kind
     corrects = adaptive and METHODS[options.method].rotates
-    kl_clip = 0.0 if graft == "norm" else KL_CLIP
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
         ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
         ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
         ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
         ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
-        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}"),
+        ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "KAISA's"),
         ("layers", "types", TYPES, "others are asked for by name"),
     )
     reasons = []

@@ -15,7 +15,7 @@ from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import Groups, in_order, stacks
+from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.state import LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
@@ -41,9 +41,9 @@ class Direction:
     """One way of turning gradients into steps; between its two halves there is one small all-reduce.
 
     Attributes:
-        stacks: own layers, those together that are computed at once, the largest first.
-        together: the same, with what they keep; ``precision``: of their products.
-        groups: layer name -> parameter groups of its parameters.
+        layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
+        precision: of their products.
+        parameter_groups: layer name -> parameter groups of its parameters.
         last: squared norm of the last step's directions over all layers and ranks, a device scalar, and the rate of
             the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
     """
@@ -52,23 +52,29 @@ class Direction:
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
         self.config, self.layout, self.exchange = plan.config, layout, exchange
-        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
-        self.stacks = in_order(stacks(exchange.owned, alike=self.alike if plan.stacks else None))
-        self.precision, self.together = plan.precision, Groups(self.stacks, plan.precision)
+        self.parameter_groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        self.precision = plan.precision
+        groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.stacks else None))
+        self.layer_groups = [LayerGroup(layers, plan.precision) for layers in groups]
 
-    def alike(self, layer: LayerSpec) -> Hashable:
-        """Layers with the same may be stacked."""
+    def batch_key(self, layer: LayerSpec) -> Hashable:
+        """Layers of one shape with equal keys may be stepped in one batch."""
         return layer.copies
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        """A result for each of ``gradients``, which carry the loss scale, are in the dtype they are stored in and are
-        taken out of there, and a new state in the place of each of ``states``: a step holds one or the other."""
+        """The first half, of this rank's layers.
+
+        Args:
+            gradients: layer name -> matrix, with the loss scale, in the dtype in which it is stored. Emptied: a step
+                holds a gradient or its result.
+            states: layer name -> state, replaced by that of after the step.
+        """
         raise NotImplementedError
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Scale factor per layer, for local and remote layers; 1 if absent.
+        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; 1 if absent.
 
         Args:
             totals: ``LocalResult.numbers``, summed over ranks.
@@ -187,21 +193,21 @@ class UpdateRule:
         """The layers that the rule steps: see ``ds_kfac/model/blocks.py``."""
         return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
 
-    def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
-        """A worker's layers in the order in which it computes them: those whose results go to the outbox together, and
-        bytes that they take until then, at most, beside the gradients.
+    def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+        """A worker's layers in the order in which it steps them, as many as are in memory at a time, and the bytes that
+        they take beside the gradients, at most.
 
         Args:
-            stacks: its layers, those together that are computed at once.
+            groups: its layers, those of one shape that are stepped in one batch.
         """
         corrected = plan.config.preconditioner.eigenvalues == "corrected"
         given = plan.gradient_dtypes[0] is not torch.float32
 
-        def copies(stack: Sequence[LayerSpec]) -> int:
+        def copies(group: Sequence[LayerSpec]) -> int:
             """The gradient in fp32; rotated, on the way back, and back."""
-            return given + (1 if corrected and by_rows(stack) else 3)
+            return given + (1 if corrected and stepped_by_rows(group) else 3)
 
-        return [(stack, 4 * copies(stack) * sum(layer.numel for layer in stack)) for stack in in_order(stacks)]
+        return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
 
     # an optimizer of its own that DeepSpeed steps
 
@@ -230,7 +236,7 @@ class UpdateRule:
         """K-FAC leaves the engine."""
 
 
-def by_rows(stack: Sequence[LayerSpec]) -> bool:
-    """Whether it is a large matrix, whose rows no basis mixes."""
-    layer = stack[0]
-    return len(stack) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)
+def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:
+    """Whether this is a large matrix whose rows no basis mixes, which is stepped some rows at a time."""
+    layer = group[0]
+    return len(group) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

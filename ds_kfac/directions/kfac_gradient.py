@@ -1,11 +1,10 @@
 """The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis, divide, rotate back;
-kl-clip and grafting.
+kl-clip.
 
     V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T        e = beta alpha^T, or EKFAC's running second moment
     dW <- nu V                                           nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
 
-Shape suffixes: O, I a layer's sides. Formulas take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of
-one is [n] of several.
+Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +17,9 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import Direction, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.groups import Group
+from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms
 from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
@@ -32,7 +30,7 @@ DECAY = 0.95
 
 
 class KFACGradient(Direction):
-    """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting)."""
+    """V = (F + damping)^-1 gradient, at the scale of kl-clip."""
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         super().__init__(plan, layout, exchange)
@@ -44,57 +42,76 @@ class KFACGradient(Direction):
             factor = self.layout.clip_factor(context.norm).float()
             local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
         quadratic = torch.zeros_like(local.replaced)
-        for group in self.together.of(states):
-            layers = group.layers
-            own = {layer.name: gradients.pop(layer.name).float() for layer in layers}
+        for group in self.layer_groups:
+            whole = {name: gradients.pop(name).float() for name in group.names}
             if context.norm is not None:
-                own = {name: gradient * local.clip for name, gradient in own.items()}
-            if all(states[layer.name].preconditioner is not None for layer in layers):
-                own, part = self._precondition(context, group, own, local)
+                whole = {name: gradient * local.clip for name, gradient in whole.items()}
+            ready = [state.preconditioner is not None for state in group.load(local.states)]
+            local.unprepared += ready.count(False)
+            results: Sequence[Tensor] = [whole[name] for name in group.names]
+            if any(ready):
+                results, part = self._precondition(context, group, whole, ready, local)
                 quadratic += part
-            else:
-                local.unprepared += len(layers)
-            local.outbox.add(layers, [own.pop(layer.name) for layer in layers])
+            local.outbox.add(group.layers, results)
         local.numbers = [quadratic]
         return local
 
     def _precondition(
-        self, context: StepContext, group: Group, gradients: Mapping[str, Tensor], local: LocalResult
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Results of layers of equal shape, and their part of kl-clip's sum."""
-        options, states, rotation = self.config.preconditioner, group.take(local.states), group.rotation
-        gradient = group.together([gradients[name] for name in group.names])
+        self,
+        context: StepContext,
+        group: LayerGroup,
+        gradients: Mapping[str, Tensor],
+        ready: Sequence[bool],
+        local: LocalResult,
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Results of a group's layers, and their part of kl-clip's sum. A layer that is not ``ready`` keeps its
+        gradient and its moments, and is not in the sum."""
+        gradient, rotation = group.matrices(gradients), group.rotation
         norm = norms(gradient.flatten(-2)).float()
+        on = None
+        if not all(ready):
+            yes, no = norm.new_ones((), dtype=torch.bool), norm.new_zeros((), dtype=torch.bool)
+            on = group.per_matrix(torch.stack([yes if of_layer else no for of_layer in ready]))
+            norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(context.step),
             "damping_kind": self.config.damping.kind,
         }
-        if rotation is None:
-            only = states[0].preconditioner
-            V, dot = only.precondition(gradient, damping=damping["damping"], precision=self.precision)
+        if rotation is None:  # damped inverses, of layers that are alone
+            inverses = local.states[group.names[0]].preconditioner
+            V, dot = inverses.precondition(
+                gradients[group.names[0]], damping=damping["damping"], precision=self.precision
+            )
+            V, dot = V.view_as(gradient), dot.view(-1)
         elif isinstance(group.moments, CorrectedEigenvalues):
-            terms = group.together([state.terms for state in states])
+            terms = group.per_matrix(torch.stack([local.states[name].terms for name in group.names]))
             V, dot, corrected, limited = precondition_corrected(
                 gradient,
                 rotation,
                 group.moments,
-                norm=norm,
-                terms=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
+                norm_n=norm,
+                terms_n=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
                 decay=DECAY,
                 **damping,
             )
-            local.limited = local.limited + group.any(limited).sum()
+            local.limited = local.limited + group.any_map(limited).sum()
             group.keep(local.states, corrected)
         else:
             V, dot = precondition(gradient, rotation, **damping)
-        V, finite = finite_or(V, gradient)
+        V, finite = finite_or(V, gradient, on)
         dot = torch.where(finite, dot, norm.square())
-        if options.graft == "norm":
-            scale = graft_scale(V, norm)
-            V, dot = V * scale[..., None, None], dot * scale
-        local.replaced = local.replaced + group.any(~finite).sum()
-        results = dict(zip(group.names, group.apart(V), strict=True))
-        return results, self._quadratic(context, group.layers, dot, results, gradients) / group.layers[0].copies
+        if on is None:
+            replaced = group.any_map(~finite)
+        else:
+            replaced, dot = group.any_map(~finite & on), dot.masked_fill(~on, 0.0)
+        local.replaced = local.replaced + replaced.sum()
+        results = group.by_layer(V)
+        products = [
+            (layer, result, gradients[layer.name])
+            for layer, result, of_layer in zip(group.layers, results, ready, strict=True)
+            if of_layer
+        ]
+        return results, self._quadratic(context, products, dot) / group.layers[0].copies
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -111,29 +128,24 @@ class KFACGradient(Direction):
         return dict(zip(prepared, scales.unbind(), strict=True))
 
     def _quadratic(
-        self,
-        context: StepContext,
-        layers: Sequence[LayerSpec],
-        dot: Tensor,
-        results: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
+        self, context: StepContext, layers: Sequence[tuple[LayerSpec, Tensor, Tensor]], dot: Tensor
     ) -> Tensor:
         """lr^2 <V, gradient> of the unscaled gradients, summed; weight and bias may have different rates.
 
         Args:
-            dot: <V, gradient> of each layer, all that is needed where all rates are one.
+            layers: with V and the gradient of each.
+            dot: <V, gradient> of each matrix, all that is needed where all rates are one.
         """
         groups, scale = self.layout.optimizer.param_groups, self.layout.grad_scale()
         of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
-        rates = [[of_group[group] for group in self.groups[layer.name]] for layer in layers]
+        rates = [[of_group[group] for group in self.parameter_groups[layer.name]] for layer, *_ in layers]
         first = rates[0][0]
-        numbers = not any(isinstance(rate, Tensor) for own in rates for rate in own)
-        if all(rate is first or (numbers and rate == first) for own in rates for rate in own):  # no need to ask
+        numbers = not any(isinstance(rate, Tensor) for of_layer in rates for rate in of_layer)
+        if all(rate is first or (numbers and rate == first) for of_layer in rates for rate in of_layer):
             return dot.sum() * first**2 / scale**2
         total = torch.zeros((), device=dot.device)
-        for layer, own in zip(layers, rates, strict=True):
-            parts = self.exchange.parts(layer, results[layer.name] * gradients[layer.name])
-            for part, rate in zip(parts, own, strict=True):
+        for (layer, V, gradient), of_layer in zip(layers, rates, strict=True):
+            for part, rate in zip(self.exchange.parts(layer, V * gradient), of_layer, strict=True):
                 total = total + part.sum() * rate**2
         return total / scale**2
 
@@ -157,7 +169,7 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
 
 
 def precondition(
-    gradient_OI: Tensor,
+    gradient_nOI: Tensor,
     rotation: Rotation,
     *,
     damping: float,
@@ -171,28 +183,31 @@ def precondition(
     Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
-        gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
+        gradient_nOI: fp32 [n, O, I], the bias gradient as last column where the layer has one.
         damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue.
 
-    Returns V and <V, gradient>, which is that of the rotated ones.
+    Returns V, and <V, gradient> [n], which is that of the rotated ones.
     """
-    *several, rows, columns = gradient_OI.shape
-    beta_O, alpha_I = rotation.values_G.view(*several, rows), rotation.values_A.view(*several, columns)
-    # of a layer in groups, whose values are flat, one for all of them
-    mean_G, mean_A = rotation.values_G.mean(-1), rotation.values_A.mean(-1)
-    lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
-    rotated_OI = _rotated(rotation, gradient_OI)
-    scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
-    return rotation.restore(scaled_OI, given_up=True), dot
+    beta_nO, alpha_nI = rotation.values_G, rotation.values_A
+    e_nOI = beta_nO[:, :, None] * alpha_nI[:, None, :]
+    if damping_kind == "tikhonov":
+        e_nOI += damping
+    else:
+        mean_n = rotation.layer_mean(beta_nO.mean(-1)) * rotation.layer_mean(alpha_nI.mean(-1))
+        e_nOI += damping * mean_n[:, None, None]
+    rotated_nOI = _rotated(rotation, gradient_nOI)
+    scaled_nOI = torch.div(rotated_nOI, e_nOI, out=e_nOI)
+    dot_n = (rotated_nOI * scaled_nOI).sum(dim=(-2, -1))
+    return rotation.restore(scaled_nOI, overwrite=True), dot_n
 
 
 def precondition_corrected(
-    gradient_OI: Tensor,
+    gradient_nOI: Tensor,
     rotation: Rotation,
     corrected: CorrectedEigenvalues,
     *,
-    norm: Tensor,
-    terms: Tensor | float,
+    norm_n: Tensor,
+    terms_n: Tensor | float,
     decay: float,
     damping: float,
     damping_kind: str = "tikhonov",
@@ -200,46 +215,41 @@ def precondition_corrected(
     """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
 
     Args:
-        norm: of the gradient.
-        terms: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
+        norm_n: of the gradient.
+        terms_n: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
         decay: of the second moment.
 
-    Returns V, <V, gradient>, the new second moment, and whether the gradient was scaled down for it.
+    Returns V, <V, gradient> [n], the new second moment, and whether the gradient was scaled down for it, bool [n].
     """
-    in_groups = rotation.values_G.ndim < gradient_OI.ndim - 1
 
     def damp(mean: Callable[[], Tensor]) -> Tensor | float:
-        if damping_kind == "tikhonov":
-            return damping
-        return damping * (mean().mean() if in_groups else mean())
+        return damping if damping_kind == "tikhonov" else damping * rotation.layer_mean(mean())
 
-    scaled_OI, dot, corrected, limited = corrected.divide(
-        _rotated(rotation, gradient_OI), norm=norm, terms=terms, decay=decay, damping=damp
+    scaled_nOI, dot_n, corrected, limited_n = corrected.divide(
+        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damp
     )
-    return rotation.restore(scaled_OI, given_up=True), dot, corrected, limited
+    return rotation.restore(scaled_nOI, overwrite=True), dot_n, corrected, limited_n
 
 
-def _rotated(rotation: Rotation, gradient_OI: Tensor) -> Tensor:
-    """A large one whose rows stay apart in one copy."""
-    by_rows = is_large(gradient_OI) and not rotation.G
-    return rotation.rotate(gradient_OI.clone() if by_rows else gradient_OI, given_up=by_rows)
+def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
+    """A large one whose rows no basis mixes in one copy."""
+    by_rows = is_large(gradient_nOI) and not rotation.G
+    return rotation.rotate(gradient_nOI.clone() if by_rows else gradient_nOI, overwrite=by_rows)
 
 
-def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """``preconditioned``, which is given up, where all of a matrix is finite, else ``otherwise``, fp32; and whether it
-    was, a bool scalar.
+def finite_or(
+    preconditioned_nOI: Tensor, otherwise_nOI: Tensor, wanted_n: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``preconditioned``, which is overwritten, where all of a matrix is finite and ``wanted``, else ``otherwise``; and
+    where it was, bool [n].
 
     ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
     """
-    found_OI = preconditioned_OI.float()
-    finite = torch.isfinite(torch.linalg.vector_norm(found_OI, ord=torch.inf, dim=(-2, -1)))  # without a mask
-    return torch.where(finite[..., None, None], found_OI, otherwise_OI, out=found_OI), finite
-
-
-def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
-    """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
-    own = norms(preconditioned_OI.flatten(-2)).to(norm.dtype)
-    return torch.where(own > 0, norm / own, torch.ones_like(own))
+    result = preconditioned_nOI.float()
+    finite = torch.isfinite(torch.linalg.vector_norm(result, ord=torch.inf, dim=(-2, -1)))  # without a mask
+    if wanted_n is not None:
+        finite = finite & wanted_n
+    return torch.where(finite[:, None, None], result, otherwise_nOI, out=result), finite
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
@@ -277,10 +287,10 @@ class KFACGradientRule(UpdateRule):
         how = f"{options.eigenvalues} eigenvalues, {damped}"
         if not method.rotates:
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
-        return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
+        return f"{how}, kl-clip {clip}; then {optimizer}"
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        return False  # a graft is of a layer's norm
+        return False  # relative damping is of a layer's mean eigenvalue
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

@@ -24,7 +24,7 @@ from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.groups import stacked_bytes
+from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import is_hooked
 
@@ -96,11 +96,11 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
-    several, stacked = [layers for layers in kfac.direction.stacks if len(layers) > 1], "layer by layer"
+    several, stacked = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
     if several:
         stacked = (
             f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
-            f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors in them"
+            f"{sum(map(basis_bytes, several)):,} bytes of eigenvectors in them"
         )
     where: dict[str, tuple[str, ...]] = {}
     for layer in scan.layers if whole else ():

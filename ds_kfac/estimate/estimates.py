@@ -25,7 +25,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.plan import plan as planning
 from ds_kfac.step.messages import Delivery, scalar_names
-from ds_kfac.update.groups import stacked_bytes, stacks
+from ds_kfac.update.groups import basis_bytes, group_by_shape
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import ExchangePlan
 
@@ -212,7 +212,7 @@ class Estimate:
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
         # layers that are stepped together have their eigenvectors there, also where they share an A
         together = [[stack for stack in own if len(stack) > 1] for own in self._stacks]
-        stacked = np.array([sum(map(stacked_bytes, own)) for own in together])
+        stacked = np.array([sum(map(basis_bytes, own)) for own in together])
         inside = [{layer.name for stack in own for layer in stack} for own in together]
         here = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
         users_in = [(f.key, [set(f.layers) & mine for mine in here]) for f in self.factors]
@@ -263,9 +263,9 @@ class Estimate:
     @cached_property
     def _stacks(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
         """Of every rank the layers that it is a worker of, those together that are computed at once."""
-        alike = (lambda layer: layer.copies) if self.plan.stacks else None
-        every = range(self.world)
-        return [stacks([x for x in self.plan.layers if rank in self.workers[x.name]], alike=alike) for rank in every]
+        key = (lambda layer: layer.copies) if self.plan.stacks else None
+        owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
+        return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self, waits: int) -> np.ndarray:
         """Bytes [4, W]: of results that wait to be sent, and of those that wait to be written, sent or not; of gathered
@@ -290,7 +290,7 @@ class Estimate:
             missing = {layer.name: arriving.itemsize * layer.numel for layer in own if layer.name not in held}
             left, done, most = sum(missing.values()), 0, 0
             found[2, rank] = left
-            for layers, nbytes in self.rule.rounds(plan, self._stacks[rank]):
+            for layers, nbytes in self.rule.workspace(plan, self._stacks[rank]):
                 left -= sum(missing.get(layer.name, 0) for layer in layers)
                 done += sum(waits * layer.numel for layer in layers)
                 most = max(most, left + done + nbytes)

@@ -40,15 +40,15 @@ def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor])
     """
     for matrices, columns in ((left, False), (right, True)):
         if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block for each
-            matrix = matrices[0] if x_OI.ndim > 2 else matrices[0][0]
-            x_OI = x_OI @ matrix if columns else matrix @ x_OI
+            # a batch of one is slower as a batch
+            matrix, x = (matrices[0], x_OI) if len(matrices[0]) > 1 else (matrices[0][0], x_OI.view(x_OI.shape[-2:]))
+            x_OI = (x @ matrix if columns else matrix @ x).view(x_OI.shape)
         elif matrices:
             turned = x_OI.mT if columns else x_OI
             parts = turned.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
             pieces = []
             for blocks, part in zip(matrices, parts, strict=True):
                 blocks = blocks.mT if columns else blocks
-                # a batch of one is slower as a batch
                 one = len(blocks) == 1
                 pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
             turned = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(turned.shape)

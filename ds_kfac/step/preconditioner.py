@@ -28,7 +28,7 @@ from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, Watch
+from ds_kfac.zero.exchange import GradientExchange, SkippedGradientWarner
 
 
 class KFACPreconditioner:
@@ -66,7 +66,7 @@ class KFACPreconditioner:
         self.direction = self.rule.direction(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
-        self.watch = Watch([layer.name for layer in self.owned], self.device)
+        self.skipped = SkippedGradientWarner([layer.name for layer in self.owned], self.device)
         sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
             target.model,
@@ -198,7 +198,7 @@ class KFACPreconditioner:
                 state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
             keys = {} if layer.name in self.proving.unfit else keys
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
-            if bases and state.turns:
+            if bases and state.moments_rotate:
                 waiting[layer.name] = bases
             elif bases:
                 state = state.rebased(**bases)
@@ -234,7 +234,7 @@ class KFACPreconditioner:
             numbers, ready = self.summed(draft, table.read(received))
             context = StepContext(self.steps, None, draft.peak_lr)
             scales = self.direction.finish(context, draft.local, (numbers if sums is None else sums).unbind(), ready)
-            self.exchange.write(outbox.own, results, scales)
+            self.exchange.write(outbox.here, results, scales)
 
     def totals(self, draft: Draft) -> tuple[Scalars, Part]:
         """What travels with the results: the direction's numbers, the metrics' counts, and, if the direction asks, a
@@ -284,8 +284,8 @@ class KFACPreconditioner:
                 self.proving.record(draft.verdict)
                 if draft.verdict.every_row:
                     self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
-            self.watch.step(draft.local.left_out, look=bool(due.capture))
-            self.state, self.peak_lr = draft.local.kept(), draft.peak_lr
+            self.skipped.step(draft.local.left_out, look=bool(due.capture))
+            self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
             if draft.arrived:
                 self._rebase(self.state, draft.arrived)
             if due.capture:
@@ -341,7 +341,8 @@ class KFACPreconditioner:
                 self.state[layer.name] = self._empty(layer)
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.proving.restart(resumed=self.steps > 0)
-        self.direction.together.kept.clear()
+        for group in self.direction.layer_groups:
+            group.forget()
         self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)

@@ -1,188 +1,186 @@
-"""Which layers are stepped together, in which order, and what they keep: layers of one shape in one tensor each."""
+"""Layers of one shape that are stepped in one batch, as the launches of a layer cost more than its products: which
+layers are together, in which order, and the tensors that they share.
+
+Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], the matrices of all layers of a group.
+"""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, Precision
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.update.rotation import Rotation, in_memory
+from ds_kfac.update.rotation import Rotation, chunk_budget, repeated
 from ds_kfac.update.state import LayerState
 
 S = TypeVar("S", bound=Any)
 
-STACKED_BYTES = 1 << 28
-"""Of eigenvectors that lie together on a rank, and beside those that they replace in a step that refreshes them."""
+BATCHED_BYTES = 1 << 28
+"""Of eigenvectors of batched layers on a rank, and beside those that they replace in a step that refreshes them."""
 
 
-def stacks(
+def group_by_shape(
     layers: Sequence[LayerSpec],
     *,
-    alike: Callable[[LayerSpec], Hashable] | None,
+    key: Callable[[LayerSpec], Hashable] | None,
     largest: int | None = None,
-    limit: int = STACKED_BYTES,
+    limit: int = BATCHED_BYTES,
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Every layer once, alone or with others of equal shape. Pure.
+    """Groups that have every layer once, alone or with others of equal shape. Pure.
 
     Args:
-        alike: only layers with the same are put together; None: every layer alone.
-        largest: elements of the layers of one; None: :data:`ds_kfac.update.rotation.STACKED`.
-        limit: bytes of eigenvectors that lie together; the smallest shapes first, as they gain most.
+        key: layers may be together if their keys are equal; None: every layer alone.
+        largest: elements of a group; None: :data:`ds_kfac.update.rotation.STACKED`.
+        limit: bytes of the eigenvectors of groups of several; the smallest shapes first, as they gain most.
     """
-    if alike is None:
+    if key is None:
         return tuple((layer,) for layer in layers)
-    together: dict[Hashable, list[LayerSpec]] = {}
+    of_shape: dict[Hashable, list[LayerSpec]] = {}
     for layer in layers:
         sides = (layer.G, layer.A)
         whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) for side in sides)
-        key = (layer.G, layer.A, alike(layer)) if whole else layer.name
-        together.setdefault(key, []).append(layer)
-    found: list[tuple[LayerSpec, ...]] = []
-    for group in sorted(together.values(), key=lambda group: stacked_bytes(group[:1])):
-        room, most = limit // max(1, stacked_bytes(group[:1])), (largest or in_memory(stacked=True)) // group[0].numel
-        fit = group[:room] if min(room, most, len(group)) > 1 else []
-        limit -= stacked_bytes(fit)
-        count = -(-len(fit) // max(1, most))
-        found += [tuple(fit[index::count]) for index in range(count)]
-        found += [(layer,) for layer in group[len(fit) :]]
+        of_shape.setdefault((layer.G, layer.A, key(layer)) if whole else layer.name, []).append(layer)
+    groups: list[tuple[LayerSpec, ...]] = []
+    for alike in sorted(of_shape.values(), key=lambda alike: basis_bytes(alike[:1])):
+        room, most = limit // max(1, basis_bytes(alike[:1])), (largest or chunk_budget(batched=True)) // alike[0].numel
+        batched = alike[:room] if min(room, most, len(alike)) > 1 else []
+        limit -= basis_bytes(batched)
+        count = -(-len(batched) // max(1, most))
+        groups += [tuple(batched[index::count]) for index in range(count)]
+        groups += [(layer,) for layer in alike[len(batched) :]]
     place = {layer.name: index for index, layer in enumerate(layers)}
-    return tuple(sorted(found, key=lambda group: place[group[0].name]))
+    return tuple(sorted(groups, key=lambda group: place[group[0].name]))
 
 
-def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
+def basis_bytes(layers: Sequence[LayerSpec]) -> int:
     """Of their eigenvectors and eigenvalues, fp32."""
     return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
 
 
-def batches(stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, Any]) -> Iterator[tuple[LayerSpec, ...]]:
-    """The stacks, for a step: one that lacks an eigenbasis somewhere layer by layer."""
-    for layers in stacks:
-        if len(layers) == 1 or all(states[layer.name].basis is not None for layer in layers):
-            yield layers
-        else:
-            yield from ((layer,) for layer in layers)
-
-
-def rounds(
-    stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, *, limit: int
-) -> list[list[S]]:
-    """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more, as :func:`in_order`.
-
-    Args:
-        layers: of a stack.
-    """
-    found: list[list[S]] = []
+def chunks(groups: Iterable[Sequence[LayerSpec]], *, limit: int) -> list[list[Sequence[LayerSpec]]]:
+    """Which groups' directions are in memory at a time: of ``limit`` elements together, or one group that has more;
+    in the order of :func:`in_order`. Pure."""
+    found: list[list[Sequence[LayerSpec]]] = []
     room = 0
-    for stack in in_order(stacks, layers):
-        numel = sum(layer.numel for layer in layers(stack))
+    for group in in_order(groups):
+        numel = sum(layer.numel for layer in group)
         if numel > room:
             found.append([])
             room = max(limit, numel)
-        found[-1].append(stack)
+        found[-1].append(group)
         room -= numel
     return found
 
 
-def in_order(stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack) -> tuple[S, ...]:
+def in_order(groups: Iterable[S]) -> tuple[S, ...]:
     """The largest matrices first, when no results wait yet; those with the same sides, as they are or transposed, next
     to each other. Pure."""
 
-    def size(stack: S) -> tuple[int, ...]:
-        sides = layers(stack)[0].shape[-2:]
+    def size(group: Sequence[LayerSpec]) -> tuple[int, ...]:
+        sides = group[0].shape[-2:]
         return math.prod(sides), *sorted(sides)
 
-    return tuple(sorted(stacks, key=size, reverse=True))
+    return tuple(sorted(groups, key=size, reverse=True))
 
 
-class Group:
-    """Layers of one shape that are stepped together: what they keep lies in one tensor each, [n, ..], of which a
-    layer's state is a slice. A layer alone is a group of one, whose matrix stays [O, I] and whose state stays as it is:
-    a batch of one is slower than none.
+class LayerGroup:
+    """Layers of one shape and what they keep: one tensor of each kind for all of them, of which a layer's state has a
+    slice. A layer that is alone is a group, too, whose tensors are views of the layer's own.
 
     Attributes:
         layers, names: the layers.
-        rotation: into their eigenbases; None until all have one, and with a method that has none.
-        moments: of all, each [n, ..]; of one layer its own.
+        maps: matrices of a layer, n in all: the groups of a grouped convolution, else 1.
+        rotation: into the eigenbases. None until a layer has one, and with a method that has none; a layer that has
+            none yet, beside others that have, is rotated by the identity.
+        moments: of all matrices, [n, ..]; None if the update rule keeps none.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], precision: Precision = HIGHEST) -> None:
         self.layers, self.names, self.precision = tuple(layers), tuple(layer.name for layer in layers), precision
+        self.maps, self.n = layers[0].groups, len(layers) * layers[0].groups
+        self.forget()
+
+    def forget(self) -> None:
+        """Take everything from the layers' states again, at the next :meth:`load`."""
         self.rotation: Rotation | None = None
         self.moments: Any = None
         self._sides: tuple[Eigenbasis, ...] = ()
         self._slices: list[Any] = []
 
-    def take(self, states: dict[str, LayerState]) -> list[LayerState]:
-        """The layers' states, which what the group keeps follows: slices of it take the place of what is none, after a
-        refresh eigenbases, after a load moments too. Then there is nothing twice, once the step was applied."""
-        own = [states[name] for name in self.names]
-        moments = [state.moments for state in own]
-        if len(own) == 1:
-            self.moments = moments[0]
-        elif moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
+    def load(self, states: dict[str, LayerState]) -> list[LayerState]:
+        """The layers' states of this step. What others have put there since the last call, after a refresh eigenbases,
+        after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these take its place
+        in ``states``: nothing is in memory twice, once the step was applied."""
+        layers = [states[name] for name in self.names]
+        moments = [state.moments for state in layers]
+        if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
-            kept = zip(*(vars(one).values() for one in moments), strict=True)
-            own = self.keep(states, type(moments[0])(*(torch.stack(parts) for parts in kept)))
-        bases = [basis for state in own if (basis := state.basis)]
-        sides = tuple(side for basis in bases for side in (basis.G, basis.A))
-        if len(bases) < len(own):
+            parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
+            layers = self.keep(states, type(moments[0])(*(self._batched(part) for part in parts)))
+        bases = [state.basis for state in layers]
+        sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
+        if [*map(id, sides)] != [*map(id, self._sides)]:
             self.rotation, self._sides = None, ()
-        elif [*map(id, sides)] != [*map(id, self._sides)]:
-            self.rotation, self._sides = None, ()
-            self.rotation = turn = Rotation.of(bases, self.precision)
-            if len(own) > 1:
-                halves = ((turn.G, turn.values_G), (turn.A, turn.values_A))
-                pairs = [[_slice(*half, index) for half in halves] for index in range(len(own))]
-                own = [replace(state, G=G, A=A) for state, (G, A) in zip(own, pairs, strict=True)]
-                sides = tuple(side for pair in pairs for side in pair)
-                states.update(zip(self.names, own, strict=True))
-            self._sides = sides
-        return own
+            if sides:
+                layers = self._load_bases(states, layers, bases)
+        return layers
+
+    def _load_bases(
+        self, states: dict[str, LayerState], layers: list[LayerState], bases: Sequence[LayerBasis | None]
+    ) -> list[LayerState]:
+        some = next(basis for basis in bases if basis)
+        whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
+        self.rotation = rotation = Rotation.of(whole, self.precision, maps=self.maps)
+        if len(layers) > 1:
+            halves = ((rotation.G, rotation.values_G), (rotation.A, rotation.values_A))
+            for index, basis in enumerate(bases):
+                if basis:
+                    G, A = (Eigenbasis(tuple(v[index : index + 1] for v in vectors), values[index])
+                            for vectors, values in halves)  # fmt: skip
+                    layers[index] = states[self.names[index]] = replace(layers[index], G=G, A=A)
+        ready = [basis for state in layers if (basis := state.basis)]
+        self._sides = tuple(side for basis in ready for side in (basis.G, basis.A))
+        return layers
 
     def keep(self, states: dict[str, LayerState], moments: Any) -> list[LayerState]:
-        """States with these moments of all layers, in their place."""
+        """The layers' states with slices of these moments of all matrices, which replace them in ``states``."""
         self.moments = moments
-        if len(self.names) == 1:
-            self._slices = [moments]
-        else:
-            kept = zip(*(part.unbind() for part in vars(moments).values()), strict=True)
-            self._slices = [type(moments)(*parts) for parts in kept]
-        own = [replace(states[name], moments=one) for name, one in zip(self.names, self._slices, strict=True)]
-        states.update(zip(self.names, own, strict=True))
-        return own
+        parts = [
+            part.view(
+                len(self.layers), *(self.layers[0].shape if part.ndim > 1 else self.layers[0].shape[:-2])
+            ).unbind()
+            for part in vars(moments).values()
+        ]
+        self._slices = [type(moments)(*slices) for slices in zip(*parts, strict=True)]
+        layers = [replace(states[name], moments=part) for name, part in zip(self.names, self._slices, strict=True)]
+        states.update(zip(self.names, layers, strict=True))
+        return layers
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """[n, ..] of one of each layer; of one layer itself."""
-        return parts[0] if len(parts) == 1 else torch.stack(list(parts))
+    def matrices(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """[n, O, I]: of several layers a copy, of one layer a view."""
+        return self._batched([gradients[name] for name in self.names], self.layers[0].shape[-2:])
 
-    def apart(self, x: Tensor) -> Sequence[Tensor]:
-        """Inverse of :meth:`together`; views."""
-        return [x] if len(self.names) == 1 else x.unbind()
+    def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:
+        """Views, each of its layer's shape."""
+        return x_nOI.unflatten(0, (-1, self.maps)).unbind() if self.maps > 1 else x_nOI.unbind()
 
-    def any(self, flags: Tensor) -> Tensor:
-        """Bool [n], of one layer a scalar: whether it is so of any of a layer's maps, of one in groups."""
-        return flags if len(self.names) > 1 else flags.any()
+    def per_matrix(self, x: Tensor) -> Tensor:
+        """[n] of a vector of the layers."""
+        return repeated(x, self.maps)
+
+    def any_map(self, flags_n: Tensor) -> Tensor:
+        """Of bool [n] a vector of the layers: whether it is so of any of a layer's matrices."""
+        return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
+
+    def _batched(self, parts: Sequence[Tensor], shape: Sequence[int] | None = None) -> Tensor:
+        shape = parts[0].shape[self.maps > 1 :] if shape is None else shape
+        return parts[0].view(self.n, *shape) if len(parts) == 1 else torch.stack(list(parts))
 
 
-def _slice(vectors: Sequence[Tensor], values: Tensor, index: int) -> Eigenbasis:
-    return Eigenbasis(tuple(part[index : index + 1] for part in vectors), values[index])
-
-
-class Groups:
-    """Those of a run, as its stacks are for a step: one that lacks an eigenbasis somewhere is taken layer by layer."""
-
-    def __init__(self, stacks: Sequence[tuple[LayerSpec, ...]], precision: Precision) -> None:
-        self.stacks, self.precision = stacks, precision
-        self.kept: dict[tuple[str, ...], Group] = {}
-
-    def of(self, states: Mapping[str, LayerState]) -> Iterable[Group]:
-        """In the order of the stacks. What was in another group is forgotten there."""
-        old, self.kept = self.kept, {}
-        for layers in batches(self.stacks, states):
-            names = tuple(layer.name for layer in layers)
-            self.kept[names] = old.get(names) or Group(layers, self.precision)
-        return self.kept.values()
+def _identity_like(side: Eigenbasis) -> Eigenbasis:
+    eye = tuple(torch.eye(v.shape[-1], device=v.device).expand_as(v) for v in side.vectors)
+    return Eigenbasis(eye, torch.ones_like(side.values))

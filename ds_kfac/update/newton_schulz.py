@@ -9,7 +9,7 @@ of norm one needs no large exponents, and fp16 rounds eight times finer than bf1
 It has the same size whatever is left of the direction. Where gradients die out Adam's direction does too, and a layer
 must not walk on along what rounding and old moments make of it: below :data:`FULL` the factor shrinks with it.
 
-Shape suffixes: O, I the sides of a layer's matrix; a leading n for matrices of one shape at once.
+Shape suffixes: O, I the sides of a matrix; m, n its shorter and its longer side.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Precision, fp32_products
+from ds_kfac.ops.functional import SMALLEST
 
 STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 """Of the quintic x (a + b x^2 + c x^4), a row a step: Jordan et al. 2024, tuned to lift small singular values fast, to
@@ -29,78 +30,65 @@ RESTART = 2
 FULL = 0.03
 """Root mean square of Adam's direction from which on a step has its full size. In ordinary training it is 0.1 to 0.3
 (Adam's steps are signal over noise), in 150 steps of gpt_small and mlm (benchmarks/convergence) never below 0.032."""
-SMALLEST = 1e-15
-"""A norm below which a matrix is scaled as if it had this one: its squares would be lost, and a quotient blow up."""
 
 
 def orthogonal_factors(
-    directions: Sequence[Tensor],
-    columns: Sequence[Tensor | None] | None = None,
-    *,
-    precision: Precision = HIGHEST,
-) -> list[tuple[Tensor, Tensor]]:
-    """U V^T of x = U S V^T, nearly, of directions [O, I] or [n, O, I], all with the same longer and shorter side: they
-    are iterated together.
+    directions: Sequence[Tensor], whitenings: Sequence[Tensor | None] | None = None, *, precision: Precision = HIGHEST
+) -> list[Tensor]:
+    """Replace x = U S V^T by U V^T, nearly, of directions [n, O, I] that all have the same longer and the same shorter
+    side: they are iterated together.
 
     Args:
-        columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s). A column
-            whose s is 0 is left out.
+        directions: fp32, overwritten: zero stays zero, and rows and columns of zeros stay so to the bit.
+        whitenings: of each direction s, [n, 2, I] as of ``Rotation.whitening``, or None. With s it becomes the factor
+            of x diag(s), times diag(s); a column whose s is 0 is left out.
         precision: with TF32 the iteration is in fp16: it rounds as TF32 does, at twice the speed.
 
-    Returns the factors, zero of zero, in the place of the directions, and the Frobenius norms that those had without
-    what is left out, scalars or [n]. Rows and columns of zeros stay so to the bit.
+    Returns the Frobenius norms [n] that the directions had, without columns that are left out.
     """
-    scales = [None] * len(directions) if columns is None else columns
+    whitenings = whitenings or [None] * len(directions)
     dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
-    counts, alone = [len(x) if x.ndim > 2 else 1 for x in directions], len(directions) == 1
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]
-    # [m, n] of one, of several [.., m, n]; the only copy
-    shape = wide[0].shape if alone else (sum(counts), *wide[0].shape[-2:])
-    together, sizes = torch.empty(shape, dtype=dtype, device=wide[0].device), []
-    for x, own, s, place in zip(directions, wide, scales, [together] if alone else together.split(counts), strict=True):
-        # to norm one, in two passes over x with this one
-        lengths = torch.linalg.vector_norm(x, dim=(-2, -1) if s is None else -2)
-        if s is None:
-            sizes.append(lengths)
-            scale = lengths.clamp(min=SMALLEST).reciprocal()[..., None, None]
-        else:
-            # of what is not left out, and of it scaled
-            size, scaled = torch.linalg.vector_norm(lengths * torch.stack([s.sign(), s]), dim=-1).unbind()
-            sizes.append(size)
-            scale = (s / scaled.clamp_(min=SMALLEST)[..., None])[..., None, :]
-        torch.mul(own, scale.mT if own is not x else scale, out=place.view(own.shape))
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]  # the longer side last
+    counts, sizes = [*map(len, wide)], []
+    x = torch.empty(sum(counts), *wide[0].shape[-2:], dtype=dtype, device=wide[0].device)  # the only copy
+    for direction, rows, whitening, place in zip(directions, wide, whitenings, x.split(counts), strict=True):
+        # to norm one, in two passes over a direction with this one
+        norm = torch.linalg.vector_norm(direction, dim=(-2, -1) if whitening is None else -2)
+        if whitening is None:
+            scale = norm.clamp(min=SMALLEST).reciprocal()[:, None, None]
+        else:  # the norm of what is not left out, and of that scaled
+            norm, scaled = torch.linalg.vector_norm(norm[:, None] * whitening, dim=-1).unbind(1)
+            scale = (whitening[:, 1] / scaled.clamp(min=SMALLEST)[:, None])[:, None, :]
+        sizes.append(norm)
+        torch.mul(rows, scale.mT if rows is not direction else scale, out=place)
     del place  # the memory of what is iterated
-    with fp32_products(precision.products, directions[0].device):
-        m, n = together.shape[-2:]
+    if len(x) == 1:
+        x = x[0]  # a batch of one is slower as a batch
+    m, n = x.shape[-2:]
+    with fp32_products(precision.products, x.device):
         if n < GRAM_FROM * m:
             for row in STEPS:
-                together = _polynomial(together @ together.mT, row) @ together
+                x = _polynomial(x @ x.mT, row) @ x
         else:
             half = dtype is torch.float16
-            for rows in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
-                together = _gram_steps(together @ together.mT, rows) @ together
-    for x, own, s, part in zip(directions, wide, scales, [together] if alone else together.split(counts), strict=True):
-        if s is None:
-            own.copy_(part.view(own.shape))
+            for steps in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
+                x = _gram_steps(x @ x.mT, steps) @ x
+    for direction, rows, whitening, part in zip(
+        directions, wide, whitenings, x.view(-1, m, n).split(counts), strict=True
+    ):
+        if whitening is None:
+            rows.copy_(part)
         else:
-            torch.mul(part.view(own.shape), s[..., :, None] if own is not x else s[..., None, :], out=own)
-    return list(zip(directions, sizes, strict=True))
+            s = whitening[:, 1, None]
+            torch.mul(part, s.mT if rows is not direction else s, out=rows)
+    return sizes
 
 
 def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST) -> Tensor:
-    """:func:`orthogonal_factors` of one direction."""
-    return orthogonal_factors([x_OI.clone()], precision=precision)[0][0]
-
-
-def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
-    """What gives a factor the norm ``target``, less where the direction's entries are below :data:`FULL`.
-
-    Args:
-        target: a Frobenius norm.
-        size, norm: those of the direction, and of its factor in any basis. Of zero: 0.
-        full: :data:`FULL` times the root of how many entries they have.
-    """
-    return target * (size / full).clamp(max=1) / norm.clamp(min=SMALLEST)
+    """:func:`orthogonal_factors` of one direction [O, I] or [n, O, I], which stays as it is."""
+    factor = x_OI.clone(memory_format=torch.contiguous_format)
+    orthogonal_factors([factor.view(-1, *x_OI.shape[-2:])], precision=precision)
+    return factor
 
 
 def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
@@ -121,8 +109,8 @@ def workspace(O: int, I: int) -> int:  # noqa: E741
 
 
 def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Tensor:
-    """Q of the steps, with r the Gram matrix that they begin with, which is given up. r, Q and each step's polynomial p
-    commute. Four matrices at a time."""
+    """The product Q of the steps' polynomials p of the Gram matrix r, which is overwritten. r, Q and p commute. Four
+    matrices at a time."""
     q_mm = p_mm = _polynomial(r_mm, rows[0])
     for row in rows[1:]:
         spare_mm = r_mm @ p_mm

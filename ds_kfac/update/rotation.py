@@ -1,7 +1,6 @@
-"""Gradients into their eigenbasis and back, in a precision; also of several layers of equal shape at once, as the
-launches of one cost more than its products.
+"""Matrices of layers of one shape into their eigenbases and back, all in one product.
 
-Shape suffixes: O, I a layer's sides, n layers of equal shape.
+Shape suffixes: n matrices of one shape, which may be those of one layer; O, I their sides; nOI stands for [n, O, I].
 """
 
 from collections.abc import Sequence
@@ -15,25 +14,30 @@ from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, 
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
-"""Elements of a large matrix that are rotated, or folded into moments, at once, and of the layers that are in memory
-together on a CPU: 16 MiB."""
+"""Elements of a single large matrix that are rotated, or folded into moments, at once; on a CPU also the elements of
+the layers whose directions are in memory together: 16 MiB."""
 STACKED = 1 << 24
-"""Elements of the layers that a GPU takes together, unless one alone has more: 64 MiB."""
+"""Elements of the layers whose directions a GPU has in memory together, unless one layer has more: 64 MiB."""
 
 
-def in_memory(*, stacked: bool) -> int:
-    """Elements of the layers whose directions are in memory together, unless one alone has more."""
-    return STACKED if stacked else AT_ONCE
+def chunk_budget(*, batched: bool) -> int:
+    """Elements of the layers whose directions are in memory together, unless one layer has more.
+
+    Args:
+        batched: whether layers of one shape are stepped in one batch, as on GPUs.
+    """
+    return STACKED if batched else AT_ONCE
 
 
-def is_large(x_OI: Tensor) -> bool:
-    """Whether it is a single matrix that is taken some rows at a time."""
-    return x_OI.ndim == 2 and x_OI.numel() > AT_ONCE
+def is_large(x_nOI: Tensor) -> bool:
+    """Whether this is a single matrix that is taken some rows at a time, which bounds the temporaries."""
+    return len(x_nOI) == 1 and x_nOI.numel() > AT_ONCE
 
 
-def rows_at_once(x_OI: Tensor) -> int:
-    """At least one."""
-    return max(1, AT_ONCE // x_OI.shape[-1])
+def row_chunks(*tensors_nOI: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of the same rows of each tensor, :data:`AT_ONCE` elements of one at most, but at least one row."""
+    rows = max(1, AT_ONCE // tensors_nOI[0].shape[-1])
+    return list(zip(*(x.split(rows, dim=1) for x in tensors_nOI), strict=True))
 
 
 WHITEN_DAMPING = 0.01
@@ -45,12 +49,14 @@ the largest, also where a factor is narrow (docs/math.md)."""
 
 @dataclass(frozen=True)
 class Rotation:
-    """Of one matrix [O, I], or of n at once [n, O, I]: of several layers, or the groups of one.
+    """The eigenbases of n matrices [O, I].
 
     Attributes:
-        G, A: eigenvectors: of one layer as in ``Eigenbasis.vectors``, of n one [n, O, O] and [n, I, I], or nothing
-            where Q is the identity.
-        values_G, values_A: fp32 [.., O] and [.., I]; of a layer in groups flat.
+        G, A: eigenvectors of the rows and of the columns. Of n matrices with dense sides one tensor, [n, O, O] and
+            [n, I, I]; of a single matrix as in ``Eigenbasis.vectors``, which may have blocks; () where Q is the
+            identity.
+        values_G, values_A: eigenvalues, fp32 [n, O] and [n, I].
+        maps: matrices of a layer: the groups of a grouped convolution, else 1.
     """
 
     G: tuple[Tensor, ...]
@@ -58,106 +64,118 @@ class Rotation:
     values_G: Tensor
     values_A: Tensor
     precision: Precision
-    _whitenings: dict[float, Tensor] = field(default_factory=dict, repr=False)
+    maps: int = 1
+    _whitenings: dict[tuple[float, int], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST) -> "Rotation":
-        """Of one layer its own eigenvectors, of several a copy; these have dense sides or sides without vectors."""
+    def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST, *, maps: int = 1) -> "Rotation":
+        """Of several layers a copy of their eigenvectors, of one layer its own. Several must have dense sides or sides
+        without vectors, and one matrix each."""
         sides = [basis.G for basis in bases], [basis.A for basis in bases]
         if len(bases) == 1:
-            return cls(bases[0].G.vectors, bases[0].A.vectors, bases[0].G.values, bases[0].A.values, precision)
-        G, A = (side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),) for side in sides)
+            G, A = (side[0].vectors for side in sides)
+        else:
+            G, A = (side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),) for side in sides)
         values_G, values_A = (torch.stack([basis.values for basis in side]) for side in sides)
-        return cls(G, A, values_G, values_A, precision)
+        matrices = len(bases) * maps
+        return cls(G, A, values_G.view(matrices, -1), values_A.view(matrices, -1), precision, maps)
 
-    def whitening(self, power: float, *, groups: int = 1) -> Tensor:
-        """(alpha / mean alpha + WHITEN_DAMPING)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where
-        alpha is rounding, see :func:`not_rounding`.
+    def whitening(self, power: float, *, repeats: int = 1) -> Tensor:
+        """s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power as it is in the eigenbasis, and 0 in A's
+        null space. fp32 [n * repeats, 2, I]: whether s is above 0, as a number, and s.
 
         Args:
-            groups: of the layer, if it is in groups: each has its own mean.
+            repeats: how often each matrix's is repeated: for blocks of its rows.
         """
-        if power not in self._whitenings:
-            values = self.values_A if groups == 1 else self.values_A.view(groups, -1)
-            mean = values.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            self._whitenings[power] = (values / mean + WHITEN_DAMPING) ** -power * self.seen_A.view(values.shape)
-        return self._whitenings[power]
+        if (power, repeats) not in self._whitenings:
+            mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            s = (self.values_A / mean + WHITEN_DAMPING) ** -power * self.range_A
+            self._whitenings[power, repeats] = repeated(torch.stack([self.range_A, s], dim=1), repeats)
+        return self._whitenings[power, repeats]
 
     @cached_property
-    def seen_A(self) -> Tensor:
-        """Directions that inputs have a part in, fp32 like ``values_A``, see :func:`not_rounding`."""
-        return not_rounding(self.A, self.values_A)
+    def range_A(self) -> Tensor:
+        """1 in A's range, 0 in its null space, fp32 like ``values_A``. No input, hence no gradient, has a component
+        in the null space: anything there is rounding error, which Adam would scale up to full size."""
+        return range_mask(self.A, self.values_A)
 
     @cached_property
-    def seen_G(self) -> Tensor:
-        """Directions that gradients of outputs have a part in, fp32 like ``values_G``: those of a softmax sum to zero
-        over its classes."""
-        return not_rounding(self.G, self.values_G)
+    def range_G(self) -> Tensor:
+        """:attr:`range_A` of the outputs' gradients, like ``values_G``: those of a softmax sum to zero over classes."""
+        return range_mask(self.G, self.values_G)
 
-    def only_seen(self, x_OI: Tensor, *, columns: bool = True) -> None:
-        """Zero, in place, in a rotated matrix what :attr:`seen_G`, and if ``columns`` :attr:`seen_A`, leave out."""
-        *several, rows, width = x_OI.shape
+    def mask_null_space_(self, x_nOI: Tensor, *, columns: bool = True) -> None:
+        """Zero, in place, the components of rotated matrices in the null spaces of G and, if ``columns``, of A."""
         if self.G:
-            x_OI.mul_(self.seen_G.view(*several, rows, 1))
+            x_nOI.mul_(self.range_G[:, :, None])
         if self.A and columns:
-            x_OI.mul_(self.seen_A.view(*several, 1, width))
+            x_nOI.mul_(self.range_A[:, None, :])
 
-    def rotate(self, x_OI: Tensor, *, given_up: bool = False) -> Tensor:
+    def layer_mean(self, x_n: Tensor) -> Tensor:
+        """[n], the mean over the matrices of a layer at each of them."""
+        return x_n if self.maps == 1 else repeated(x_n.view(-1, self.maps).mean(dim=1), self.maps)
+
+    def rotate(self, x_nOI: Tensor, *, overwrite: bool = False) -> Tensor:
         """Q_G^T x Q_A, see :meth:`_product`."""
-        return self._product([vectors.mT for vectors in self.G], x_OI, self.A, given_up)
+        return self._product([vectors.mT for vectors in self.G], x_nOI, self.A, overwrite)
 
-    def restore(self, x_OI: Tensor, *, rows: bool = True, columns: bool = True, given_up: bool = False) -> Tensor:
+    def restore(self, x_nOI: Tensor, *, rows: bool = True, columns: bool = True, overwrite: bool = False) -> Tensor:
         """Q_G x Q_A^T, or one of its two halves."""
         right = [vectors.mT for vectors in self.A] if columns else ()
-        return self._product(self.G if rows else (), x_OI, right, given_up)
+        return self._product(self.G if rows else (), x_nOI, right, overwrite)
 
-    def _product(self, left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor], given_up: bool) -> Tensor:
-        """left x right; of a large matrix that is given up and whose rows stay apart in its place, so that it is not
-        there twice."""
-        with fp32_products(self.precision.products, x_OI.device):
-            if left or not (given_up and is_large(x_OI)):
-                return block_product(left, x_OI, right)
-            for rows in x_OI.split(rows_at_once(x_OI)):
+    def _product(self, left: Sequence[Tensor], x_nOI: Tensor, right: Sequence[Tensor], overwrite: bool) -> Tensor:
+        """left x right. ``overwrite``: a large matrix whose rows no basis mixes may be replaced by the result, some
+        rows at a time, so that it is not in memory twice."""
+        with fp32_products(self.precision.products, x_nOI.device):
+            if left or not (overwrite and is_large(x_nOI)):
+                return block_product(left, x_nOI, right)
+            for (rows,) in row_chunks(x_nOI):
                 rows.copy_(block_product((), rows, right))
-        return x_OI
+        return x_nOI
 
 
-def not_rounding(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
-    """fp32 like ``values``: 0 where a factor's eigenvalue is rounding, below max(8, sqrt(b)) eps of the largest of its
-    block of width b, else 1. No row that the factor is made of has a part in such a direction, and no gradient: what is
-    found of it there is rounding too. 1 of a zero block, and of a side without vectors, whose values are exact.
+def repeated(x_n: Tensor, times: int) -> Tensor:
+    """Each entry of the first dimension so many times in a row, [n * times, ..]."""
+    return x_n if times == 1 else x_n[:, None].expand(-1, times, *x_n.shape[1:]).flatten(0, 1)
+
+
+def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
+    """0 where an eigenvalue of a factor is rounding error, below max(8, sqrt(b)) eps of the largest of its block of
+    width b, else 1; fp32 like ``values``. All 1 in a zero block, and of a side without vectors, whose values are exact.
 
     Args:
         vectors: [n, b, b] per group of equal blocks.
     """
     if not vectors:
         return torch.ones_like(values)
-    found = []
+    masks = []
     for group, part in zip(vectors, values.view(-1).split([v.shape[0] * v.shape[1] for v in vectors]), strict=True):
         blocks = part.view(group.shape[:2])
         rounding = max(LEAST, group.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
-        found.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
-    return torch.cat(found).view(values.shape).to(values.dtype)
+        masks.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
+    return torch.cat(masks).view(values.shape).to(values.dtype)
 
 
-def turn_(x_OI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
-    """Out of an eigenbasis (None: the layer's own coordinates) into another, in place, a large matrix some rows at a
-    time. In fp32: an error would stay in the moments.
+def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
+    """Out of one layer's eigenbasis (None: its own coordinates) into another, in place, a large matrix some rows at a
+    time. In fp32 whatever the precision of steps: an error would stay in the moments.
 
     Args:
-        x_OI: fp32 [O, I], contiguous.
+        x_nOI: fp32 [O, I], or [groups, O, I] of a layer in groups; contiguous.
     """
     olds = (None, None) if old is None else (old.G, old.A)
-    with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
-        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; nothing of a side that is the same
+    x_nOI = x_nOI.view(-1, *x_nOI.shape[-2:])
+    with torch.autocast(x_nOI.device.type, enabled=False), fp32_products("ieee", x_nOI.device):
+        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; () for a side that stays
         overlaps = [_overlap(before, now) for before, now in zip(olds, (new.G, new.A), strict=True)]
         left, right = [vectors.mT for vectors in overlaps[0]], overlaps[1]
-        if not is_large(x_OI):
-            x_OI.copy_(block_product(left, x_OI, right))
+        if not is_large(x_nOI):
+            x_nOI.copy_(block_product(left, x_nOI, right))
             return
         if left:
-            x_OI.copy_(block_product(left, x_OI, ()))
-        for rows in x_OI.split(rows_at_once(x_OI)):
+            x_nOI.copy_(block_product(left, x_nOI, ()))
+        for (rows,) in row_chunks(x_nOI):
             rows.copy_(block_product((), rows, right))
 
 

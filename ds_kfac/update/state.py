@@ -1,6 +1,6 @@
-"""What a gradient worker of a layer keeps between steps: what preconditions it, and moments of its gradient there.
+"""What a gradient worker of a layer keeps between steps: eigenbases or inverses, and moments of its gradient there.
 
-Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape at once every tensor has a leading n.
+Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], n matrices of one shape.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import adam_fold_, adam_scale_, corrected_scale_dot
-from ds_kfac.update.rotation import is_large, rows_at_once, turn_
+from ds_kfac.ops.dispatch import adam_fold_, adam_scale_
+from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
 class Moments:
-    """What an update rule keeps of a layer's gradients: a frozen dataclass of fp32 tensors, each [O, I], those named
-    ``_OI``, or a scalar; of a layer in groups [groups, O, I] or [groups].
+    """What an update rule keeps of gradients: a frozen dataclass of fp32 tensors. Of one layer each is [O, I], those
+    named ``_OI``, or a scalar ([groups, O, I] and [groups] of a layer in groups); of a group of layers (``groups.py``)
+    [n, O, I] and [n].
 
     Attributes:
         NAME: in checkpoints.
@@ -34,17 +35,17 @@ class Moments:
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
         parts = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
-        return cls(*(torch.zeros(own, device=device) for own in parts))
+        return cls(*(torch.zeros(part, device=device) for part in parts))
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values())
 
-    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Into a new eigenbasis, in place, what of them :attr:`ROTATES`."""
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """Into one layer's new eigenbasis, in place, those of its moments that go with it."""
 
     def unrotated(self, basis: LayerBasis) -> Any:
-        """Out of an eigenbasis that is given up."""
+        """Out of one layer's eigenbasis, which is given up."""
         return self
 
 
@@ -53,8 +54,8 @@ class CorrectedEigenvalues(Moments):
     """EKFAC (George et al. 2018, arXiv:1806.03884), its running-average form: what replaces beta alpha^T.
 
     Attributes:
-        second_OI: fp32, running average of the squared rotated gradient.
-        updates: fp32 scalar on the device, gradients folded in so far.
+        second_OI: running average of the squared rotated gradient.
+        updates: gradients folded in so far.
     """
 
     NAME: ClassVar = "corrected"
@@ -64,10 +65,10 @@ class CorrectedEigenvalues(Moments):
 
     def divide(
         self,
-        rotated_OI: Tensor,
+        rotated_nOI: Tensor,
         *,
-        norm: Tensor,
-        terms: Tensor | float,
+        norm_n: Tensor,
+        terms_n: Tensor | float,
         decay: float,
         damping: Callable[[Callable[[], Tensor]], Tensor | float],
     ) -> tuple[Tensor, Tensor, "CorrectedEigenvalues", Tensor]:
@@ -76,39 +77,38 @@ class CorrectedEigenvalues(Moments):
         for at most :data:`ds_kfac.curvature.factor.SPIKE` times the average.
 
         Args:
-            rotated_OI: given up: of a large one the quotient takes the place.
-            norm: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
-            terms: brings a squared gradient to the units of the Fisher.
-            damping: mean eigenvalue, as a function -> what is added to all.
+            rotated_nOI: overwritten if it is large: the quotient takes its place.
+            norm_n: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
+            terms_n: brings a squared gradient to the units of the Fisher.
+            damping: mean eigenvalue [n], as a function -> what is added to all eigenvalues.
 
-        Returns the quotient, its inner product with ``rotated_OI``, the new state, and whether the gradient was scaled
-        down for it, a bool scalar.
+        Returns the quotient, its inner product with ``rotated_nOI`` [n], the new moments, and whether the gradient was
+        scaled down for S, bool [n].
         """
-        size = terms * norm.square()
+        size = terms_n * norm_n.square()
         usable = torch.isfinite(size)
         over = excess(size, self.second_OI.sum(dim=(-2, -1)), self.updates)
-        terms, size = terms / over, size / over
+        terms, size = terms_n / over, size / over
         updates = self.updates + usable.to(self.updates.dtype)
         keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
 
         def mean() -> Tensor:  # of the new S, known before it
-            old, count = self.second_OI.mean(dim=(-2, -1)), rotated_OI.shape[-2] * rotated_OI.shape[-1]
+            old, count = self.second_OI.mean(dim=(-2, -1)), rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
 
-        def divided(x_OI: Tensor, second_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return corrected_scale_dot(x_OI, second_OI, kept, terms, added)
-
-        kept, added = torch.where(usable, keep, 1.0), damping(mean)
-        if not is_large(rotated_OI):
-            scaled_OI, second_OI, dot = divided(rotated_OI, self.second_OI)
-            return scaled_OI, dot, CorrectedEigenvalues(second_OI, updates), over > 1
-        second_OI, rows, dots = torch.empty_like(self.second_OI), rows_at_once(rotated_OI), []
-        for out_OI, *parts in zip(*(x.split(rows) for x in (second_OI, rotated_OI, self.second_OI)), strict=True):
-            scaled_OI, new_OI, dot = divided(*parts)
-            parts[0].copy_(scaled_OI)
-            out_OI.copy_(new_OI)
-            dots.append(dot)
-        return rotated_OI, torch.stack(dots).sum(), CorrectedEigenvalues(second_OI, updates), over > 1
+        added = damping(mean)
+        added = added[:, None, None] if isinstance(added, Tensor) else added
+        keep, weight = torch.where(usable, keep, 1.0)[:, None, None], ((1 - keep) * terms)[:, None, None]
+        quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
+        second, dots = torch.empty_like(self.second_OI), []
+        parts = quotient, rotated_nOI, self.second_OI, second
+        for out, x, old, new in row_chunks(*parts) if is_large(rotated_nOI) else [parts]:
+            averaged = x.square().mul_(weight).add_(old * keep)
+            torch.where(usable[:, None, None], averaged, old, out=new)  # 0 * inf is NaN
+            divided = torch.div(x, torch.add(new, added, out=averaged), out=averaged)
+            dots.append((x * divided).sum(dim=(-2, -1)))
+            out.copy_(divided)
+        return quotient, torch.stack(dots).sum(dim=0), CorrectedEigenvalues(second, updates), over > 1
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
@@ -117,11 +117,11 @@ class CorrectedEigenvalues(Moments):
 
 @dataclass(frozen=True)
 class AdamMoments(Moments):
-    """Adam's state of one layer, in its eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
+    """Adam's state in the eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
 
     Attributes:
-        first_OI, second_OI: fp32, not bias-corrected.
-        updates: fp32 scalar on the device, steps so far.
+        first_OI, second_OI: not bias-corrected.
+        updates: steps so far.
     """
 
     NAME: ClassVar = "adam"
@@ -133,43 +133,40 @@ class AdamMoments(Moments):
 
     def divide(
         self,
-        rotated_OI: Tensor,
+        rotated_nOI: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
-        usable: Tensor,
+        usable_n: Tensor,
         scale: Tensor | float = 1.0,
-        waits: torch.dtype = torch.float32,
-    ) -> tuple[Tensor, "MomentUpdate"]:
-        """Divide as if both moments had one step's gradient in them, first / (sqrt(second) + eps), both
-        bias-corrected.
+        pending_dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, "PendingMoments"]:
+        """Adam's step with this gradient already included in both moments, first / (sqrt(second) + eps), both
+        bias-corrected. The moments themselves change when the step is committed.
 
         Args:
-            rotated_OI: given up: the update has it, or the direction its place.
-            usable: bool scalar on the device, or [n]; where it is false the moments stay as they are, and the
-                direction is zero.
+            rotated_nOI: fp32, overwritten.
+            usable_n: bool. Where it is false the moments stay as they are, and the direction is zero.
             scale: of the gradient.
-            waits: what the update's gradient is rounded to until then.
+            pending_dtype: in which the gradient is held until the commit.
 
-        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what brings the gradient
-        into the moments.
+        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and the pending update.
         """
         # a basis in blocks may leave it transposed, which moments are not
-        x_OI = rotated_OI.contiguous()
-        rounds = waits is not torch.float32
-        waiting_OI, direction_OI = torch.empty_like(x_OI, dtype=waits if rounds else None), x_OI
-        if not rounds:
-            waiting_OI, direction_OI = direction_OI, waiting_OI
-        update = MomentUpdate(self, waiting_OI, usable.expand(self.updates.numel()).contiguous(), betas)
-        out, waiting, x, first, second = (  # [n, O, I]
-            part.view(-1, *part.shape[-2:]) for part in (direction_OI, waiting_OI, x_OI, self.first_OI, self.second_OI)
+        x = rotated_nOI.contiguous()
+        direction = pending = torch.empty_like(x, dtype=pending_dtype)
+        if pending_dtype is torch.float32:
+            pending = x
+        else:
+            direction = x
+        adam_scale_(
+            direction, pending, x, self.first_OI, self.second_OI, self.updates, usable_n, scale, betas=betas, eps=eps
         )
-        adam_scale_(out, waiting, x, first, second, self.updates.view(-1), update.usable, scale, betas=betas, eps=eps)
-        return direction_OI, update
+        return direction, PendingMoments(self, pending, usable_n, betas)
 
-    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
         """The first moment; the second stays as it is."""
-        turn_(self.first_OI, old, new)
+        change_basis_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
@@ -178,32 +175,34 @@ class AdamMoments(Moments):
 
 
 @dataclass(frozen=True)
-class MomentUpdate:
-    """A gradient that Adam's moments will hold once its step was applied. It takes half of what new moments would, or a
-    quarter.
+class PendingMoments:
+    """A gradient that Adam's moments take in once its step was applied. It needs half of the memory of new moments, or
+    a quarter.
 
     Attributes:
-        waiting_OI: the gradient, fp32 or rounded.
-        usable: bool [n] of n layers, or the groups of one.
+        moments: of n matrices.
+        gradient_nOI: rotated, fp32 or rounded.
+        usable_n: bool.
     """
 
     moments: AdamMoments
-    waiting_OI: Tensor
-    usable: Tensor
+    gradient_nOI: Tensor
+    usable_n: Tensor
     betas: tuple[float, float]
 
-    def apply(self) -> None:
-        """Change the moments, in place; this is given up."""
-        first, second, waiting = (
-            x.view(-1, *x.shape[-2:]) for x in (self.moments.first_OI, self.moments.second_OI, self.waiting_OI)
+    def commit(self) -> None:
+        """Change the moments, in place. Call it once."""
+        moments = self.moments
+        adam_fold_(
+            moments.first_OI, moments.second_OI, moments.updates, self.gradient_nOI, self.usable_n, betas=self.betas
         )
-        adam_fold_(first, second, self.moments.updates.view(-1), waiting, self.usable, betas=self.betas)
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """Everything of one layer. A step makes another, which is dropped if it is skipped; moments may be the same, and
-    change when the step was applied.
+    """Everything that is kept for one layer. A refresh makes another one, which is dropped if its step is skipped.
+    Moments, and eigenvectors of a layer that is stepped together with others, are slices of what its group has
+    (``groups.py``); Adam's moments change in place when a step was applied.
 
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
@@ -224,13 +223,13 @@ class LayerState:
     def empty(
         cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, method: Method = EIGEN
     ) -> "LayerState":
-        """Nothing seen yet; of an identity side it is known what is kept."""
+        """Before anything was seen. An identity side never gets anything, so it has its basis or inverse already."""
 
-        def known(side: Side) -> Kept | None:
+        def identity(side: Side) -> Kept | None:
             return None if side.block else method.identity(side, device)
 
-        own = None if moments is None else moments.empty(layer.shape, device)
-        return cls(torch.ones((), device=device), method, known(layer.A), known(layer.G), own)
+        zeros = None if moments is None else moments.empty(layer.shape, device)
+        return cls(torch.ones((), device=device), method, identity(layer.A), identity(layer.G), zeros)
 
     @cached_property
     def preconditioner(self) -> Any:
@@ -247,7 +246,7 @@ class LayerState:
         return 0 if self.moments is None else self.moments.nbytes
 
     @property
-    def turns(self) -> bool:
+    def moments_rotate(self) -> bool:
         """Whether moments go with the eigenbases."""
         return self.moments is not None and self.moments.ROTATES and self.method.rotates
 
@@ -255,8 +254,8 @@ class LayerState:
         """With new eigenbases or inverses of one or both sides. Adam's first moment is rotated into the eigenbases, in
         place; second moments stay as they are."""
         new = replace(self, A=A or self.A, G=G or self.G)
-        if self.turns and new.basis is not None:
-            self.moments.turn_(self.basis, new.basis)
+        if self.moments_rotate and new.basis is not None:
+            self.moments.change_basis_(self.basis, new.basis)
         return new
 
     def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":

@@ -8,7 +8,7 @@ from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, eigh
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import EIGEN
 from ds_kfac.ops.functional import block_product
-from ds_kfac.update.rotation import turn_
+from ds_kfac.update.rotation import change_basis_
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
@@ -57,7 +57,7 @@ def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
     old, new = (LayerBasis(refresh(factor(side, rank)).basis, still) for rank in (None, 3 * side.dim + 1))
 
     def turned(x_OI: torch.Tensor, old: LayerBasis | None) -> torch.Tensor:
-        turn_(found := x_OI.clone(), old, new)
+        change_basis_(found := x_OI.clone(), old, new)
         return found
 
     close(turned(old.rotate(x), old), new.rotate(x), sums=5 * side.dim)

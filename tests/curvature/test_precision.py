@@ -78,9 +78,9 @@ def test_the_switch_is_ours_for_a_while_and_given_back_after_an_error_too(proces
 
 def test_highest_is_fp32_whatever_the_process_allows(process):
     gradient = normal(39, 67)
-    expected, _ = precondition(gradient, Rotation.of([basis(39, 67)]), damping=0.1)
+    expected, _ = precondition(gradient[None], Rotation.of([basis(39, 67)]), damping=0.1)
     with TensorCores() as cores:
-        actual, _ = precondition(gradient, Rotation.of([basis(39, 67)], HIGHEST), damping=0.1)
+        actual, _ = precondition(gradient[None], Rotation.of([basis(39, 67)], HIGHEST), damping=0.1)
         newton_schulz(gradient)
     assert set(cores.seen) == {("ieee", torch.float32)} and len(cores.seen) == 4 + 5 * 3
     assert torch.equal(actual, expected)
@@ -116,7 +116,7 @@ def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
     found = {}
     for precision in (HIGHEST, TF32):
         with TensorCores():
-            V, dot = precondition(gradient, Rotation.of([layer], precision), damping=damping)
+            (V,), (dot,) = precondition(gradient[None], Rotation.of([layer], precision), damping=damping)
         found[precision.name] = float((V.double() - exact).norm() / exact.norm())
         dots = exact * gradient.double()
         near(
@@ -168,7 +168,7 @@ def test_layers_at_once_rotate_like_each():
         rotation = Rotation.of(bases)
         for index, one in enumerate(bases):
             alone = Rotation.of([one])
-            close(rotation.rotate(x)[index], alone.rotate(x[index]), sums=33 + 65)
-            close(rotation.restore(x)[index], alone.restore(x[index]), sums=33 + 65)
-            close(alone.rotate(x[index]), one.rotate(x[index]), sums=33 + 65)
-            close(alone.restore(x[index]), one.restore(x[index]), sums=33 + 65)
+            close(rotation.rotate(x)[index], alone.rotate(x[index, None])[0], sums=33 + 65)
+            close(rotation.restore(x)[index], alone.restore(x[index, None])[0], sums=33 + 65)
+            close(alone.rotate(x[index, None])[0], one.rotate(x[index]), sums=33 + 65)
+            close(alone.restore(x[index, None])[0], one.restore(x[index]), sums=33 + 65)

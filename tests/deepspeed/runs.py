@@ -187,7 +187,6 @@ def reference_options(kfac: dict) -> dict:
         "damping_kind": kfac["damping"]["kind"],
         "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),
         "method": kfac["preconditioner"].get("method", "eigen"),
-        "graft": kfac["preconditioner"].get("graft") == "norm",
         "sharing": kfac["factor"].get("weight_sharing", "expand"),
         "fisher": kfac["factor"].get("fisher", "empirical"),
         "dense_max": kfac["factor"].get("dense_max"),

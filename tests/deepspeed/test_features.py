@@ -54,7 +54,6 @@ MAPS = {"up": 3, r"twins\.\d": [2, 1, 1], "down": [2, 5]}
 
 CASES = {
     "corrected": case(preconditioner=CORRECTED),
-    "graft": case(preconditioner={"graft": "norm", "kl_clip": 0.0}),
     "activations_only": case(factor={"fisher": "activations_only"}),
     "monte_carlo": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}),
     "monte_carlo-masked": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}, masked=True),
@@ -65,10 +64,10 @@ CASES = {
     "blocks": case(factor={"dense_max": 8}),
     "diagonal": case(factor={"dense_max": 8}, plan={"LONGEST": 8}, **TYPES),
     "stacked": case(TwinNet, plan={"stacks": True}),
-    "stacked-graft-relative": case(
+    "stacked-relative": case(
         TwinNet,
         plan={"stacks": True},
-        preconditioner={"graft": "norm", "kl_clip": 0.001},
+        preconditioner={"kl_clip": 0.001},
         damping={"kind": "relative", "value": 0.3},
     ),
     "stacked-corrected": case(
@@ -143,7 +142,7 @@ def worker(payload) -> dict:
             mode = replace(BY_NAME[stage], **copy.deepcopy(settings["mode"]))
             engine = build(mode, ACCUMULATION, model=make_net(settings["model"]), train_micro_batch_size_per_gpu=ROWS)
             initial = weights(engine)
-            sizes = {len(layers) for layers in engine.kfac.preconditioner.direction.stacks}
+            sizes = {len(x.layers) for x in engine.kfac.preconditioner.direction.layer_groups}
             assert (max(sizes, default=1) > 1) == ("stacked" in name), f"{name}: stacks of {sizes}"
             if name == "tf32":
                 assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, engine.kfac.report

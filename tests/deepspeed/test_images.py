@@ -69,7 +69,6 @@ CASES = {
         preconditioner={"eigenvalues": "corrected", "kl_clip": 0.001},
     ),
     "inverse": case(preconditioner={"method": "inverse"}, damping={"kind": "relative", "value": 0.3}),
-    "graft": case(preconditioner={"graft": "norm", "kl_clip": 0.0}),
     "reduce": case(factor={"weight_sharing": "reduce"}),
     "adam": case(adam=True, orthogonal=True),
     "adam-A": case(

@@ -59,7 +59,6 @@ def cases(world: int) -> dict:
     relative = DAMPING["relative"]
     found["relative, offload"] = (2, blocks(relative, {"offload": {"device": "cpu"}}), 0.0)
     found["relative, bf16 on the wire"] = (3, blocks(relative, {"communication": {"dtype": "bf16"}}), 12 * 2**-8)
-    found["relative, grafted"] = (0, blocks(relative, {"preconditioner": {"graft": "norm"}}), 0.0)
     return found
 
 

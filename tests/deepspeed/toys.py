@@ -10,7 +10,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import Method, Part
 from ds_kfac.directions.base import Direction, UpdateRule
-from ds_kfac.update.rotation import turn_
+from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import Moments
 from ds_kfac.zero.exchange import LocalResult
 
@@ -28,8 +28,8 @@ class Mean(Moments):
 
     first_OI: Tensor
 
-    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        turn_(self.first_OI, old, new)
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        change_basis_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "Mean":
         return Mean(basis.restore(self.first_OI))

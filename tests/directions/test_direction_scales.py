@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, Stack
+from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, GroupStep
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.groups import Group
+from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.state import AdamMoments, LayerState
 from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
@@ -81,7 +81,7 @@ def make(
         if times:
             gradients[spec.name] *= times[index]
     local = direction.local(StepContext(0, norm, {}), dict(gradients), dict(states))
-    local.kept()
+    local.commit()
     return direction, local, gradients
 
 
@@ -115,22 +115,15 @@ def test_a_flag_of_each_layer_travels_only_where_nu_is_asked_for():
     assert rule.asks_prepared(planned({}).config)
     fades = {"schedule": "linear", "start": 0.001, "end": 0, "steps": 10}
     assert rule.asks_prepared(planned({"preconditioner": {"kl_clip": fades}}).config)
-    for off in ({"kl_clip": 0}, {"graft": "norm"}):
-        assert not rule.asks_prepared(planned({"preconditioner": off}).config)
+    assert not rule.asks_prepared(planned({"preconditioner": {"kl_clip": 0}}).config)
     assert not KFACAdamWRule().asks_prepared(planned({}).config)
-
-
-def test_a_grafted_layer_has_the_gradients_norm_and_its_own_part_of_the_sum():
-    _, local, gradients = make(graft="norm")
-    close(local.outbox["a"].norm(), gradients["a"].norm(), sums=ROWS * COLUMNS)
-    close(local.numbers[0], RATE**2 * (local.outbox["a"] * gradients["a"]).sum(), sums=SUMS + ROWS * COLUMNS)
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
 def test_stacked_layers_get_their_own_results(eigenvalues):
     names = ("a", "b", "c")
     direction, stacked, _ = make(layers=names, stacks=True, eigenvalues=eigenvalues)
-    assert [len(layers) for layers in direction.stacks] == [3]
+    assert [len(group.layers) for group in direction.layer_groups] == [3]
     _, alone, _ = make(layers=names, eigenvalues=eigenvalues)
     for name in names:
         close(stacked.outbox[name], alone.outbox[name], sums=2 * SUMS)
@@ -242,11 +235,33 @@ def test_orthogonalized_rows_are_put_back_where_they_lay(experts):
     """A head's queries and keys follow each other: the rows of a map lie apart."""
     direction, *_ = make(AdamDirection, adam=ORTHOGONAL, groups=ADAM)
     layers = [replace(linear_layer(name, 4, 6), blocks=(1, 2)) for name in "ab"[:experts]]
-    stack = Stack(Group(layers), slice(0, experts), True)
-    shape = (6, 4) if experts == 1 else (experts, 6, 4)
-    stack.x_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    before = stack.x_OI.clone()
-    direction._orthogonalize([stack])
+    step = GroupStep(LayerGroup(layers), slice(0, experts), direction.config.adam, 1.0, CPU)
+    step.x_nOI = torch.randn((experts, 6, 4), generator=torch.Generator().manual_seed(0))
+    before = step.x_nOI.clone()
+    direction._orthogonalize([step])
     for rows in ([0, 3], [1, 2, 4, 5]):
-        ((wanted, _),) = orthogonal_factors([before[..., rows, :]])
-        close(stack.x_OI[..., rows, :], wanted, sums=100, what=str(rows))
+        orthogonal_factors([wanted := before[:, rows].contiguous()])
+        close(step.x_nOI[:, rows], wanted, sums=100, what=str(rows))
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(eigenvalues, stacks):
+    """Layers of one shape are stepped in one batch, whether all of them have a basis or not."""
+    direction, whole, gradients = make(layers="abc", stacks=stacks, eigenvalues=eigenvalues)
+    moments, states = KFACGradientRule().moments(direction.config), {}
+    for index, name in enumerate("abc"):
+        basis, terms = random_basis(ROWS, COLUMNS, seed=index), torch.tensor(7.0 + index)
+        state = replace(LayerState.empty(direction.exchange.owned[index], CPU, moments=moments), terms=terms)
+        states[name] = state if name == "b" else state.rebased(A=basis.A, G=basis.G)
+    local = direction.local(StepContext(0, None, {}), dict(gradients), states)
+    exact(local.outbox["b"], gradients["b"])
+    for name in "ac":
+        close(local.outbox[name], whole.outbox[name], sums=2 * SUMS)
+    assert local.unprepared == 1 and int(local.replaced) == 0 and states["b"].preconditioner is None
+    if eigenvalues == "corrected":
+        assert not states["b"].moments.updates and not states["b"].moments.second_OI.any()
+        assert states["a"].moments.updates == 1
+    products = torch.cat([(local.outbox[name] * gradients[name]).flatten() for name in "ac"]).double()
+    sums = SUMS + ROWS * COLUMNS
+    close(local.numbers[0], RATE**2 * products.sum(), sums=2 * sums, scale=RATE**2 * products.abs().sum())

@@ -92,5 +92,5 @@ def test_only_heads_are_cut_and_only_by_KFACAdamW():
     for optimizer in ("KFACAdamW", "AdamW"):
         ds_config = {"optimizer": {"type": optimizer}, "kfac": {"factor": {"fisher": "activations_only"}}}
         found[optimizer] = [layer.name for layer in Subject(Net(), ds_config).layers]
-    assert found["AdamW"] == ["first", "lm_head"], "a graft is of a layer's norm"
+    assert found["AdamW"] == ["first", "lm_head"], "relative damping is of a layer's mean"
     assert found["KFACAdamW"] == ["first", *(f"lm_head.{index}" for index in range(12))]

@@ -70,7 +70,6 @@ def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
     ("block", "key", "value"),
     [
         ({"damping": {"kind": "tikhonov"}}, ("damping", "value"), Value.constant(1e-3)),
-        ({"preconditioner": {"graft": "norm"}}, ("preconditioner", "kl_clip"), Value.constant(0.0)),
         ({"factor": {"update_interval": 3}}, ("eigenbasis", "refresh_interval"), Value.constant(15)),
     ],
 )

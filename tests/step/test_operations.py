@@ -147,7 +147,7 @@ def worker(_: None) -> tuple[dict[str, tuple[int, float]], dict[str, int]]:
     with patch.object(rotation, "STACKED", limit):
         engine = build(mode, 1, kfac={**KFAC, "plan": {"stacks": True, **AT_ONCE}}, model=Blocks())
         kfac = engine.kfac.preconditioner
-        assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.stacks) == 7
+        assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 7
         with kernels(operations):
             for step in range(STEPS):
                 engine.backward(engine(torch.randn(ROWS, WIDTH)))

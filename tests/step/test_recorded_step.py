@@ -20,8 +20,7 @@ SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
 CASES = {
     "kronecker": {"preconditioner": {"kl_clip": 0.001}},
     "stacked": {},
-    "corrected, stacked": {"preconditioner": {"eigenvalues": "corrected", "graft": "norm"}},
-    "grafted, kl-clip": {"preconditioner": {"graft": "norm", "kl_clip": 0.001}},
+    "corrected, stacked": {"preconditioner": {"eigenvalues": "corrected"}},
 }
 
 

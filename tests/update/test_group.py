@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis
-from ds_kfac.update.groups import Group, Groups
+from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.factor import Side
+from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation
 from ds_kfac.update.state import AdamMoments, LayerState
 from tests.close import close, exact
@@ -33,8 +34,8 @@ def states() -> dict[str, LayerState]:
 
 
 def test_states_become_slices_with_the_same_values(states):
-    before, group = dict(states), Group(LAYERS)
-    own = group.take(states)
+    before, group = dict(states), LayerGroup(LAYERS)
+    own = group.load(states)
     assert own == [states[name] for name in "abc"]
     for index, (name, now) in enumerate(states.items()):
         for mine, old in ((now.moments, before[name].moments), (now.A, before[name].A), (now.G, before[name].G)):
@@ -46,75 +47,101 @@ def test_states_become_slices_with_the_same_values(states):
 
 
 def test_nothing_is_copied_again_until_something_is_another_one(states, monkeypatch):
-    group, made, of = Group(LAYERS), [], Rotation.of
-    group.take(states)
+    group, made, of = LayerGroup(LAYERS), [], Rotation.of
+    group.load(states)
     moments, rotation = group.moments, group.rotation
-    monkeypatch.setattr(Rotation, "of", lambda *args: made.append(old() is not None) or of(*args))
-    group.take(states)
+    monkeypatch.setattr(Rotation, "of", lambda *args, **more: made.append(old() is not None) or of(*args, **more))
+    group.load(states)
     states["b"] = replace(states["b"], terms=torch.tensor(2.0))
-    group.take(states)
+    group.load(states)
     assert group.moments is moments and group.rotation is rotation and not made
     old = weakref.ref(rotation)
     del rotation
     new = random_basis(ROWS, COLUMNS, seed=7)
     states["b"] = states["b"].rebased(A=new.A)
-    own = group.take(states)
+    own = group.load(states)
     assert made == [False], "what was turned with is freed before another one is made"
     assert group.moments is moments and own[1].moments.first_OI.data_ptr() == moments.first_OI[1].data_ptr()
     exact(group.rotation.A[0][1], new.A.vectors[0][0])
     states["c"] = state(2)
-    group.take(states)
+    group.load(states)
     assert group.moments is not moments
     exact(group.moments.first_OI[2], states["c"].moments.first_OI)
 
 
 def test_what_a_skipped_step_drops_is_put_together_again(states):
     """States of before the step are what goes on."""
-    group = Group(LAYERS)
-    group.take(states)
+    group = LayerGroup(LAYERS)
+    group.load(states)
     kept = dict(states)
     new = random_basis(ROWS, COLUMNS, seed=7)
     states["a"] = replace(states["a"], A=new.A, G=new.G)
-    group.take(states)
-    group.take(kept)
+    group.load(states)
+    group.load(kept)
     exact(group.rotation.A[0][0], kept["a"].A.vectors[0][0])
     assert (group.rotation.A[0][0] - new.A.vectors[0][0]).norm() > 0.1
 
 
-def test_a_layer_alone_keeps_its_own(states):
-    before, group = dict(states), Group(LAYERS[:1])
-    own = group.take(states)
-    assert states == before and own[0].moments is group.moments and group.rotation.A is own[0].A.vectors
-    rotation = group.rotation
-    group.take(states)
-    assert group.rotation is rotation
+def test_a_layer_alone_is_a_group_of_views_of_its_own(states):
+    before, group = dict(states), LayerGroup(LAYERS[:1])
+    (state,) = group.load(states)
+    assert group.rotation.A is state.A.vectors is before["a"].A.vectors
+    assert group.moments.first_OI.shape == (1, ROWS, COLUMNS) and state.moments.first_OI.shape == (ROWS, COLUMNS)
+    for part, old in zip(vars(state.moments).values(), vars(before["a"].moments).values(), strict=True):
+        assert part.data_ptr() == old.data_ptr() and part.shape == old.shape
+    moments, rotation = group.moments, group.rotation
+    group.load(states)
+    assert group.moments is moments and group.rotation is rotation
+
+
+def test_a_layer_in_groups_has_a_matrix_for_each():
+    layer = replace(LAYERS[0], groups=2, G=Side(2 * ROWS, ROWS), A=Side(2 * COLUMNS, COLUMNS))
+    moments = AdamMoments(torch.randn(2, ROWS, COLUMNS), torch.rand(2, ROWS, COLUMNS), torch.tensor([1.0, 2.0]))
+    states = {"a": replace(LayerState.empty(LAYERS[0], CPU), moments=moments)}
+    group = LayerGroup([layer])
+    (state,) = group.load(states)
+    assert (group.n, group.maps) == (2, 2) and group.rotation is None
+    exact(list(vars(group.moments).values()), list(vars(moments).values()))
+    exact(list(vars(state.moments).values()), list(vars(moments).values()))
+    x = torch.randn(2, ROWS, COLUMNS)
+    exact(group.by_layer(group.matrices({"a": x}))[0], x)
+    exact(group.per_matrix(torch.tensor([3.0])), torch.tensor([3.0, 3.0]))
+    assert group.any_map(torch.tensor([False, True])).tolist() == [True]
 
 
 def test_moments_of_the_group_are_its_layers(states):
-    group = Group(LAYERS)
-    group.take(states)
+    group = LayerGroup(LAYERS)
+    group.load(states)
     new = AdamMoments(*(torch.rand_like(part) for part in vars(group.moments).values()))
     group.keep(states, new)
     exact(states["c"].moments.second_OI, new.second_OI[2])
-    assert group.moments is new and group.take(states)[2] is states["c"] and group.moments is new
+    assert group.moments is new and group.load(states)[2] is states["c"] and group.moments is new
 
 
-def test_a_stack_that_lacks_a_basis_is_taken_layer_by_layer(states):
-    groups = Groups([LAYERS[:2], LAYERS[2:]], HIGHEST)
-    (both, alone) = groups.of(states)
-    assert [group.names for group in (both, alone)] == [("a", "b"), ("c",)]
-    both.take(states)
-    gone = weakref.ref(both)
-    del both
-    found = list(groups.of({**states, "a": replace(state(0, basis=False), A=None)}))
-    assert [group.names for group in found] == [("a",), ("b",), ("c",)] and found[2] is alone
-    assert gone() is None
-    assert found[0].take({**states, "a": state(0, basis=False)}) and found[0].rotation is None
+def test_a_layer_that_has_no_basis_yet_is_rotated_by_the_identity(states):
+    states["b"] = state(1, basis=False)
+    group = LayerGroup(LAYERS)
+    layers = group.load(states)
+    assert [one.basis is None for one in layers] == [False, True, False] and states["b"].A is None
+    x = torch.randn(3, ROWS, COLUMNS)
+    exact(group.rotation.rotate(x)[1], x[1])
+    exact(group.rotation.values_A[1], torch.ones(COLUMNS))
+    close(group.rotation.rotate(x)[2], layers[2].basis.rotate(x[2]), sums=8)
+    rotation = group.rotation
+    group.load(states)
+    assert group.rotation is rotation
+    new = random_basis(ROWS, COLUMNS, seed=7)
+    states["b"] = states["b"].rebased(A=new.A, G=new.G)
+    group.load(states)
+    close(group.rotation.rotate(x)[1], new.rotate(x[1]), sums=8)
+    without = {name: state(index, basis=False) for index, name in enumerate("abc")}
+    group.load(without)
+    assert group.rotation is None
 
 
 def test_identity_sides_have_no_vectors(states):
     for name in states:
         states[name] = replace(states[name], G=Eigenbasis((), torch.ones(ROWS)))
-    group = Group(LAYERS)
-    own = group.take(states)
+    group = LayerGroup(LAYERS)
+    own = group.load(states)
     assert group.rotation.G == () and all(one.G.vectors == () for one in own)

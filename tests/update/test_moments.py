@@ -8,12 +8,12 @@ import torch
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
 from ds_kfac.ops.dispatch import adam_fold_
-from ds_kfac.update.rotation import turn_
+from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
-YES = torch.tensor(True)
+YES = torch.tensor([True])
 
 
 def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
@@ -28,7 +28,9 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
 
 
 def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
-    return moments.divide(rotated, norm=rotated.norm(), terms=1.0, decay=decay, damping=lambda mean: 0.1)[2]
+    return moments.divide(
+        rotated[None], norm_n=rotated.norm()[None], terms_n=1.0, decay=decay, damping=lambda mean: 0.1
+    )[2]
 
 
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
@@ -37,60 +39,60 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
     inputs, gradients = torch.rand(40, 5) - 0.3, torch.rand(40, 3) - 0.3  # none so large that it would be limited
     gradients = gradients * (0.5 + inputs[:, :1])  # a and g depend on each other, so F is no Kronecker product
     basis = random_basis(3, 5)
-    moments = CorrectedEigenvalues.empty((3, 5))
+    moments = CorrectedEigenvalues.empty((1, 3, 5))
     for a, g in zip(inputs, gradients, strict=True):
         moments = divided(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
     vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
     fisher = vectors.T @ vectors / 40
     Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
     expected = (Q.T @ fisher @ Q).diagonal().view(3, 5)
-    close(moments.second_OI, expected, sums=40 + 2 * (3 + 5))
+    close(moments.second_OI[0], expected, sums=40 + 2 * (3 + 5))
     kronecker = torch.outer(basis.G.values, basis.A.values)
     assert (kronecker - expected).norm() > 0.1 * expected.norm(), "the Kronecker eigenvalues are another thing"
 
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
-    moments = CorrectedEigenvalues.empty((2, 3))
+    moments = CorrectedEigenvalues.empty((1, 2, 3))
     for step in range(SETTLED - (not settled)):
         moments = divided(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
     usual, spike = float(moments.second_OI.sum()), 1e3 * torch.randn(2, 3)
-    options = {"norm": spike.norm(), "terms": 2.0, "decay": 0.9, "damping": lambda mean: 0.1 * mean()}
-    quotient, dot, after, limited = moments.divide(spike, **options)
+    options = {"norm_n": spike.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": lambda mean: 0.1 * mean()}
+    quotient, dot, after, limited = moments.divide(spike[None], **options)
     share = SPIKE * usual / float(spike.square().sum()) if settled else 2.0
     assert bool(limited) is settled
     keep = min(0.9, 1 - 1 / (float(moments.updates) + 1))
-    expected = keep * moments.second_OI + (1 - keep) * share * spike.square()
-    close(after.second_OI, expected, sums=2 * 3)
-    close(quotient, spike / (expected + 0.1 * expected.mean()), sums=2 * 3)
-    close(dot, (quotient * spike).sum(), sums=2 * 3)
+    expected = keep * moments.second_OI[0] + (1 - keep) * share * spike.square()
+    close(after.second_OI[0], expected, sums=2 * 3)
+    close(quotient[0], spike / (expected + 0.1 * expected.mean()), sums=2 * 3)
+    close(dot[0], (quotient[0] * spike).sum(), sums=2 * 3)
 
 
 def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8, usable=YES) -> torch.Tensor:
     """The direction, with the gradient in the moments."""
-    direction, update = moments.divide(gradient.clone(), betas=betas, eps=eps, usable=usable)
-    update.apply()
-    return direction
+    direction, pending = moments.divide(gradient.clone()[None], betas=betas, eps=eps, usable_n=usable)
+    pending.commit()
+    return direction[0]
 
 
-def test_adams_moments_change_when_they_are_told_to():
+def test_adams_moments_change_at_the_commit():
     moments, x = AdamMoments.empty((2, 3, 4)), torch.randn(2, 3, 4)
     usable = torch.tensor([True, False])
     for step in range(3):
         before = [part.clone() for part in vars(moments).values()]
-        update = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable=usable)[1]
+        pending = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable_n=usable)[1]
         assert all(torch.equal(*pair) for pair in zip(before, vars(moments).values(), strict=True))
         first, second, updates = before
         adam_fold_(first, second, updates, x, usable, betas=(0.9, 0.99))
-        update.apply()
+        pending.commit()
         exact([moments.first_OI, moments.second_OI, moments.updates], before)
         assert moments.updates.tolist() == [step + 1, 0] and not moments.first_OI[1].any()
 
 
 def test_what_is_not_usable_changes_nothing():
-    no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
-    corrected = divided(CorrectedEigenvalues.empty((2, 3)), torch.ones(2, 3))
-    adam, unchanged = (AdamMoments.empty((2, 3)) for _ in range(2))
+    no, bad = torch.tensor([False]), torch.full((2, 3), float("nan"))
+    corrected = divided(CorrectedEigenvalues.empty((1, 2, 3)), torch.ones(2, 3))
+    adam, unchanged = (AdamMoments.empty((1, 2, 3)) for _ in range(2))
     for moments in (adam, unchanged):
         folded(moments, torch.ones(2, 3), betas=(0.9, 0.99))
     folded(adam, bad, betas=(0.9, 0.99), usable=no)
@@ -103,7 +105,7 @@ def test_the_direction_is_adams_with_nesterovs_momentum(b1):
     """Without momentum it is torch's."""
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
     adam = torch.optim.AdamW([parameter], lr=1.0, betas=(b1, 0.9), eps=1e-3, weight_decay=0.0)
-    moments = AdamMoments.empty((3, 4))
+    moments = AdamMoments.empty((1, 3, 4))
     for step in range(1, 6):
         gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         before = parameter.detach().clone()
@@ -112,8 +114,8 @@ def test_the_direction_is_adams_with_nesterovs_momentum(b1):
         actual = folded(moments, gradient, betas=(b1, 0.9), eps=1e-3, usable=YES)
         if not b1:
             close(actual, before - parameter.detach(), sums=10, condition=1 / (1 - 0.9), scale=before.abs().max() + 1)
-        ahead = b1 * moments.first_OI / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (1 - b1**step)
-        expected = ahead / ((moments.second_OI / (1 - 0.9**step)).sqrt() + 1e-3)
+        ahead = b1 * moments.first_OI[0] / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (1 - b1**step)
+        expected = ahead / ((moments.second_OI[0] / (1 - 0.9**step)).sqrt() + 1e-3)
         close(actual, expected, sums=10)
 
 
@@ -124,7 +126,7 @@ def test_a_refresh_rotates_a_momentum_in_place(several):
     momenta = torch.randn(2, 3, 5)
     kept = torch.stack([old.rotate(momentum) for momentum in momenta])
     before, turned = kept.clone(), kept[1] if several else kept[1].clone()
-    turn_(turned, old, new)
+    change_basis_(turned, old, new)
     close(new.restore(turned), momenta[1], sums=4 * (3 + 5))
     exact(kept[0], before[0])
     assert torch.equal(kept[1], turned) == several
@@ -138,7 +140,7 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
     mix_A, mix_G = torch.linalg.qr(torch.randn(8, 8))[0], torch.linalg.qr(torch.randn(6, 6))[0]
     x, g = x @ mix_A, g @ mix_G
     A, G = x.T @ x / 400, g.T @ g / 400
-    moments, basis, losses = AdamMoments.empty((6, 8)), None, []
+    moments, basis, losses = AdamMoments.empty((1, 6, 8)), None, []
     for step in range(120):
         losses.append(float(((W - target) @ A * (G @ (W - target))).sum()) / 2)
         if step % 10 == 0:
@@ -150,7 +152,7 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
                 sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
             new = LayerBasis(*sides)
             if rotate:
-                turn_(moments.first_OI, basis, new)
+                change_basis_(moments.first_OI, basis, new)
             basis = new
         gradient = basis.rotate(G @ (W - target) @ A)
         direction = folded(moments, gradient, betas=(0.9, 0.95))

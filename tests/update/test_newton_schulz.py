@@ -7,8 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_kfac.curvature.eigen import HIGHEST, Precision
+from ds_kfac.ops.functional import scale_to
 from ds_kfac.update import newton_schulz as module
-from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors, scale_to
+from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near, polar_condition
 from tests.update.test_moments import random_basis
@@ -27,6 +28,18 @@ def terms(x: torch.Tensor) -> dict:
     return {"sums": 5 * 3 * sum(x.shape[-2:]), "condition": polar_condition(x)}
 
 
+def whitening(s: torch.Tensor) -> torch.Tensor:
+    """Column scales as of Rotation.whitening."""
+    return torch.stack([(s > 0).float(), s], dim=-2)
+
+
+def factored(x: torch.Tensor, s: torch.Tensor | None = None, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor of one matrix, with column scales [I], and the norm that it had."""
+    factor = x.clone()[None]
+    (size,) = orthogonal_factors([factor], [None if s is None else whitening(s)[None]], **options)
+    return factor[0], size[0]
+
+
 def steep(m: int, n: int, decades: float) -> torch.Tensor:
     """With singular values over so many decades."""
     U, _, Vh = torch.linalg.svd(normal(m, n).double(), full_matrices=False)
@@ -37,7 +50,7 @@ def steep(m: int, n: int, decades: float) -> torch.Tensor:
 def test_singular_values_are_near_one(rows, columns):
     x = normal(rows, columns)
     U, _, Vh = torch.linalg.svd(x, full_matrices=False)
-    factor, size = orthogonal_factors([x.clone()])[0]
+    factor, size = factored(x)
     values = torch.linalg.svdvals(factor)
     well = torch.linalg.svdvals(x) > 0.02 * x.norm()  # five steps lift nothing smaller all the way
     assert values[well].min() > LOW and values.max() < HIGH
@@ -90,36 +103,36 @@ def test_why_the_gram_form_begins_again_and_is_not_for_bf16():
 
 
 def test_directions_together_are_as_each_alone():
-    given = [normal(7, 20, seed=1), normal(3, 20, 7, seed=2), normal(2, 7, 20, seed=3)]
-    scales = [torch.rand(20) + 0.1, None, torch.rand(2, 20) + 0.1]
+    given = [normal(1, 7, 20, seed=1), normal(3, 20, 7, seed=2), normal(2, 7, 20, seed=3)]
+    scales = [torch.rand(1, 20) + 0.1, None, torch.rand(2, 20) + 0.1]
     together = [x.clone() for x in given]
-    for x, s, own, (factor, size) in zip(given, scales, together, orthogonal_factors(together, scales), strict=True):
-        assert factor is own, "in its place"
-        assert factor.shape == x.shape and size.shape == x.shape[:-2]
-        for index in range(len(x)) if x.ndim > 2 else [...]:
-            columns = None if s is None else [s[index]]
-            alone, norm = orthogonal_factors([x[index].clone()], columns)[0]
-            close(factor[index], alone, **terms(x[index] if s is None else x[index] * s[index]))
-            close(size[index], norm, sums=7 * 20)
+    norms = orthogonal_factors(together, [None if s is None else whitening(s) for s in scales])
+    for x, s, factors, sizes in zip(given, scales, together, norms, strict=True):
+        assert sizes.shape == x.shape[:1]
+        for index, (factor, size) in enumerate(zip(factors, sizes, strict=True)):
+            alone, norm = factored(x[index], None if s is None else s[index])
+            close(factor, alone, **terms(x[index] if s is None else x[index] * s[index]))
+            close(size, norm, sums=7 * 20)
 
 
 @pytest.mark.parametrize("shape", [(6, 30), (30, 6), (9, 9)])
 def test_column_scales_stand_on_both_sides(shape):
     x, s = normal(*shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
-    factor, size = orthogonal_factors([x.clone()], [s])[0]
+    factor, size = factored(x, s)
     close(factor, newton_schulz(x * s) * s, **terms(x * s))
     close(size, x.norm(), sums=x.numel())
     exact = spelt_out(x * s) * s
     # half precision: 2^-11 for every rounding, lifted by five steps
-    assert float((orthogonal_factors([x.clone()], [s], precision=HALF)[0][0] - exact).norm() / exact.norm()) < 0.01
+    assert float((factored(x, s, precision=HALF)[0] - exact).norm() / exact.norm()) < 0.01
 
 
 def test_a_whitened_step_bounds_the_response_to_every_input():
     """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those of D are not."""
     basis, direction = random_basis(6, 9), normal(6, 9)
     rotation = Rotation.of([basis])
-    s = rotation.whitening(0.25)
-    factor = rotation.restore(orthogonal_factors([rotation.rotate(direction)], [s])[0][0])
+    factor = rotation.rotate(direction[None])
+    orthogonal_factors([factor], [rotation.whitening(0.25)])
+    factor = rotation.restore(factor)[0]
     A = basis.A.vectors[0][0] @ torch.diag(basis.A.values) @ basis.A.vectors[0][0].T
     damped = (A / basis.A.values.mean() + 0.01 * torch.eye(9)).double()
     values, vectors = torch.linalg.eigh(damped)
@@ -145,7 +158,7 @@ def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
     x, root = normal(*shape), (shape[0] * shape[1]) ** 0.5
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        factor, size = orthogonal_factors([x.clone()], [torch.full(shape[1:], 0.5)], precision=precision)[0]
+        factor, size = factored(x, torch.full(shape[1:], 0.5), precision=precision)
         return factor * scale_to(0.3 * root, size=size, norm=factor.norm(), full=FULL * root)
 
     assert torch.equal(step(torch.zeros(shape)), torch.zeros(shape))
@@ -162,7 +175,8 @@ def test_rows_and_columns_that_are_left_out_stay_out(shape, precision):
     x, s = normal(2, *shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
     x[:, 1], s[[0, 3]] = 0.0, 0.0
     kept_rows, kept_columns = [i for i in range(shape[0]) if i != 1], [i for i in range(shape[1]) if i not in (0, 3)]
-    factors, sizes = orthogonal_factors([x.clone()], [s.expand(2, -1)], precision=precision)[0]
+    factors = x.clone()
+    (sizes,) = orthogonal_factors([factors], [whitening(s.expand(2, -1))], precision=precision)
     assert torch.count_nonzero(factors[:, 1]) == torch.count_nonzero(factors[:, :, [0, 3]]) == 0
     for factor, size, own in zip(factors, sizes, x, strict=True):
         rest = own[kept_rows][:, kept_columns]

@@ -8,7 +8,7 @@ import torch
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
 from ds_kfac.directions.kfac_gradient import precondition_corrected
 from ds_kfac.update import rotation
-from ds_kfac.update.rotation import Rotation, not_rounding, turn_
+from ds_kfac.update.rotation import Rotation, change_basis_, range_mask
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact, near
 from tests.update.test_moments import random_basis
@@ -23,12 +23,12 @@ def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
     basis = random_basis(ROWS, COLUMNS)
     if side == "A alone":
         basis = LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A)
-    turn, x_OI = Rotation.of([basis], HIGHEST), torch.randn(ROWS, COLUMNS)
+    turn, x_OI = Rotation.of([basis], HIGHEST), torch.randn(1, ROWS, COLUMNS)
     expected, back = turn.rotate(x_OI), turn.restore(x_OI)
     monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
     for method, result in ((turn.rotate, expected), (turn.restore, back)):
         given = x_OI.clone()
-        found = method(given, given_up=True)
+        found = method(given, overwrite=True)
         close(found, result, sums=ROWS + COLUMNS)
         assert (found is given) == (side == "A alone"), "in place where rows stay apart"
 
@@ -41,19 +41,22 @@ def test_moments_are_turned_by_rows_in_place(side, monkeypatch):
         old, new = LayerBasis(still, old.A), LayerBasis(still, new.A)
     x_OI = torch.randn(ROWS, COLUMNS)
     expected, given = x_OI.clone(), x_OI.clone()
-    turn_(expected, old, new)
+    change_basis_(expected, old, new)
     monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
-    turn_(given, old, new)
+    change_basis_(given, old, new)
     close(given, expected, sums=2 * (ROWS + COLUMNS))
     assert (given - x_OI).norm() > 0.1 * x_OI.norm()
 
 
 def test_moments_take_a_transposed_gradient_in():
     """As a basis in blocks leaves it."""
-    x_OI, options = torch.randn(COLUMNS, ROWS).T, {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
-    moments = AdamMoments.empty((ROWS, COLUMNS))
-    direction, update = moments.divide(x_OI, **options)
-    assert update.waiting_OI.is_contiguous() and direction.is_contiguous()
+    x_OI, options = (
+        torch.randn(1, COLUMNS, ROWS).mT,
+        {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])},
+    )
+    moments = AdamMoments.empty((1, ROWS, COLUMNS))
+    direction, pending = moments.divide(x_OI, **options)
+    assert pending.gradient_nOI.is_contiguous() and direction.is_contiguous()
     nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
     near(direction, nesterov * x_OI.sign(), 2e-8 / x_OI.abs() + 2e-6, "Adam's eps, and fp32")
 
@@ -62,27 +65,27 @@ def test_several_layers_are_rotated_at_once(monkeypatch):
     bases = [LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A) for seed in range(2)]
     turn, x_nOI = Rotation.of(bases, HIGHEST), torch.randn(2, 3, 3)
     monkeypatch.setattr(rotation, "AT_ONCE", 3)
-    assert torch.equal(turn.rotate(x_nOI.clone(), given_up=True), turn.rotate(x_nOI))
+    assert torch.equal(turn.rotate(x_nOI.clone(), overwrite=True), turn.rotate(x_nOI))
 
 
-@pytest.mark.parametrize("waits", [torch.float32, torch.bfloat16])
-def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
-    x_OI, options = torch.randn(ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
-    whole, by_rows, reference = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
+@pytest.mark.parametrize("pending_dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_rows_at_a_time_are_as_of_the_whole(pending_dtype, monkeypatch):
+    x_OI, options = torch.randn(1, ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])}
+    whole, by_rows, reference = (AdamMoments.empty((1, ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
-        of_rounded, update = whole.divide(x_OI.clone(), **options, waits=waits)
-        assert update.waiting_OI.dtype is waits
-        update.apply()
-        of_exact, update = reference.divide(x_OI.clone(), **options)
-        update.apply()
-        near(of_rounded, of_exact, HALF_ULP[waits] * of_exact.abs(), "one rounding")
+        of_rounded, pending = whole.divide(x_OI.clone(), **options, pending_dtype=pending_dtype)
+        assert pending.gradient_nOI.dtype is pending_dtype
+        pending.commit()
+        of_exact, pending = reference.divide(x_OI.clone(), **options)
+        pending.commit()
+        near(of_rounded, of_exact, HALF_ULP[pending_dtype] * of_exact.abs(), "one rounding")
         with monkeypatch.context() as patch:
             patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
             given = x_OI.clone()
-            found, update = by_rows.divide(given, **options, waits=waits)
+            found, pending = by_rows.divide(given, **options, pending_dtype=pending_dtype)
             assert torch.equal(found, of_rounded)
-            assert (found is given) == (waits is torch.bfloat16), "no third matrix where the gradient was copied"
-            update.apply()
+            assert (found is given) == (pending_dtype is torch.bfloat16), "no third matrix"
+            pending.commit()
     for kept in (by_rows, whole):
         near(kept.first_OI, reference.first_OI, HALF_ULP[torch.bfloat16] * reference.first_OI.abs(), "of rounded rows")
         near(kept.second_OI, reference.second_OI, 2 * HALF_ULP[torch.bfloat16] * reference.second_OI, "their squares")
@@ -91,11 +94,11 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
 
 @pytest.mark.parametrize("side", ["A alone", "both"])
 def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
-    basis, x_OI = random_basis(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
+    basis, x_OI = random_basis(ROWS, COLUMNS), torch.randn(1, ROWS, COLUMNS)
     if side == "A alone":
         basis = LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A)
-    turn, kept = Rotation.of([basis], HIGHEST), CorrectedEigenvalues.empty((ROWS, COLUMNS))
-    options = {"norm": x_OI.norm(), "terms": 2.0, "decay": 0.9, "damping": 0.1}
+    turn, kept = Rotation.of([basis], HIGHEST), CorrectedEigenvalues.empty((1, ROWS, COLUMNS))
+    options = {"norm_n": x_OI.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": 0.1}
     for _ in range(2):
         expected = precondition_corrected(x_OI, turn, kept, **options)
         monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
@@ -124,7 +127,7 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
 
     def masked(turn: Rotation, x: torch.Tensor, **options) -> torch.Tensor:
         x = x if side == "A" else x.mT.contiguous()
-        turn.only_seen(x, **options)
+        turn.mask_null_space_(x.view(-1, *x.shape[-2:]), **options)
         return x if side == "A" else x.mT
 
     for basis, expected in (
@@ -134,14 +137,16 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
         (replace(whole, values=torch.zeros(4)), [1.0] * 4),
     ):
         turn, seen = of(basis), torch.tensor(expected)
-        exact(turn.seen_A, seen if side == "A" else torch.ones(3))
-        exact(turn.seen_G, seen if side == "G" else torch.ones(3))
-        exact(turn.whitening(0.5) > 0, turn.seen_A > 0)
+        exact(turn.range_A[0], seen if side == "A" else torch.ones(3))
+        exact(turn.range_G[0], seen if side == "G" else torch.ones(3))
+        is_above, s = turn.whitening(0.5)[0]
+        exact(is_above, turn.range_A[0])
+        exact(s > 0, turn.range_A[0] > 0)
         exact(masked(turn, torch.ones(3, 4)), seen.expand(3, 4))
         exact(masked(turn, torch.ones(3, 4), columns=False), torch.ones(3, 4) if side == "A" else seen.expand(3, 4))
     several = of(whole, replace(whole, values=torch.ones(4)))
     seen = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4])
-    exact(several.seen_A if side == "A" else several.seen_G, seen)
+    exact(several.range_A if side == "A" else several.range_G, seen)
     exact(masked(several, torch.ones(2, 3, 4)), seen[:, None].expand(2, 3, 4))
 
 
@@ -150,7 +155,7 @@ def test_rounding_grows_as_the_root_of_the_width_from_64_on():
         values = torch.tensor([0.98 * least * EPS, 1.02 * least * EPS]).repeat(width // 2)
         values[-1] = 1.0
         expected = torch.tensor([0.0, 1.0]).repeat(width // 2)
-        exact(not_rounding((torch.eye(width)[None],), values), expected, what=str(width))
+        exact(range_mask((torch.eye(width)[None],), values), expected, what=str(width))
 
 
 def test_groups_of_a_layer_have_blocks_of_their_own():
@@ -158,5 +163,5 @@ def test_groups_of_a_layer_have_blocks_of_their_own():
     G = Eigenbasis((torch.eye(2).expand(2, 2, 2),), torch.tensor([0.0, 1.0, 1e-9, 1e-9]))
     A = Eigenbasis((torch.eye(3).expand(2, 3, 3),), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0]))
     x_gOI = torch.ones(2, 2, 3)
-    Rotation.of([LayerBasis(G, A)], HIGHEST).only_seen(x_gOI)
+    Rotation.of([LayerBasis(G, A)], HIGHEST, maps=2).mask_null_space_(x_gOI)
     exact(x_gOI, torch.tensor([[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]]))

@@ -6,7 +6,7 @@ import torch
 
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
-from ds_kfac.update.groups import Group, rounds, stacked_bytes, stacks
+from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, group_by_shape
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
 from tests.close import close
 from tests.models import linear_layer
@@ -24,41 +24,47 @@ LAYERS = [
 
 
 def test_layers_of_equal_shape_are_together_and_every_layer_is_there_once():
-    assert names(stacks(LAYERS, alike=lambda layer: None)) == [["a", "c", "f"], ["b", "e"], ["d"]]
-    assert names(stacks(LAYERS, alike=None)) == [[name] for name in "abcdef"]
-    assert names(stacks(LAYERS, alike=lambda layer: layer.name in "af")) == [["a", "f"], ["b", "e"], ["c"], ["d"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None)) == [["a", "c", "f"], ["b", "e"], ["d"]]
+    assert names(group_by_shape(LAYERS, key=None)) == [[name] for name in "abcdef"]
+    assert names(group_by_shape(LAYERS, key=lambda layer: layer.name in "af")) == [["a", "f"], ["b", "e"], ["c"], ["d"]]
 
 
 def test_sides_must_be_of_one_kind_and_without_blocks():
     identity = [replace(layer, G=Side.identity(layer.G.dim)) for layer in LAYERS[:3:2]]
     blocks = [replace(layer, A=Side(7, 4)) for layer in LAYERS[:3:2]]
-    assert names(stacks([*identity, LAYERS[5]], alike=lambda layer: None)) == [["a", "c"], ["f"]]
-    assert names(stacks(blocks, alike=lambda layer: None)) == [["a"], ["c"]]
+    assert names(group_by_shape([*identity, LAYERS[5]], key=lambda layer: None)) == [["a", "c"], ["f"]]
+    assert names(group_by_shape(blocks, key=lambda layer: None)) == [["a"], ["c"]]
 
 
 def test_large_layers_stay_alone_and_copies_have_a_limit():
-    assert names(stacks(LAYERS, alike=lambda layer: None, largest=105)) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-    assert names(stacks(LAYERS, alike=lambda layer: None, largest=104))[:2] == [["a", "f"], ["b"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=105)) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=104))[:2] == [["a", "f"], ["b"]]
     many = [linear_layer(f"l{index}", 7, 5) for index in range(13)]
-    assert [len(some) for some in stacks(many, alike=lambda layer: None, largest=12 * 35)] == [7, 6]
+    assert [len(some) for some in group_by_shape(many, key=lambda layer: None, largest=12 * 35)] == [7, 6]
     large = [linear_layer(name, 4096, 2048) for name in "abc"]
-    assert names(stacks(large, alike=lambda layer: None)) == [["a", "c"], ["b"]], "16 M elements at most"
-    assert names(stacks(LAYERS, alike=lambda layer: None, largest=34)) == [[name] for name in "abcdef"]
-    small = stacked_bytes(LAYERS[:1])
+    assert names(group_by_shape(large, key=lambda layer: None)) == [["a", "c"], ["b"]], "16 M elements at most"
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=34)) == [[name] for name in "abcdef"]
+    small = basis_bytes(LAYERS[:1])
     assert small == 4 * (7 + 49 + 5 + 25)
-    assert names(stacks(LAYERS, alike=lambda layer: None, limit=2 * small)) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
-    assert names(stacks(LAYERS, alike=lambda layer: None, limit=small)) == [[name] for name in "abcdef"]
-    both = 3 * small + 2 * stacked_bytes(LAYERS[1:2])
-    assert names(stacks(LAYERS, alike=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
-    assert names(stacks(LAYERS, alike=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=2 * small)) == [
+        ["a", "c"],
+        ["b"],
+        ["d"],
+        ["e"],
+        ["f"],
+    ]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=small)) == [[name] for name in "abcdef"]
+    both = 3 * small + 2 * basis_bytes(LAYERS[1:2])
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
 
 
 def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first():
-    found = stacks([*LAYERS, linear_layer("g", 5, 13)], alike=lambda layer: None)  # 35 elements, or 65
-    assert [names(some) for some in rounds(found, limit=100)] == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
-    assert [names(some) for some in rounds(found, limit=195)][1:] == [[["a", "c", "f"], ["d"]]]
-    assert [names(some) for some in rounds(found, limit=1 << 22)] == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
-    assert rounds([], limit=1) == []
+    found = group_by_shape([*LAYERS, linear_layer("g", 5, 13)], key=lambda layer: None)  # 35 elements, or 65
+    assert [names(some) for some in chunks(found, limit=100)] == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    assert [names(some) for some in chunks(found, limit=195)][1:] == [[["a", "c", "f"], ["d"]]]
+    assert [names(some) for some in chunks(found, limit=1 << 22)] == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
+    assert chunks([], limit=1) == []
 
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
@@ -67,7 +73,7 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     for seed, (name, state) in enumerate(states.items()):
         basis = random_basis(5, 7, seed=seed)
         states[name] = state.rebased(A=basis.A, G=basis.G)
-    own = Group(LAYERS[:3:2]).take(states)[0]
+    own = LayerGroup(LAYERS[:3:2]).load(states)[0]
     assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
     assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
     saved = layer_payload(own, eigenbasis=True)

@@ -48,25 +48,25 @@ class Rank0:
 
     def step(self, *received: torch.Tensor) -> None:
         arrivals = [(Move(0, 0, len(values), 1, 0), values) for values in received]
-        self.exchange.write(self.outbox.own, arrivals, {"a": torch.tensor(SCALE)})
+        self.exchange.write(self.outbox.here, arrivals, {"a": torch.tensor(SCALE)})
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_replicas_keep_what_the_others_receive(wire):
     rank = Rank0(REPLICATED, (0,), wire)
-    own, (sent,) = rank.outbox.own[0, 0], rank.sent
+    own, (sent,) = rank.outbox.here[0, 0], rank.sent
     assert torch.equal(own, sent) and torch.equal(sent, rank.result.flatten().to(wire))
 
 
 def test_what_nobody_receives_is_not_rounded():
     rank = Rank0(REPLICATED, (0, 1), torch.bfloat16)
-    assert not rank.sent and torch.equal(rank.outbox.own[0, 0], rank.result.flatten())
+    assert not rank.sent and torch.equal(rank.outbox.here[0, 0], rank.result.flatten())
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_of_a_partitioned_result_the_own_part_is_not_rounded(wire):
     rank = Rank0(PARTS, (0,), wire)
-    own, flat = rank.outbox.own[0, 0], rank.result.flatten()
+    own, flat = rank.outbox.here[0, 0], rank.result.flatten()
     assert torch.equal(own, flat[:HALF]) and torch.equal(rank.sent[0], flat[HALF:].to(wire))
     assert rank.sent[0].untyped_storage().nbytes() == wire.itemsize * HALF, "no more than what is sent is kept for it"
     assert own.untyped_storage().nbytes() == 4 * HALF
@@ -76,7 +76,7 @@ def test_of_a_partitioned_result_the_own_part_is_not_rounded(wire):
 def test_in_place_the_own_part_lies_where_the_gradient_was(wire):
     rank = Rank0(PARTS, (0,), wire, in_place=True)
     flat = rank.result.flatten()[:HALF].to(wire)
-    assert torch.equal(rank.stored, flat) and rank.outbox.own[0, 0] is rank.stored
+    assert torch.equal(rank.stored, flat) and rank.outbox.here[0, 0] is rank.stored
     rank.step()
     assert torch.equal(rank.stored, (flat.float() * SCALE).to(wire))
     assert not hasattr(rank, "written")

@@ -30,7 +30,6 @@ adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's directio
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,12 +41,13 @@ from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import scale_shift_
+from ds_kfac.ops.dispatch import finish_direction_
+from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import Group, rounds
-from ds_kfac.update.newton_schulz import FULL, orthogonal_factors, scale_to
-from ds_kfac.update.rotation import in_memory, lengths
-from ds_kfac.update.state import LayerState, MomentUpdate
+from ds_kfac.update.groups import LayerGroup, chunks
+from ds_kfac.update.newton_schulz import FULL, orthogonal_factors
+from ds_kfac.update.rotation import Rotation, chunk_budget, lengths, repeated
+from ds_kfac.update.state import LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -95,110 +95,235 @@ RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
 
 
-@dataclass
-class Stack:
-    """A group of layers on its way through a step.
+class GroupStep:
+    """Layers of one shape on their way through a step, and what is constant of it. A map is what is orthogonalized by
+    itself: a layer's matrix, each group of a grouped convolution, or each block of a fused weight's rows.
 
     Attributes:
-        places: of its layers among all of the step.
-        orthogonal: whether their directions are orthogonalized.
-        x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
-        rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
-        sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
+        group: the layers.
+        places: of its layers among this rank's.
+        orthogonal: whether directions are orthogonalized.
+        maps: of a layer, which are views of its matrix, all of one shape.
+        blocks: rows of each map, where they are no such views; their sizes are put right before the result is taken as
+            one map.
+        rated: whether the result has a norm of its own (:func:`scale_to`), else Adam's times a factor.
+        target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements; or the factor and 1.
+        x_nOI: the direction as far as it has come, [n, O, I] as in the group.
+        sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
     """
 
-    group: Group
-    places: slice
-    orthogonal: bool
-    x_OI: Tensor = field(init=False)
-    rows_are_back: bool = False
-    sizes: list[Tensor] | None = None
+    x_nOI: Tensor
+    sizes: list[Tensor]
+
+    def __init__(self, group: LayerGroup, places: slice, options: AdamConfig, ratio: float, device: Any) -> None:
+        layer = group.layers[0]
+        self.group, self.places, self.orthogonal = group, places, keeps_direction(options, layer) is None
+        self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
+        if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == layer.shape[-2]:
+            self.maps, self.blocks = len(self.blocks), ()
+        self.rated = self.orthogonal and not self.blocks
+        self.rows_first = self.orthogonal and bool(layer.blocks)  # blocks are rows of the weight, not of its rotation
+
+        def norm_and_full(rows: int | None) -> tuple[float, float]:
+            height = layer.shape[-2] if rows is None else rows
+            return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
+
+        constants = adam_factor(options, layer, ratio), 1.0
+        if self.rated:
+            constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
+        of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), device=device)
+        self.target, self.full = of_maps.T.contiguous()
+        if self.blocks:
+            repeats = layer.shape[-2] // sum(self.blocks)
+            of_blocks = [norm_and_full(repeats * rows) for rows in self.blocks]
+            self.block_target, self.block_full = torch.tensor(of_blocks, device=device).T[..., None]  # [blocks, 1]
 
 
 class AdamDirection(Direction):
-    """See the module's docstring.
+    """See the module's docstring. Vectors are of this rank's layers in the order of ``layer_groups``, unless they are
+    of a group's maps.
 
     Args:
         optimizer: the engine's innermost optimizer, one of ``optimizer.py``.
     """
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
-        kept = {layer.name: keeps_direction(plan.config.adam, layer) for layer in exchange.owned}
-        self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         super().__init__(plan, layout, exchange)
-        self.layers = tuple(layer.name for layer in plan.layers)
-        self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
-        self._rounds: dict[tuple[int, ...], list[list[int]]] = {}
-        of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
-        layers = [layer for stack in self.stacks for layer in stack]
-        self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
-        self.full = FULL * self.root
-        self._maps: dict[str, Tensor] = {}
-        self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
-        ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
-        self.ratio = of_all(ratios, dtype=torch.float32)
-        self.bound = of_all([math.inf if ratio > 0 else 0.0 for ratio in ratios], dtype=torch.float32)
-        self.none, self.in_use = torch.zeros_like(self.ratio), torch.full_like(self.ratio, IN_USE)
-        self.ranges = of_all(RANGES, dtype=torch.float64)[:, None]
-        self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
+        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.stacks, plan.waits
+        self.all_layers = tuple(layer.name for layer in plan.layers)
+        layers = [layer for group in self.layer_groups for layer in group.layers]
+        self.names = [layer.name for layer in layers]
+        options, vector = self.config.adam, partial(torch.tensor, device=exchange.device)
+        steps, first = dict[str, GroupStep](), 0
+        for group in self.layer_groups:
+            places = slice(first, first := first + len(group.layers))
+            steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, exchange.device)
+        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.stacks))
+        self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
+        self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)
+        still = [adam_factor(options, layer, optimizer.adam_ratio) <= 0 for layer in layers]
+        self.bound = torch.full_like(self.root, math.inf).masked_fill_(vector(still, dtype=torch.bool), 0.0)
+        self.ranges = vector(RANGES, dtype=torch.float64)[:, None]
+        self.copies = vector([layer.copies for layer in layers], dtype=torch.float64)
+        if layers:
+            self.target = torch.cat([x.target for x in steps.values()])
+            self.full = torch.cat([x.full for x in steps.values()])
+            self.rated = vector([x.rated for x in steps.values() for _ in x.target], dtype=torch.bool)
+
+    def batch_key(self, layer: LayerSpec) -> Hashable:
+        orthogonal = keeps_direction(self.config.adam, layer) is None
+        return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
         local.unprepared = sum(state.preconditioner is None for state in states.values())
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
-        void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
+        void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         if context.norm is not None:
-            void, clip = ~(context.norm.float() < math.inf), self.layout.clip_factor(context.norm)
-            local.clip = clip.masked_fill(void, 0.0)
-        parts: list[list[Stack]] = []  # of what is in memory at a time
-        names: list[str] = []
-        groups = tuple(self.together.of(states))
-        shape = tuple(len(group.names) for group in groups)
-        if shape not in self._rounds:
-            limit = in_memory(stacked=self.of_one_shape)
-            self._rounds[shape] = rounds(range(len(groups)), lambda index: groups[index].layers, limit=limit)
-        for taken in self._rounds[shape]:
-            parts.append([])
-            for group in (groups[index] for index in taken):
-                places = slice(len(names), len(names) + len(group.names))
-                parts[-1].append(Stack(group, places, self.orthogonalizes[group.names[0]]))
-                names += group.names
-        if not names:
+            void = ~(context.norm.float() < math.inf)
+            local.clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
+        if not self.names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
-        # All flags are of every layer, in this order, and follow from norms: no pass looks for what is not finite.
-        unscale, length = local.clip / self.layout.grad_scale(), lengths([gradients[name] for name in names])
+
+        # Flags follow from norms: no pass looks for what is not finite.
+        unscale, length = local.clip / self.layout.grad_scale(), lengths([gradients[name] for name in self.names])
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
-        # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
-        # what is in its place has its norm. At adam_lr 0 layers stand still, without decay.
+        # A direction gone wrong must not reach the weights: a norm is to be below this. At adam_lr 0 layers stand
+        # still, without decay. An overflowed gradient must reach DeepSpeed's check: what is in its place has its norm.
+        bound = self.bound.masked_fill(~usable, 0.0)
         overflowed = ~finite & (length != 0)
-        bound = self.bound.masked_fill(~usable, 0.0)  # of the norms of directions that are stepped along
-        strays = (length / self.root).masked_fill_(~overflowed, 0.0).float()
-        found: list[tuple[Tensor, Tensor]] = []
-        for some in parts:
-            for stack in some:
-                local.moment_updates.append(self._step(stack, states, gradients, unscale, usable[stack.places]))
-            self._orthogonalize([stack for stack in some if stack.orthogonal])
-            for stack in some:
-                norm, scale = self._restore(stack)
-                at, good = stack.places, norm < bound[stack.places]
-                times, plus = torch.where(good, scale, self.none[at]), torch.where(good, self.in_use[at], strays[at])
-                scale_shift_(stack.x_OI.view(len(norm), -1, stack.x_OI.shape[-1]), times, plus)
-                local.outbox.add(stack.group.layers, stack.x_OI.unbind() if len(norm) > 1 else [stack.x_OI])
-                del stack.x_OI
-                found.append((norm, scale))
-        norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
-        good = usable & (norm < math.inf)
-        squared = (norm * scale).square().masked_fill_(~good, 0.0)
-        squared = torch.where(overflowed, length.square(), squared)
+        replacement = (length / self.root).masked_fill_(~overflowed, 0.0).float()
+
+        norms: list[Tensor] = []
+        sizes: list[Tensor] = []
+        for chunk in self.chunks:
+            for step in chunk:
+                local.pending.append(self._adam(step, gradients, states, unscale, usable[step.places]))
+            self._orthogonalize([step for step in chunk if step.orthogonal])
+            for step in chunk:
+                norms.append(self._finish(step, bound[step.places], replacement[step.places]))
+                sizes.append(step.sizes[0] if step.rated else step.full)
+                local.outbox.add(step.group.layers, step.group.by_layer(step.x_nOI))
+                del step.x_nOI
+
+        norm, size = torch.cat(norms), torch.cat(sizes)
+        scale = torch.where(self.rated, scale_to(self.target, size=size, norm=norm, full=self.full), self.target)
+        squared = self._per_layer((norm * scale).square())
+        good = usable & (squared < math.inf)
+        squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
-        local.left_out = dict(zip(names, (finite & ~fits).unbind(), strict=True))
+        local.left_out = dict(zip(self.names, (finite & ~fits).unbind(), strict=True))
         squares = torch.cat([squared[None], length.square() * self.ranges])
         local.numbers = list((squares / self.copies).sum(dim=1).float().unbind())
         return local
+
+    def _adam(
+        self,
+        step: GroupStep,
+        gradients: dict[str, Tensor],
+        states: dict[str, LayerState],
+        unscale: Tensor | float,
+        usable: Tensor,
+    ) -> PendingMoments:
+        """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
+        group = step.group
+        group.load(states)
+        options = self.layout.optimizer.param_groups[self.parameter_groups[group.names[0]][0]]
+        stored = {name: gradients.pop(name) for name in group.names}
+        x = group.matrices(stored).float()  # [n, O, I]
+        theirs = stored[group.names[0]].data_ptr()  # which may be DeepSpeed's own
+        del stored
+        if (rotation := group.rotation) is not None:
+            x = rotation.rotate(x, overwrite=x.data_ptr() != theirs)
+        step.x_nOI, pending = group.moments.divide(
+            x.clone() if x.data_ptr() == theirs else x,
+            betas=tuple(options["betas"]),
+            eps=options["eps"],
+            usable_n=group.per_matrix(usable),
+            scale=unscale,
+            pending_dtype=self.pending_dtype,
+        )
+        if rotation is not None:
+            # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
+            rotation.mask_null_space_(step.x_nOI, columns=not step.orthogonal)
+        return pending
+
+    def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
+        """X from U, in its place; nothing else of the directions is kept. Maps whose sides are the same, as they are or
+        transposed, are iterated together, whatever layers they are of."""
+        maps: list[Tensor] = []
+        owners: list[GroupStep] = []
+        for step in steps:
+            if step.rows_first and step.group.rotation is not None:
+                step.x_nOI = step.group.rotation.restore(step.x_nOI, columns=False)
+            if step.blocks:
+                parts = [rows.flatten(-3, -2) for rows in row_blocks(step.x_nOI, step.blocks)]  # [layers, rows, I]
+            else:
+                parts = [step.x_nOI.view(len(step.target), -1, step.x_nOI.shape[-1])]
+            maps += parts
+            owners += [step] * len(parts)
+            del parts
+        sizes = [torch.empty(0)] * len(maps)
+        for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
+            whitenings = [self._whitening(owners[index]) for index in indices]
+            found = orthogonal_factors([maps[index] for index in indices], whitenings, precision=self.precision)
+            for index, size in zip(indices, found, strict=True):
+                sizes[index] = size
+        for step in steps:
+            mine = [index for index, owner in enumerate(owners) if owner is step]
+            if step.blocks:
+                for rows, index in zip(row_blocks(step.x_nOI, step.blocks), mine, strict=True):
+                    if rows.data_ptr() != maps[index].data_ptr():  # where its rows lie apart the map is a copy
+                        rows.copy_(maps[index].view(rows.shape))
+            for index in mine:
+                maps[index] = sizes[index]  # its memory
+            step.sizes = [sizes[index] for index in mine]
+
+    def _whitening(self, step: GroupStep) -> Tensor | None:
+        """S, which is the same whether rows are rotated or not."""
+        rotation: Rotation | None = step.group.rotation
+        if rotation is None or not self.config.adam.rotate:
+            return None
+        return rotation.whitening(self.config.adam.whiten, repeats=step.maps // step.group.maps)
+
+    def _finish(self, step: GroupStep, bound: Tensor, replacement: Tensor) -> Tensor:
+        """Q_G X Q_A^T at its size, in X's place, or the ``replacement`` in all entries of a layer whose norm is not
+        below its ``bound``. Returns the norms [layers x maps] that X had."""
+        if (rotation := step.group.rotation) is not None:
+            rows = not step.rows_first
+            step.x_nOI = rotation.restore(step.x_nOI, rows=rows, overwrite=True).contiguous()
+        if step.blocks:
+            self._scale_blocks(step)
+        x = step.x_nOI.view(len(step.target), -1, step.x_nOI.shape[-1])
+        norm = torch.linalg.vector_norm(x.flatten(1), dim=1)
+        if step.maps > 1:  # all maps of a layer or none
+            all_finite = norm.view(-1, step.maps).sum(dim=1) < math.inf
+            bound, replacement = (
+                repeated(part, step.maps) for part in (torch.where(all_finite, bound, 0.0), replacement)
+            )
+        size = step.sizes[0] if step.rated else None
+        finish_direction_(x, norm, size, step.target, step.full, bound, replacement, IN_USE)
+        return norm
+
+    def _scale_blocks(self, step: GroupStep) -> None:
+        """Each block of the rows to its own size."""
+        blocks = row_blocks(step.x_nOI, step.blocks)
+        norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])  # [blocks, layers]
+        scale = scale_to(step.block_target, size=torch.stack(step.sizes), norm=norm, full=step.block_full)
+        for rows, times in zip(blocks, scale, strict=True):
+            rows.mul_(times[:, None, None, None])
+
+    def _per_layer(self, of_maps: Tensor) -> Tensor:
+        """Sums over each layer's maps."""
+        steps = [step for chunk in self.chunks for step in chunk]
+        if len(of_maps) == len(self.names):
+            return of_maps
+        parts = of_maps.split([len(step.target) for step in steps])
+        return torch.cat([part.view(-1, step.maps).sum(dim=1) for step, part in zip(steps, parts, strict=True)])
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -210,106 +335,7 @@ class AdamDirection(Direction):
         scale = scale.masked_fill_(scale == 0, 1.0)
         undo = self.layout.grad_scale() / (scale * local.clip)
         self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
-        return dict.fromkeys(self.layers, scale)
-
-    def _step(
-        self,
-        stack: Stack,
-        states: dict[str, LayerState],
-        gradients: dict[str, Tensor],
-        unscale: Tensor | float,
-        usable: Tensor,
-    ) -> MomentUpdate:
-        """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
-        rotated: plain Adam."""
-        group = stack.group
-        own, options = group.take(states), self.layout.optimizer.param_groups[self.groups[group.names[0]][0]]
-        given = [gradients.pop(name) for name in group.names]  # as it is stored, which may be DeepSpeed's own
-        whole = given[0] if len(given) == 1 else torch.stack(given)
-        x = whole.float()
-        owned = x is not whole or len(own) > 1
-        del whole, given
-        if (rotation := group.rotation) is not None:
-            stack.rows_are_back = bool(stack.group.layers[0].blocks and rotation.G) and stack.orthogonal
-            rotated = rotation.rotate(x, given_up=owned)
-            owned, x = owned or rotated.data_ptr() != x.data_ptr(), rotated
-            del rotated
-        stack.x_OI, update = group.moments.divide(
-            x if owned else x.clone(), betas=tuple(options["betas"]), eps=options["eps"], usable=usable, scale=unscale,
-            waits=self.waits,
-        )  # fmt: skip
-        if rotation is not None:
-            # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
-            rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
-        return update
-
-    def _restore(self, stack: Stack) -> tuple[Tensor, Tensor]:
-        """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns the norm of
-        each, and what it is still to be multiplied by."""
-        if (rotation := stack.group.rotation) is not None:
-            stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True).contiguous()
-        if stack.sizes is not None and (stack.group.layers[0].blocks or stack.group.layers[0].groups > 1):
-            self._scale_maps(stack)
-        norm = torch.linalg.vector_norm(stack.x_OI.view(len(stack.group.names), -1), dim=1)
-        if stack.sizes is None:
-            return norm, self.ratio[stack.places]
-        target, full = self.target[stack.places], self.full[stack.places]
-        return norm, scale_to(target, size=stack.sizes[0].view(-1), norm=norm, full=full)
-
-    def _orthogonalize(self, some: Sequence[Stack]) -> None:
-        """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
-        owners: list[Stack] = []
-        maps: list[Tensor] = []
-        for stack in some:
-            blocks = stack.group.layers[0].blocks
-            if stack.rows_are_back:
-                assert stack.group.rotation is not None
-                stack.x_OI = stack.group.rotation.restore(stack.x_OI, columns=False)
-            own = [rows.flatten(-3, -2) for rows in row_blocks(stack.x_OI, blocks)] if blocks else [stack.x_OI]
-            maps += own
-            owners += [stack] * len(own)
-            del own
-        sizes = [torch.empty(0)] * len(maps)  # that they had
-        for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
-            # rotated or not, the factor is the same
-            whitenings = [
-                owner.group.rotation.whitening(self.config.adam.whiten, groups=owner.group.layers[0].groups)
-                if owner.group.rotation is not None and self.config.adam.rotate
-                else None
-                for owner in (owners[index] for index in group)
-            ]
-            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.precision)
-            for index, size in zip(group, [size for _, size in found], strict=True):
-                sizes[index] = size
-            found.clear()
-        for stack in some:
-            mine = [index for index, owner in enumerate(owners) if owner is stack]
-            if stack.group.layers[0].blocks:
-                for part, index in zip(row_blocks(stack.x_OI, stack.group.layers[0].blocks), mine, strict=True):
-                    if part.data_ptr() != maps[index].data_ptr():  # where its rows lie apart it is a copy
-                        part.copy_(maps[index].view(part.shape))
-            for index in mine:
-                maps[index] = sizes[index]  # its memory
-            stack.sizes = [sizes[index] for index in mine]
-
-    def _scale_maps(self, stack: Stack) -> None:
-        """Each group of a layer, or each block of its rows, to its own size."""
-        assert stack.sizes is not None
-        layer = stack.group.layers[0]
-        maps = row_blocks(stack.x_OI, layer.blocks)
-        if layer.name not in self._maps:
-            targets = [self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2]) for rows in maps]
-            full = [FULL * rows.shape[-3:].numel() ** 0.5 for rows in maps]
-            self._maps[layer.name] = torch.tensor([targets, full], device=stack.x_OI.device)[..., None]
-        target, whole = self._maps[layer.name].unbind()  # [maps, 1]
-        norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in maps]).view(len(maps), -1)
-        scale = scale_to(target, size=torch.stack(stack.sizes).view(norm.shape), norm=norm, full=whole)
-        for rows, own in zip(maps, scale, strict=True):
-            rows.mul_(own.view(*rows.shape[:-3], 1, 1, 1))
-        stack.sizes = None
-
-    def alike(self, layer: LayerSpec) -> Hashable:
-        return self.groups[layer.name][0], self.orthogonalizes[layer.name], layer.copies, layer.blocks
+        return dict.fromkeys(self.all_layers, scale)
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -318,10 +344,10 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
-def of_one_shape(maps: Sequence[Tensor]) -> list[list[int]]:
+def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
     """Indices of those with the same sides, as they are or transposed, at most
     :data:`ds_kfac.update.rotation.STACKED` elements unless one alone has more."""
-    limit = in_memory(stacked=True)
+    limit = chunk_budget(batched=True)
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index, x in enumerate(maps):

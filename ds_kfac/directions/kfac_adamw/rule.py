@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.directions.base import Direction, UpdateRule, by_rows
+from ds_kfac.directions.base import Direction, UpdateRule, stepped_by_rows
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
@@ -19,9 +19,9 @@ from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import rounds
+from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import flops, workspace
-from ds_kfac.update.rotation import AT_ONCE, in_memory
+from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
@@ -120,30 +120,31 @@ class KFACAdamWRule(UpdateRule):
             return 0
         return sum(flops(*sides) for sides in layer.maps)
 
-    def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
-        taken = rounds(stacks, limit=in_memory(stacked=plan.stacks))
-        return [([layer for stack in some for layer in stack], self._round(plan, some)) for some in taken]
+    def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+        taken = chunks(groups, limit=chunk_budget(batched=plan.stacks))
+        return [([layer for group in chunk for layer in group], self._workspace(plan, chunk)) for chunk in taken]
 
-    def _round(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
-        """The directions of a round, and in turn Adam's: the gradient unless it waits as it is, both moments, a rotated
-        one and two more, and what rotates it; Newton-Schulz: its matrices."""
-        adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
+    def _workspace(self, plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
+        """Bytes of a chunk's directions, and of the larger one of two stages: Adam's, of one group at a time (the
+        gradient unless it is pending as it is, both moments, a rotated one and two more, and eigenvectors), and
+        Newton-Schulz's, of maps with the same sides."""
+        adam, iterated, copied, whole, same_sides = 0, 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.products == "tf32" else 4
-        for stack in stacks:
-            numel = sum(layer.numel for layer in stack)
+        for group in chunk:
+            numel = sum(layer.numel for layer in group)
             whole += numel
-            bases = sum(side.basis_numel for layer in stack for side in (layer.A, layer.G))
-            adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + bases))
-            if keeps_direction(plan.config.adam, stack[0]) is None:
-                blocks = stack[0].blocks
-                if blocks and sum(blocks) < stack[0].shape[-2]:  # whose rows lie apart: copies
+            bases = sum(side.basis_numel for layer in group for side in (layer.A, layer.G))
+            adam = max(adam, 4 * (copies * (AT_ONCE if stepped_by_rows(group) else numel) + bases))
+            if keeps_direction(plan.config.adam, group[0]) is None:
+                blocks = group[0].blocks
+                if blocks and sum(blocks) < group[0].shape[-2]:  # whose rows lie apart: copies
                     copied += 4 * numel
-                for sides, count in Counter(sides for layer in stack for sides in layer.maps).items():
-                    own = width * count * workspace(*sides)
-                    alike[tuple(sorted(sides)) if plan.stacks else (stack[0].name, sides)] += own
-                    iterated = max(iterated, own)
-        limit = 3 * width * in_memory(stacked=plan.stacks)
-        largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *alike.values())))
+                for sides, count in Counter(sides for layer in group for sides in layer.maps).items():
+                    nbytes = width * count * workspace(*sides)
+                    same_sides[tuple(sorted(sides)) if plan.stacks else (group[0].name, sides)] += nbytes
+                    iterated = max(iterated, nbytes)
+        limit = 3 * width * chunk_budget(batched=plan.stacks)
+        largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
