@@ -48,7 +48,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         "save_id": parts[0][0],
         "steps": kfac.steps,
         "method": kfac.config.preconditioner.method,
-        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.moments is not None,
+        "eigenbases": True,
         "moments": None if kfac.moments is None else kfac.moments.NAME,
         "kinds": files.kinds_of(kfac.config),
         **_merged([part for _, own in parts for part in own]),
@@ -131,7 +131,7 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
             entries[path.name] = files.write_payload(path, holds, payload)
     for layer in kfac.owned:
         if layer.name in kfac.saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
-            payload = layer_payload(state["layers"][layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
+            payload = layer_payload(state["layers"][layer.name])
             path = folder / files.layer_file(names[layer.name])
             entries[path.name] = files.write_payload(path, names[layer.name], payload)
     return entries
@@ -150,11 +150,10 @@ def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: 
     }
 
 
-def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
-    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    kept = eigenbasis or state.moments is not None
+def layer_payload(state: LayerState) -> dict[str, Any]:
+    """A layer's file: plain tensors."""
     A, G = (
-        {part.kind: part.flat(basis).clone() for part in state.method.parts} if kept and basis is not None else None
+        None if basis is None else {part.kind: part.flat(basis).clone() for part in state.method.parts}
         for basis in (state.A, state.G)
     )
     return {

@@ -175,9 +175,6 @@ class AssignmentConfig(Block):
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
     results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
-    costs: str | None = None
-    """File with seconds of decompositions and products of this machine, which ``python -m benchmarks.kernels.costs``
-    writes; plans are then made from them. null: builtin ones."""
 
 
 class CommunicationConfig(Block):
@@ -199,9 +196,6 @@ class OffloadConfig(Block):
 class CheckpointConfig(Block):
     """What is saved in addition to DeepSpeed's files."""
 
-    eigenbasis: bool = True
-    """true: save eigenbases or inverses, so that resuming is exact. false: save two thirds of the space (half with
-    inverses) and decompose on loading."""
     grams: bool = False
     """true: also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``: what merging by RegMean and
     quantization by GPTQ need beside the weights (docs/factors.md). It takes no part in resuming."""

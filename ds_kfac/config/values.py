@@ -177,6 +177,9 @@ REMOVED = {
     "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
     "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; leave it out',
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
+    "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name the file by --costs "
+    "of python -m ds_kfac estimate",
+    "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming is exact; leave it out",
 }
 """Keys of earlier versions, or values, and what became of them."""
 AUTO = "auto"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
+from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
@@ -38,7 +38,7 @@ def assembled(
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)
-    costs, sequence = _agreed_costs(torch.device(engine.device), config.assignment.costs), _sequence(engine)
+    costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
     # one stage may have no layers, or too little memory
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
@@ -139,18 +139,10 @@ def _node(device: torch.device) -> tuple[int, int]:
     return mine if len(set(gathered(mine))) == 1 else (1, 0)
 
 
-def _agreed_costs(device: torch.device, file: str | None) -> CostModel:
-    """The cost model, the same on every rank of the job. ``file``: ``assignment.costs``. Collective; raises ValueError
-    on every rank if one could not read the file, or has read another one."""
+def _costs(device: torch.device) -> CostModel:
+    """The builtin cost model with this job's nodes, the same on every rank. Collective."""
     node_size, node_cores = _node(device)
-    costs = replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
-    if file is None:
-        return costs
-    with failing_together("ds_kfac: costs", None, ValueError):
-        costs = measured(costs, file)
-    if len(set(gathered(costs))) > 1:
-        raise ValueError(f"kfac.assignment.costs: {file} is not the same on all ranks")
-    return costs
+    return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 
 def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:

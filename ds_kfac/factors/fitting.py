@@ -78,7 +78,7 @@ def fit(
         out: folder for the files (:mod:`ds_kfac.factors.files`).
         config: a "kfac" block; read are ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``fisher``
             ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
-            pass) and its sampler, and ``assignment.costs``.
+            pass) and its sampler.
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum. How many terms a mean has is
             read from ``labels`` among the forward's arguments, or taken to be as many as the model's predictions: for a
             loss of your own that leaves some out give their sum, or ``read_batch``.
