@@ -78,10 +78,10 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
 
 def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
     """What one rank knows of one of its domains, in global names."""
-    curvature, names = kfac.curvature, kfac.names
+    curvature, names, seen = kfac.curvature, kfac.names, kfac.observations
     keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.timetable.state()
     return {
-        "domain": kfac.target.domain.name,
+        "domain": kfac.engine_view.domain.name,
         "layers": {
             names[layer.name]: {
                 "A": [layer.A.dim, layer.A.block], "G": [layer.G.dim, layer.G.block], "groups": layer.groups,
@@ -90,9 +90,9 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         },
         "factors": {keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()},
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
-        "shared": None if (groups := kfac.known.groups) is None else [[names[name] for name in own] for own in groups],
-        "rows": {names[layer]: rows for layer, rows in (kfac.known.rows or {}).items()},
-        "every_row": sorted(names[layer] for layer in kfac.known.every_row),
+        "shared": None if seen.groups is None else [[names[name] for name in group] for group in seen.groups],
+        "rows": {names[layer]: rows for layer, rows in (seen.rows or {}).items()},
+        "every_row": sorted(names[layer] for layer in seen.every_row),
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],

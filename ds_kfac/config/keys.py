@@ -9,7 +9,7 @@ from ds_kfac.config import values
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 
 if TYPE_CHECKING:  # what knows torch is imported where it is used: commands that only print keys do without
-    from ds_kfac.model.scan import Choice
+    from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
 """Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
@@ -269,13 +269,13 @@ class KFACConfig(Block):
     # of a config whose nulls are answered, see ds_kfac.plan.plan
 
     @property
-    def choice(self) -> "Choice":
+    def choice(self) -> "LayerChoice":
         from ds_kfac.curvature.methods import METHODS
-        from ds_kfac.model.scan import Choice
+        from ds_kfac.model.scan import LayerChoice
 
         assert self.layers.types is not None
         layers, factor = self.layers, self.factor
-        return Choice(
+        return LayerChoice(
             tuple(layers.include), tuple(layers.exclude), tuple(self.layers.types), factor.dense_max,
             gradients=factor.fisher != "activations_only", blocks=tuple(self.adam.blocks.items()),
             shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.kind),

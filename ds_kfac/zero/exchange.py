@@ -6,7 +6,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Move, Part
+from ds_kfac.comm.message import Arrivals, MessagePart, Move
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.ops.host_copy import HostCopy
@@ -60,7 +60,7 @@ class GradientExchange:
         for shard in self._mine.values():
             self.shards.setdefault(shard.param, []).append(shard)
         # pieces of gradients to their workers, still carrying the loss scale
-        self.gather_part = Part("gradients", self.plan.gather, self._read, gather_dtype)
+        self.gather_part = MessagePart("gradients", self.plan.gather, self._read, gather_dtype)
         self.params = {name: [layout.param_of(piece) for piece in own] for name, own in self.plan.of_layer.items()}
         self.sent: dict[int, set[Piece]] = {}
         for move in self.plan.scatter.moves:
@@ -147,7 +147,7 @@ class Outbox:
         self._sent = sent = dict[tuple[int, Piece], Tensor]()
         self.packed = sent.clear
         # to every rank that holds a shard of a result. Without self: a circle would keep a step's results
-        self.part = Part(
+        self.part = MessagePart(
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 

@@ -91,7 +91,7 @@ def worker(names) -> dict:
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound + rounding if found else 1.0,
             "drift": max(float((drift[n] - final[n]).abs().max()) for n in final),
-            "groups": optimizer.known.groups,
+            "groups": optimizer.observations.groups,
             "cholesky": counters.get("refreshes_cholesky", 0),
             "other": {n for n in counters if n.startswith("refreshes_")} - {"refreshes_cholesky"},
             "eigen_bytes": sum(counters.get(f"sent_bytes_{kind}", 0) for kind in ("eigenvectors", "eigenvalues")),

@@ -156,7 +156,7 @@ def fitting_worker(_) -> dict:
                 engine = build(mode, 2, model=Island() if "autocast" in name else Net())
             plain = engine.kfac.preconditioner.proving.record
             engine.kfac.preconditioner.proving.record = lambda verdict, told=told, plain=plain: (
-                told.update({name: seen.ratio for name, seen in verdict.told.items()}), plain(verdict)
+                told.update({name: seen.ratio for name, seen in verdict.checks.items()}), plain(verdict)
             )  # fmt: skip
             if "autocast" not in name:
                 engine.module.first.bias.requires_grad_(False)
