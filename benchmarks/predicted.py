@@ -90,13 +90,13 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
         "steps_per_print": 1_000_000,
         "kfac": {
             "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
-            "burn_in": {"steps": 0}, "assignment": {"costs": str(file)},
+            "burn_in": {"steps": 0},
         },
     }  # fmt: skip
     torch.manual_seed(0)
     model, batch = build(), draw()
     subject = Subject(model, config, trace=Trace(model, batch))
-    found = Estimate(subject, costs_of("cpu", subject.config), 1, rows)
+    found = Estimate(subject, costs_of("cpu", str(file)), 1, rows)
     engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     engine.kfac.metrics.timings = True
     clock = measured(engine, batch, periods * REFRESH)

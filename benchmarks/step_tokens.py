@@ -118,13 +118,12 @@ def predicted(options: argparse.Namespace, cell: Cell) -> Estimate:
     """What ``ds_kfac estimate`` says of the same config, model and tokens."""
     own = sizes(options, cell)
     config = step_gpu.config_of(own, cell.method, stage=1)
-    if options.costs is not None:
-        config["kfac"]["assignment"] = {"costs": str(options.costs)}
     with torch.device("meta"):
         model = GPT2(GPTConfig(own.width, own.blocks, own.heads, own.context), own.vocabulary)
         x = torch.zeros(1, own.context, dtype=torch.long)
     subject = Subject(model, config, trace=Trace(model, (x, x)))
-    return Estimate(subject, costs_of("cuda" if options.gpu or options.tiny else "cpu", subject.config), 1, cell.tokens)
+    costs = costs_of("cuda" if options.gpu or options.tiny else "cpu", options.costs)
+    return Estimate(subject, costs, 1, cell.tokens)
 
 
 def rows_of(cell: Cell, times: list[tuple[str, float]], memory: float, base: float | None, estimate: Estimate | None):

@@ -59,6 +59,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument("--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
     parser.add_argument("--model-flops", type=_rate, metavar="F", help="FLOP/s that the model's forward and backward "
                         "reach; default: those of the products")  # fmt: skip
+    parser.add_argument("--costs", metavar="FILE", help="rates of a machine, as python -m benchmarks.kernels.costs "
+                        "measures them; default: builtin ones, with which runs plan")  # fmt: skip
     parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
     parser.add_argument("--node-size", type=_count, metavar="N", help="ranks of a node; default: one")
     parser.add_argument("--node-gbps", type=_rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
@@ -93,6 +95,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
     model, data = getattr(arguments, "model", None) or "", getattr(arguments, "data", None) or ""
     if config := getattr(arguments, "config", None):
         must_exist("--config ", config, "a DeepSpeed config")
+    if costs := getattr(arguments, "costs", None):
+        must_exist("--costs ", costs, "a file that python -m benchmarks.kernels.costs has written")
     if arguments.command == "convert":
         must_exist("factors ", arguments.factors, "the folder that factors, or engine.kfac.export, has written")
     if model.startswith("hf:"):

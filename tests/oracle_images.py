@@ -47,10 +47,10 @@ class ImageUse(_Use):
         x, g, module = x.float(), g.detach().float(), self.module
         if self.inputs:
             groups = module.groups
-            turned = isinstance(module, TRANSPOSED)
-            a, g = (pixels(x, groups), patches(module, g)) if turned else (patches(module, x), pixels(g, groups))
+            transposed = isinstance(module, TRANSPOSED)
+            a, g = (pixels(x, groups), patches(module, g)) if transposed else (patches(module, x), pixels(g, groups))
             a, g = a[:, :, self.group], g[:, :, self.group]
-            if self.bias and not turned:
+            if self.bias and not transposed:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         else:
             if isinstance(module, nn.GroupNorm):
@@ -69,8 +69,8 @@ class ImageLayer(_Layer):
 
     def __init__(self, use: ImageUse, block_A: int, block_G: int) -> None:
         super().__init__(use, block_A, block_G)
-        turned = isinstance(self.module, TRANSPOSED)
-        if turned:
+        transposed = isinstance(self.module, TRANSPOSED)
+        if transposed:
             self.params = [self.module.weight]
         if use.inputs:
             inputs, outputs = self.module.in_channels, self.module.out_channels
@@ -114,10 +114,10 @@ class ImageKFAC(ReferenceKFAC):
             if kind not in types or name in self.layers:
                 continue
             if isinstance(m, CONVOLUTIONS):
-                turned = isinstance(m, TRANSPOSED)
+                transposed = isinstance(m, TRANSPOSED)
                 kernel, groups = m.weight[0, 0].numel(), m.groups
                 A, G = m.in_channels // groups, m.out_channels // groups
-                A, G = (A, G * kernel) if turned else (A * kernel + (m.bias is not None), G)
+                A, G = (A, G * kernel) if transposed else (A * kernel + (m.bias is not None), G)
                 for group in range(groups):
                     self.layers[f"{name}:{group}"] = ImageLayer(ImageUse(self, m, group), A, 0 if no_G else G)
             else:

@@ -12,7 +12,7 @@ from benchmarks.distributed.tables import TABLES, Table
 from ds_kfac.assignment.costs import BUILTIN, CostModel, capture_flops
 from ds_kfac.config.keys import parse
 from ds_kfac.config.resolve import resolve
-from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
+from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
 
 MODELS = tuple(TABLES)
@@ -75,15 +75,17 @@ def planned(table: Table, strategy: str, world: int) -> tuple[Plan, ShardMap]:
     }
     if replicated:
         block["assignment"] = {"gradient_worker_fraction": workers_of(strategy, world) / world}
-    setting = Setting(
+    facts = EngineFacts(
         world=world,
         held=None if replicated else {layer.name: shards.held([i]) for i, layer in enumerate(table.layers)},
         parameters=torch.bfloat16,
         gradients=torch.bfloat16,
         moments=0,
     )
-    plan = make_plan(table.layers, setting, resolve(parse(block), fisher="empirical")[0], BUILTIN["cuda"])
-    return plan.knowing(Known(table.shared, {layer.name: float(ROWS) for layer in table.layers})), shards
+    plan = make_plan(table.layers, facts, resolve(parse(block), fisher="empirical")[0], BUILTIN["cuda"])
+    return plan.with_observations(
+        Observations(table.shared, {layer.name: float(ROWS) for layer in table.layers})
+    ), shards
 
 
 def _shards(table: Table, world: int, *, replicated: bool) -> ShardMap:

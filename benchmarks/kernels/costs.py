@@ -1,4 +1,4 @@
-"""Seconds of decompositions and products by size on this machine, as the file that ``assignment.costs`` names.
+"""Seconds of decompositions and products by size on this machine, for ``python -m ds_kfac estimate --costs``.
 
     python -m benchmarks.kernels.costs [--device cuda] [--max-dim 8192] [--seconds 0.2] --out costs.json
 

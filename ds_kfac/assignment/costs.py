@@ -191,9 +191,7 @@ def measured(costs: CostModel, path: str) -> CostModel:
             if not table or [size for size, _ in table] != sorted({size for size, _ in table}):
                 raise ValueError(f"{name}: sizes must ascend")
     except (OSError, ValueError, TypeError) as problem:
-        raise ValueError(
-            f"kfac.assignment.costs: {path}: {problem}; python -m benchmarks.kernels.costs writes one"
-        ) from None
+        raise ValueError(f"--costs {path}: {problem}; python -m benchmarks.kernels.costs writes one") from None
     return replace(costs, **fields, measured=frozenset(fields))
 
 

@@ -58,7 +58,8 @@ name, a list with one type has any length.
 
     save_id: also the name of the folder and in DeepSpeed's client_state.
     steps: applied ones.
-    method, eigenbases, moments: what the layers' files hold.
+    method, moments: what the layers' files hold.
+    eigenbases: whether they hold eigenbases or inverses; false in some older saves.
     kinds: what the factors are the second moments of; factors of another kind start empty.
     layers, factors: name -> (width, block) of both sides, or of the factor's.
     peak_lr: parameter group -> largest learning rate so far.

@@ -18,7 +18,7 @@ from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan.plan import Known
+from ds_kfac.plan.plan import Observations
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
@@ -60,7 +60,7 @@ def _read(
     """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``; whether
     decompositions do; and what does not, in words. What is wrong with a file is added to ``problems``."""
     groups, names, timetable = _groups_here(kfac, header), kfac.names, header["timetable"]
-    plan = kfac.plan if groups == kfac.known.groups else kfac.plan.sharing(groups or ())
+    plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
     saved_keys, restarted = _keys_of(kfac, header, specs)
     factors: dict[str, tuple[KroneckerFactor, Refreshed | None]] = {}
@@ -89,12 +89,13 @@ def _read(
         return {key: saved[name] for key, name in saved_keys.items() if key not in incomplete and name in saved}
 
     continues = header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
-    captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
+    captured, skipped = timetable["domains"].get(kfac.engine_view.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
+    every_row = frozenset(name for name, saved in names.items() if saved in header.get("every_row", ()))
     state = {
         "steps": header["steps"],
         "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
-        "known": Known(groups, rows or None, frozenset(n for n in names if names[n] in header.get("every_row", ()))),
+        "observations": Observations(groups, rows or None, every_row),
         "layers": states,
         "factors": {
             "factors": factors,
@@ -110,10 +111,10 @@ def _groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[t
     """Groups of the saved run that this one may have too; those of this run, which go on being checked, if the saved
     one did not know any yet; None if they are still to be found."""
     if header["shared"] is None or not kfac.plan.shares:
-        return kfac.known.groups
+        return kfac.observations.groups
     here = {saved: name for name, saved in kfac.names.items()}
     groups = tuple(tuple(here[name] for name in group if name in here) for group in header["shared"])
-    if groups == kfac.known.groups:
+    if groups == kfac.observations.groups:
         return groups
     alike = kfac.plan.sharing_candidates
     groups = tuple(tuple(name for name in group if name in alike) for group in groups)

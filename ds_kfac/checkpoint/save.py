@@ -48,7 +48,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         "save_id": parts[0][0],
         "steps": kfac.steps,
         "method": kfac.config.preconditioner.method,
-        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.moments is not None,
+        "eigenbases": True,
         "moments": None if kfac.moments is None else kfac.moments.NAME,
         "kinds": files.kinds_of(kfac.config),
         **_merged([part for _, own in parts for part in own]),
@@ -78,10 +78,10 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
 
 def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
     """What one rank knows of one of its domains, in global names."""
-    curvature, names = kfac.curvature, kfac.names
+    curvature, names, seen = kfac.curvature, kfac.names, kfac.observations
     keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.timetable.state()
     return {
-        "domain": kfac.target.domain.name,
+        "domain": kfac.engine_view.domain.name,
         "layers": {
             names[layer.name]: {
                 "A": [layer.A.dim, layer.A.block], "G": [layer.G.dim, layer.G.block], "groups": layer.groups,
@@ -90,9 +90,9 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         },
         "factors": {keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()},
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
-        "shared": None if (groups := kfac.known.groups) is None else [[names[name] for name in own] for own in groups],
-        "rows": {names[layer]: rows for layer, rows in (kfac.known.rows or {}).items()},
-        "every_row": sorted(names[layer] for layer in kfac.known.every_row),
+        "shared": None if seen.groups is None else [[names[name] for name in group] for group in seen.groups],
+        "rows": {names[layer]: rows for layer, rows in (seen.rows or {}).items()},
+        "every_row": sorted(names[layer] for layer in seen.every_row),
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],
@@ -131,7 +131,7 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
             entries[path.name] = files.write_payload(path, holds, payload)
     for layer in kfac.owned:
         if layer.name in kfac.saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
-            payload = layer_payload(state["layers"][layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
+            payload = layer_payload(state["layers"][layer.name])
             path = folder / files.layer_file(names[layer.name])
             entries[path.name] = files.write_payload(path, names[layer.name], payload)
     return entries
@@ -150,11 +150,10 @@ def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: 
     }
 
 
-def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
-    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    kept = eigenbasis or state.moments is not None
+def layer_payload(state: LayerState) -> dict[str, Any]:
+    """A layer's file: plain tensors."""
     A, G = (
-        {part.kind: part.flat(basis).clone() for part in state.method.parts} if kept and basis is not None else None
+        None if basis is None else {part.kind: part.flat(basis).clone() for part in state.method.parts}
         for basis in (state.A, state.G)
     )
     return {

@@ -223,7 +223,7 @@ Arrivals = list[tuple[Move, Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """One kind of content of a message.
 
     Attributes:
@@ -248,7 +248,11 @@ class Message:
     """
 
     def __init__(
-        self, parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
+        self,
+        parts: Sequence[MessagePart],
+        channel: Channel,
+        device: torch.device,
+        packed: Callable[[], None] | None = None,
     ) -> None:
         self.parts, rank, ranks = parts, channel.rank, range(channel.world)
         outgoing, places, to = _laid_out(parts, [(rank, target) for target in ranks], rank)
@@ -277,12 +281,12 @@ class Message:
         return list(arrivals.values())
 
 
-Places = list[tuple[Part, tuple[int, int], int, int]]
+Places = list[tuple[MessagePart, tuple[int, int], int, int]]
 """(part, (source, target), first byte, bytes)"""
 
 
 def _laid_out(
-    parts: Sequence[Part], pairs: Sequence[tuple[int, int]], rank: int
+    parts: Sequence[MessagePart], pairs: Sequence[tuple[int, int]], rank: int
 ) -> tuple[list[int], Places, Counter[str]]:
     """Bytes between each pair, padding included; where the parts lie; bytes to or from other ranks by kind."""
     sizes, places, carried, start = [], [], Counter[str](), 0
@@ -299,7 +303,7 @@ def _laid_out(
 
 
 def deliver(
-    parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
+    parts: Sequence[MessagePart], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
 ) -> list[Arrivals]:
     """Send this rank's pieces of all parts, whose plans hold every rank's moves, return per part those it received. One
     collective for all of them; none if nothing moves anywhere. ``packed``: see :class:`Message`."""
@@ -334,11 +338,11 @@ class Scalars:
         ]
         return RelayoutPlan(len(self.names), tuple(moves))
 
-    def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> Part:
+    def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> MessagePart:
         """To send this rank's scalars: fp32, on the device."""
         own = [values[name].float().reshape(()) for name in self.names[self.rank]]
         self._own = torch.stack(own) if own else torch.zeros(0, device=device)
-        return Part("numbers", self.plan, lambda move: self._own, torch.float32)
+        return MessagePart("numbers", self.plan, lambda move: self._own, torch.float32)
 
     def read(self, received: Arrivals) -> dict[int, Tensor]:
         """Scalars received from each rank (including this one), in the order of their names."""

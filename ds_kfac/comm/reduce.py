@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.comm.message import Channel, Message, Move, Part, RelayoutPlan
+from ds_kfac.comm.message import Channel, Message, MessagePart, Move, RelayoutPlan
 from ds_kfac.model.rows import BatchSum
 
 ALIGNMENT = 32
@@ -57,7 +57,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SumPiece:
     """Elements ``start .. start + numel`` of a sum; the first one carries its count."""
 
     slot: Slot
@@ -65,7 +65,7 @@ class Piece:
     numel: int
 
 
-Bucket = tuple[Piece, ...]
+Bucket = tuple[SumPiece, ...]
 """What travels in one message."""
 
 
@@ -77,14 +77,14 @@ def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) ->
         nbytes: bound on what a rank sends, or receives, in one message.
     """
     made: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[SumPiece] = []
     load = np.zeros((2, world))  # sent, received
     for slot in found:
         if not (senders := slot.senders):
             continue
         most = max(ALIGNMENT, nbytes // (PIECES * itemsize * len(senders)) // ALIGNMENT * ALIGNMENT)
         for start in range(0, max(slot.numel, 1), most):
-            piece = Piece(slot, start, min(most, slot.numel - start))
+            piece = SumPiece(slot, start, min(most, slot.numel - start))
             more, received = piece.numel * itemsize, piece.numel * itemsize * len(senders)
             full = max(load[0, senders].max() + more, load[1, slot.owner] + received) > nbytes
             if pieces and full:
@@ -170,8 +170,8 @@ class Reduction:
         self.bucket, self.rank, self.dtype = bucket, channel.rank, dtype
         counts, elements = plans(bucket, channel.rank, channel.world)
         parts = (
-            Part("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
-            Part("factors", elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
+            MessagePart("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
+            MessagePart("factors", elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
         )
         self._message = Message(parts, channel, device)
 

@@ -9,7 +9,7 @@ from ds_kfac.config import values
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 
 if TYPE_CHECKING:  # what knows torch is imported where it is used: commands that only print keys do without
-    from ds_kfac.model.scan import Choice
+    from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
 """Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
@@ -173,9 +173,6 @@ class AssignmentConfig(Block):
     memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
     results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
-    costs: str | None = None
-    """File with seconds of decompositions and products of this machine, which ``python -m benchmarks.kernels.costs``
-    writes; plans are then made from them. null: builtin ones."""
 
 
 class CommunicationConfig(Block):
@@ -197,9 +194,6 @@ class OffloadConfig(Block):
 class CheckpointConfig(Block):
     """What is saved in addition to DeepSpeed's files."""
 
-    eigenbasis: bool = True
-    """true: save eigenbases or inverses, so that resuming is exact. false: save two thirds of the space (half with
-    inverses) and decompose on loading."""
     grams: bool = False
     """true: also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``: what merging by RegMean and
     quantization by GPTQ need beside the weights (docs/factors.md). It takes no part in resuming."""
@@ -273,13 +267,13 @@ class KFACConfig(Block):
     # of a config whose nulls are answered, see ds_kfac.plan.plan
 
     @property
-    def choice(self) -> "Choice":
+    def choice(self) -> "LayerChoice":
         from ds_kfac.curvature.methods import METHODS
-        from ds_kfac.model.scan import Choice
+        from ds_kfac.model.scan import LayerChoice
 
         assert self.layers.types is not None
         layers, factor = self.layers, self.factor
-        return Choice(
+        return LayerChoice(
             tuple(layers.include), tuple(layers.exclude), tuple(self.layers.types), factor.dense_max,
             gradients=factor.fisher != "activations_only", blocks=tuple(self.adam.blocks.items()),
             shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.kind),

@@ -179,6 +179,9 @@ REMOVED = {
     "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an Adam, did better "
     "without it; leave it out",
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
+    "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name the file by --costs "
+    "of python -m ds_kfac estimate",
+    "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming is exact; leave it out",
 }
 """Keys of earlier versions, or values, and what became of them."""
 AUTO = "auto"

@@ -239,10 +239,10 @@ def credible(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     Elementwise, O(b^2): no product that TF32 could touch.
     """
     x = probe(blocks)
-    turned = (vectors * x.unsqueeze(-1)).sum(-2)
-    right = ((vectors * turned.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
+    rotated = (vectors * x.unsqueeze(-1)).sum(-2)
+    right = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
     image = (blocks * x).sum(-1)
-    off = (vectors * image.unsqueeze(-1)).sum(-2) - values * turned
+    off = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
     return right & (off.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
 
 

@@ -92,8 +92,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
     size_n1 = torch.linalg.matrix_norm(C_nbb)[:, None]
     on_n = (values_nb / torch.where(size_n1 > 0, size_n1, 1)).square().sum(-1)  # |diagonal|^2 / |C|^2
     x_b = probe(C_nbb)
-    turned_nb = (Z_nbb * x_b[:, None]).sum(-2)
-    strayed = torch.linalg.vector_norm((Z_nbb * turned_nb[:, None, :]).sum(-1) - x_b, dim=-1)
+    rotated_nb = (Z_nbb * x_b[:, None]).sum(-2)
+    strayed = torch.linalg.vector_norm((Z_nbb * rotated_nb[:, None, :]).sum(-1) - x_b, dim=-1)
     # a comparison with NaN is false
     right &= (strayed <= TOLERANCE * x_b.norm()) & ((on_n >= 1 - OFF**2) | (size_n1[:, 0] == 0))
     values_nb, order_nb = values_nb.sort(dim=-1, stable=True)

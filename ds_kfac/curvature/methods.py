@@ -26,7 +26,7 @@ from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
 
-class Kept(Protocol):
+class Decomposition(Protocol):
     """What a decomposition of a factor leaves: an eigenbasis, a damped inverse."""
 
     @property
@@ -37,7 +37,7 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class DecompositionPart:
     """One flat tensor of what is kept, as it travels and is saved.
 
     Attributes:
@@ -77,7 +77,7 @@ class Method:
     step_flops, exact_every = 0.0, 1
     product_flops = 4
     passes, calls = 6, 16
-    parts: tuple[Part, ...]
+    parts: tuple[DecompositionPart, ...]
     rotates = damps_identity = False
 
     def numel(self, side: Side) -> int:
@@ -121,9 +121,9 @@ def _flat(basis: Eigenbasis) -> Tensor:
 class _Eigen(Method):
     words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
     parts = (
-        Part("eigenvectors", lambda side: side.basis_numel, _flat, True),
+        DecompositionPart("eigenvectors", lambda side: side.basis_numel, _flat, True),
         # in fp32 always, their range is too wide
-        Part("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
+        DecompositionPart("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
     )
     rotates = True
 
@@ -156,7 +156,7 @@ class _Iterated(_Eigen):
 class _Inverse(Method):
     words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
     product_flops, passes, calls = 2, 4, 10
-    parts = (Part("inverses", lambda side: side.numel, packed, False),)
+    parts = (DecompositionPart("inverses", lambda side: side.numel, packed, False),)
     damps_identity, of_layer = True, LayerInverse
 
     def numel(self, side: Side) -> int:

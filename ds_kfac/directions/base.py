@@ -13,7 +13,7 @@ from ds_kfac.config.resolve import adaptive, resolve
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
 from ds_kfac.update.rotation import AT_ONCE
@@ -158,7 +158,7 @@ class UpdateRule:
         own = "preconditioner" in self.blocks and adaptive(optimizer)
         return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
 
-    def scanned(self, config: KFACConfig) -> Choice:
+    def scanned(self, config: KFACConfig) -> LayerChoice:
         """Which layers a model has for the rule, and what is kept of them, of a resolved config."""
         return config.choice
 
@@ -224,12 +224,12 @@ class UpdateRule:
         return 0
 
     def check_groups(
-        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout
+        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
     ) -> None:
         """Raise ValueError if parameters are in groups where they would not be stepped as they should.
 
         Args:
-            layout, rest: of the parameters of ``layers``, and of all others.
+            layout, other_params: of the parameters of ``layers``, and of all others.
         """
 
     def release(self, optimizer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
+from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
@@ -20,8 +20,8 @@ from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
-from ds_kfac.plan.plan import Plan, Setting, make_plan
-from ds_kfac.step.draft import Target
+from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
+from ds_kfac.step.draft import EngineView
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.layout import parameter_groups
@@ -38,7 +38,7 @@ def assembled(
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)
-    costs, sequence = _agreed_costs(torch.device(engine.device), config.assignment.costs), _sequence(engine)
+    costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
     # one stage may have no layers, or too little memory
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
@@ -47,15 +47,15 @@ def assembled(
         found = scan(engine.module, rule.scanned(config), optimized=optimized)
         found = replace(found, layers=rule.cut(config, found.layers))
         pairs = _by_domain(found, parts)
-        targets = [_target(engine, domain, part, rule, experts) for domain, part in pairs]
+        views = [_engine_view(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
-            make_plan(target.layers, _setting(target, config, sequence), budget, costs, answers)
-            for target, budget in zip(targets, _budgets(targets, config), strict=True)
+            make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
+            for view, budget in zip(views, _budgets(views, config), strict=True)
         ]
-        for target in targets:
-            rule.check_groups(target.model, target.layers, target.layout, target.rest)
-    _check_copies(targets, plans)
-    preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
+        for view in views:
+            rule.check_groups(view.model, view.layers, view.layout, view.other_params)
+    _check_copies(views, plans)
+    preconditioners = [KFACPreconditioner(view, plan) for view, plan in zip(views, plans, strict=True)]
     job = Job(preconditioners, everywhere=several)
     try:
         with agreeing():
@@ -85,16 +85,16 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _target(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts: ExpertRows | None) -> Target:
+def _engine_view(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:
     """A domain's layers and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(found.layers)]
     own_ids = {id(parameter) for parameter in ours}
-    return Target(
+    return EngineView(
         model=engine.module,
         layers=found.layers,
         layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
-        rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,
@@ -102,19 +102,19 @@ def _target(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts:
     )
 
 
-def _setting(target: Target, config: KFACConfig, sequence: int) -> Setting:
+def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> EngineFacts:
     """What a plan has to know of the engine."""
-    layout = target.layout
-    return Setting(
+    layout = view.layout
+    return EngineFacts(
         world=layout.world,
-        held=None if layout.replicated else held_by_layer(target.layers, layout.shards),
+        held=None if layout.replicated else held_by_layer(view.layers, layout.shards),
         parameters=layout.params[0].dtype,
         gradients=layout.dtype,
-        moments=target.rule.moments_count(config),
+        moments=view.rule.moments_count(config),
         device=torch.device(layout.engine.device),
         scheduled=layout.engine.lr_scheduler is not None,
         sequence=sequence,
-        rotates=target.rule.rotates(config),
+        rotates=view.rule.rotates(config),
     )
 
 
@@ -139,18 +139,10 @@ def _node(device: torch.device) -> tuple[int, int]:
     return mine if len(set(gathered(mine))) == 1 else (1, 0)
 
 
-def _agreed_costs(device: torch.device, file: str | None) -> CostModel:
-    """The cost model, the same on every rank of the job. ``file``: ``assignment.costs``. Collective; raises ValueError
-    on every rank if one could not read the file, or has read another one."""
+def _costs(device: torch.device) -> CostModel:
+    """The builtin cost model with this job's nodes, the same on every rank. Collective."""
     node_size, node_cores = _node(device)
-    costs = replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
-    if file is None:
-        return costs
-    with failing_together("ds_kfac: costs", None, ValueError):
-        costs = measured(costs, file)
-    if len(set(gathered(costs))) > 1:
-        raise ValueError(f"kfac.assignment.costs: {file} is not the same on all ranks")
-    return costs
+    return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 
 def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
@@ -166,26 +158,26 @@ def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Sca
     return pairs
 
 
-def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
+def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:
     """The config of each domain here: they share a rank's memory budget as their layers need it."""
     budget = config.assignment.memory_budget_gb
-    if budget is None or len(targets) == 1:
-        return [config] * len(targets)
+    if budget is None or len(views) == 1:
+        return [config] * len(views)
     method = METHODS[config.preconditioner.method]
     needs = [
-        sum(packed_bytes(side) + kept_bytes(side, method) for layer in target.layers for side in (layer.A, layer.G))
-        / target.layout.world
-        for target in targets
+        sum(packed_bytes(side) + kept_bytes(side, method) for layer in view.layers for side in (layer.A, layer.G))
+        / view.layout.world
+        for view in views
     ]
     return [config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs]
 
 
-def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
+def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
     """What tensor-parallel ranks have copies of must be treated alike by all of them, though its owners differ. So all
     that depends on an owner is alike for copies: they have the rows of all ranks, rounded as what travels
     (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and no offsets. Collective under tensor
     parallelism; raises ValueError on every rank if plans differ in what is left."""
-    if targets[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
+    if views[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
             'have copies of differ in the dtype on the wire or in the lag; set "dtype" in kfac.communication and "lag" '

@@ -40,7 +40,7 @@ from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import Share, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
-from ds_kfac.step.draft import Draft
+from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
@@ -110,7 +110,7 @@ class Attachment:
 
     def __repr__(self) -> str:
         rule, kfac = self.preconditioner.rule, self.preconditioner
-        by, steps = rule.optimizer_type or type(kfac.target.inner).__name__, kfac.metrics.counts["steps"]
+        by, steps = rule.optimizer_type or type(kfac.engine_view.inner).__name__, kfac.metrics.counts["steps"]
         stage = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         layers = f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the trained matrix parameters"
         return f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} steps{'' if self._active else ', detached'}>"
@@ -195,7 +195,7 @@ class Attachment:
         _ATTACHED.pop(self.engine.module, None)
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
-        self.preconditioner.rule.release(self.preconditioner.target.inner)
+        self.preconditioner.rule.release(self.preconditioner.engine_view.inner)
         for hooked in (self.sampling, self._experts):
             if hooked is not None:
                 hooked.remove()
@@ -357,12 +357,14 @@ def _groups(engine: Any, job: Job) -> dict[str, int]:
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    held = [layout for kfac in job.preconditioners for layout in (kfac.target.layout, kfac.target.rest)]
+    held = [
+        layout for kfac in job.preconditioners for layout in (kfac.engine_view.layout, kfac.engine_view.other_params)
+    ]
     return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
 
 
 @contextmanager
-def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
+def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
     """Around DeepSpeed's step, which then neither clips nor reports the norm of what K-FAC made of the gradients.
 
     For rules that clip raw gradients: the bound is the user's "gradient_clipping", on the norm of all of them. K-FAC
@@ -373,7 +375,7 @@ def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
         yield
         return
     engine = kfac.layout.engine
-    kfac.target.rest.multiply(torch.as_tensor(draft.local.clip, device=kfac.device))
+    kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, device=kfac.device))
     norm = (draft.norm / kfac.layout.grad_scale()).float()  # now: the scale may change in the step
     with kfac.layout.unclipped():
         yield

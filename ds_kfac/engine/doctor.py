@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import ds_kfac_startup
-from ds_kfac.engine.beforehand import COMPILED, extensions_root, is_compiled
+from ds_kfac.engine.preflight import COMPILED, extensions_root, is_compiled
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED

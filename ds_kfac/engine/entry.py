@@ -24,7 +24,7 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.beforehand import (
+from ds_kfac.engine.preflight import (
     check_config,
     check_objects,
     check_tensors,

@@ -41,14 +41,18 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
     first, layout = kfacs[0], kfacs[0].layout
     warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
     found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
-    where = f", {first.target.domain.name}" if first.target.domain.name else ""
-    mode, plans, optimizer = f"{_mode(first)}{where}", [kfac.plan for kfac in kfacs], type(first.target.inner).__name__
-    ratio = getattr(first.target.inner, "adam_ratio", 1.0)
+    where = f", {first.engine_view.domain.name}" if first.engine_view.domain.name else ""
+    mode, plans, optimizer = (
+        f"{_mode(first)}{where}",
+        [kfac.plan for kfac in kfacs],
+        type(first.engine_view.inner).__name__,
+    )
+    ratio = getattr(first.engine_view.inner, "adam_ratio", 1.0)
     brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings, ratio)
     details = [line for kfac, part in zip(kfacs, scans, strict=True) for line in _details(kfac, part)]
     # of a summary that is too long, the rest of its warnings
     text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
-    if given.report != "none" and first.rank == 0 and first.target.domain.shard[0] == 0:
+    if given.report != "none" and first.rank == 0 and first.engine_view.domain.shard[0] == 0:
         print(fitted(text if given.report == "full" else "\n".join(brief)), file=sys.stderr, flush=True)
     return text
 
@@ -108,7 +112,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         eigen_workers = ", ".join(f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items())
         where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), eigen_workers)
     return [
-        *(["", f"{kfac.target.domain.name}:"] if kfac.target.domain.name else []),
+        *(["", f"{kfac.engine_view.domain.name}:"] if kfac.engine_view.domain.name else []),
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, {config.factor.weight_sharing}, "
@@ -133,7 +137,7 @@ def _memory(kfac: KFACPreconditioner) -> str:
     nbytes, kinds = kfac.plan.assignment.memory[kfac.rank], f"factors, {kfac.plan.method.words}, moments"
     text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.rule.optimizer_type is not None:
-        rest, world = kfac.target.rest, kfac.layout.world
+        rest, world = kfac.engine_view.other_params, kfac.layout.world
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]
         # where gradients are replicated under ZeRO, a rank steps its slice only
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
@@ -210,7 +214,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     """Lines of the report."""
     engine, world = kfac.layout.engine, kfac.layout.world
     modules: dict[str, Any] = dict(engine.module.named_modules())
-    texts = without_effect(kfac.rule, given, kfac.layers, type(kfac.target.inner).__name__)
+    texts = without_effect(kfac.rule, given, kfac.layers, type(kfac.engine_view.inner).__name__)
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1 and "damping" in kfac.rule.blocks:
         texts.append(  # G's scale counts
             "a pipeline stage takes the loss for a mean over all positions of its output; if the loss has fewer "
@@ -251,7 +255,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
 
 def with_hooks(kfac: KFACPreconditioner) -> list[str]:
     """K-FAC layers with a hook on a parameter's gradient that is neither DeepSpeed's nor ours."""
-    named = dict(kfac.target.model.named_parameters())
+    named = dict(kfac.engine_view.model.named_parameters())
     found = (layer.module for layer in kfac.layers if any(is_hooked(named[name]) for name in layer.parameters))
     return list(dict.fromkeys(found))
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
-from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
@@ -76,7 +75,7 @@ def estimate_kfac_mem_needs_all_live(
     device_of = next((p.device for p in model.parameters()), torch.device("meta"))
     given = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
     subject = Subject(model, read_config(config), stage, Trace(model, given) if given else None)
-    costs = replace(costs_of(device, subject.config), node_size=node_size or 1)
+    costs = replace(costs_of(device), node_size=node_size or 1)
     lines, found = described(subject, costs, world, batch_rows)
     print("\n".join(lines))
     return found
@@ -98,11 +97,11 @@ def estimate_kfac_mem_needs_all_cold(
     return estimate_kfac_mem_needs_all_live(model, config, world, **options)
 
 
-def costs_of(device: str, config: KFACConfig) -> CostModel:
-    """What a run on such a device would plan with. Raises ValueError if there is no such device, or file of costs."""
+def costs_of(device: str, file: str | None = None) -> CostModel:
+    """The builtin rates of a kind of device, with which a run there plans; in their place those that a file has. Raises
+    ValueError if there is no such device or file."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
-    file = config.assignment.costs
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
 
 
@@ -257,7 +256,7 @@ def run(arguments: argparse.Namespace) -> str:
     subject = Subject(model, ds_config, arguments.stage, traced)
     if not subject.config.enabled:
         raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
-    costs, flops = costs_of(arguments.device, subject.config), arguments.device_flops
+    costs, flops = costs_of(arguments.device, arguments.costs), arguments.device_flops
     if flops:
         costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0)
     links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
@@ -299,7 +298,7 @@ def check(arguments: argparse.Namespace) -> str:
         raise ValueError(f"{arguments.config} {why}")
     if not config.enabled:
         raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
-    plan = subject.plan(subject.shards(arguments.world), costs_of("cuda", config))
+    plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
     warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
     lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]

@@ -16,7 +16,7 @@ from ds_kfac.model.batch import ArgumentReader, ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import returned_loss
-from ds_kfac.model.proof import Proof, Told, eps_of, told
+from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
 from ds_kfac.step.proving import FOREIGN_MASK, ZERO_ROWS
@@ -33,7 +33,7 @@ def proven(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     rows: RowSums | None = None,
     read_batch: ReadBatch | None = None,
-) -> Mapping[str, Told]:
+) -> Mapping[str, RowCheck]:
     """What the gradients of a sum of losses, one of each batch, show of each layer; see :mod:`ds_kfac.model.proof`.
     Parameters have these gradients afterwards.
 
@@ -64,7 +64,7 @@ def proven(
         gradient = matrix_of(layer, parameters)
         ratios[place] = proof.ratio(layer, numbers[place], gradient, divisor=1, world=1, eps=eps, floor=0)
     names = [layer.name for layer in proof.layers]
-    return dict(zip(names, told(numbers, ratios, [capture.used(name) for name in names]), strict=True))
+    return dict(zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True))
 
 
 def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfig, data: str) -> list[str]:

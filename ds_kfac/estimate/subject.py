@@ -25,7 +25,7 @@ from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.scan import scan
-from ds_kfac.plan.plan import Known, Plan, Setting, make_plan, sharing_candidates
+from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan, sharing_candidates
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 CONTEXT = 4096
@@ -98,7 +98,7 @@ class Trace(TorchFunctionMode):
                 weight = module._parameters[parameter]
                 shape = lies.shape(parameter_shape(weight))
                 if len(shape) == 3:
-                    outputs = shape[-1] if lies.turned else shape[-2]
+                    outputs = shape[-1] if lies.transposed else shape[-2]
                     self._sides[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
         seen, handles = SharedInputs(modules), []
 
@@ -236,7 +236,7 @@ class Subject:
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
         """The plan that a run would make, once it knows the layers that share their inputs, and the tokens (or images)
         of a rank in a step. Raises ValueError as :func:`make_plan`."""
-        setting = Setting(
+        facts = EngineFacts(
             world=shards.world,
             held=None if self.replicated else held_by_layer(self.layers, shards),
             parameters=self.context.parameters,
@@ -245,9 +245,9 @@ class Subject:
             scheduled=block(self.ds_config, "scheduler").get("type") is not None,
             rotates=self.rule.rotates(self.config),
         )
-        plan = make_plan(self.layers, setting, self.config, costs)
+        plan = make_plan(self.layers, facts, self.config, costs)
         seen = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
-        return plan.knowing(Known(self.shared if plan.shares else (), seen))
+        return plan.with_observations(Observations(self.shared if plan.shares else (), seen))
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:

@@ -115,13 +115,13 @@ class Corrected:
             x, g = self.rows.pairs(call, call.gradient_of(gradient), seed)
             rows = call.rows
             first = isinstance(call.module, ATTENTION) or (tuple(x.shape[:2]) == shape[::-1] and not square)
-            turned = first and rows.mask is None and rows.examples == 0
+            transposed = first and rows.mask is None and rows.examples == 0
             flat = len(x) != examples and x.shape[1] == 1 and call.select is None  # or an expert's, of some sequences
-            if turned or (flat and len(x) == positions):
-                sides = shape[::-1] if turned else shape
+            if transposed or (flat and len(x) == positions):
+                sides = shape[::-1] if transposed else shape
                 if ordered := ordered and x.shape[:2].numel() == positions:
                     x, g = (own.reshape(*sides, own.shape[-1]) for own in (x, g))
-                    x, g = (own.transpose(0, 1) if turned else own for own in (x, g))
+                    x, g = (own.transpose(0, 1) if transposed else own for own in (x, g))
             # rows of one sequence after another, or of all at one position after another
             either = square and len(calls) % examples == 0 and x.shape[1] == 1
             ordered &= len(x) == examples and call.select is None and not either

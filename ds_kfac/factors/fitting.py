@@ -44,7 +44,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.model.scan import scan
-from ds_kfac.plan.plan import BUCKET_BYTES, Plan, Setting, make_plan
+from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 
 TERMS = "terms"
 ROUND_BYTES = 1 << 30
@@ -78,7 +78,7 @@ def fit(
         out: folder for the files (:mod:`ds_kfac.factors.files`).
         config: a "kfac" block; read are ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``fisher``
             ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
-            pass) and its sampler, and ``assignment.costs``.
+            pass) and its sampler.
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum. How many terms a mean has is
             read from ``labels`` among the forward's arguments, or taken to be as many as the model's predictions: for a
             loss of your own that leaves some out give their sum, or ``read_batch``.
@@ -359,8 +359,8 @@ def plan_of(layers: Sequence[LayerSpec], config: KFACConfig, world: int, device:
     """Who owns what: one rank a layer, whatever ZeRO does, by predicted cost."""
     config = config.having("assignment", gradient_worker_fraction=1 / world).having("preconditioner", method="eigen")
     costs = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
-    setting = Setting(world, None, torch.float32, torch.float32, moments=0, device=device)
-    return make_plan(layers, setting, config, costs)
+    facts = EngineFacts(world, None, torch.float32, torch.float32, moments=0, device=device)
+    return make_plan(layers, facts, config, costs)
 
 
 def kept_bytes(plan: Plan) -> list[int]:

@@ -164,14 +164,14 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
         return Fit(mask.reshape(batch) if same else None)
     N, T = mask.shape
     direct = (batch[:1], prod(batch[1:])) == ((N,), T)
-    turned = batch[:2] == (T, N) and prod(batch[2:]) == 1
+    transposed = batch[:2] == (T, N) and prod(batch[2:]) == 1
     trivial = N <= 1 or T <= 1  # then both orders are the same
-    if direct and turned and not trivial:
+    if direct and transposed and not trivial:
         doubt = SQUARE if examples is None else ""
         return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
     if direct:
         return Fit(mask)
-    if turned:
+    if transposed:
         return Fit(mask.T, 1)
     if len(batch) == 1 and batch[0] == N * T:
         if examples == 1 and not trivial:

@@ -356,7 +356,7 @@ class Capture(StepSums):
             return
         if first.bias is not None and not product.biased:  # it has another gradient than the rows say
             return
-        other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
+        other = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
         if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have
             return
         shared = stacked and layers[-1].shares is not None

@@ -227,7 +227,7 @@ class Convolution(Linear):
 class TransposedConvolution(Convolution):
     """One of torch's, by its class."""
 
-    turned = True
+    transposed = True
     without_bias: str | None = "is added to every output pixel, it belongs to no column of the matrix"
 
     def refusal(self, module: Any) -> str | None:

@@ -184,7 +184,7 @@ class _Reader:
         return function is not None and child_of(function, own) == self.name
 
     def _is_own(self, node: ast.expr, own: str) -> bool:
-        """``self.NAME`` as an operand, or of it an entry, a turned view, its weight."""
+        """``self.NAME`` as an operand, or of it an entry, a transposed view, its weight."""
         while isinstance(node, ast.Subscript | ast.Call | ast.Attribute):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
                 return node.attr == self.name

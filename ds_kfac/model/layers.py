@@ -124,14 +124,14 @@ class LayerType(ABC):
     Attributes:
         needs_gradients: even its A is made of output gradients.
         without_bias: why a bias is not part of the layer; None: it is.
-        turned: the weight of a linear map lies [I, O].
+        transposed: the weight of a linear map lies [I, O].
         images: its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
         kind: class of the modules that it may describe.
     """
 
     needs_gradients = False
     without_bias: str | None = None
-    turned = False
+    transposed = False
     images = False
     kind: Any = nn.Module
 
@@ -180,24 +180,24 @@ class Linear(LayerType):
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         sides = parameter_shape(module.weight)
-        out_features, in_features = sides[::-1] if self.turned else sides
+        out_features, in_features = sides[::-1] if self.transposed else sides
         return in_features + bias, out_features
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         *groups, O, _ = shape  # noqa: E741
-        weight_OI = weight.view(*groups, -1, O).mT if self.turned else weight.view(*groups, O, -1)
+        weight_OI = weight.view(*groups, -1, O).mT if self.transposed else weight.view(*groups, O, -1)
         return weight_OI if bias is None else torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         weight_OI = matrix_OI[..., :-1] if has_bias else matrix_OI
-        weight = (weight_OI.mT if self.turned else weight_OI).reshape(-1)
+        weight = (weight_OI.mT if self.transposed else weight_OI).reshape(-1)
         return (weight, matrix_OI[..., -1].reshape(-1).contiguous()) if has_bias else (weight,)
 
 
 class Conv1D(Linear):
     """transformers' (GPT-2), y = x W + b: like :class:`Linear`, with the weight [I, O]."""
 
-    turned = True
+    transposed = True
 
     def refusal(self, module: Any) -> str | None:
         if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):

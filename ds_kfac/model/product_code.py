@@ -37,13 +37,13 @@ class Lies(NamedTuple):
     """How a matrix lies in a parameter.
 
     Attributes:
-        turned: [I, O], not [O, I].
+        transposed: [I, O], not [O, I].
         first: how many of the parameter's dimensions are the first of these sides, the others are the second; 0: the
             last two are the sides, and a third one before them counts a stack.
         stack: how many matrices follow each other along the first dimension.
     """
 
-    turned: bool
+    transposed: bool
     first: int = 0
     stack: int = 1
 
@@ -75,7 +75,7 @@ def multiplied(module: nn.Module) -> Mapping[str, Lies]:
             if name not in parameters or other in parameters:  # of two parameters: as in a penalty, no rows of a batch
                 continue
             if letters and len(parameter_shape(module._parameters[name])) != letters:  # an einsum with one of a stack
-                lies = Lies(lies.turned)
+                lies = Lies(lies.transposed)
             if found.setdefault(name, lies).first != lies.first:
                 unclear.add(name)  # one matrix here, another one there
         return {name: lies for name, lies in found.items() if name not in unclear}
@@ -186,18 +186,18 @@ def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
 
 
 def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
-    """What a piece of code is a view of, or a copy in another dtype, and whether it is turned: ``self.w[e].T`` is
-    ``self.w``, turned."""
-    turned = False
+    """What a piece of code is a view of, or a copy in another dtype, and whether it is transposed: ``self.w[e].T`` is
+    ``self.w``, transposed."""
+    transposed = False
     while not child_of(node, own):
         how = node.func if isinstance(node, ast.Call) else node
         if isinstance(node, ast.Subscript):
             node = node.value
         elif isinstance(how, ast.Attribute) and how.attr in TURNS | KEEPS:
-            node, turned = how.value, turned != (how.attr in TURNS)
+            node, transposed = how.value, transposed != (how.attr in TURNS)
         else:
             break
-    return node, turned
+    return node, transposed
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
@@ -235,14 +235,14 @@ def _every_product(kind: Any) -> tuple[tuple[str, Lies, str, int], ...]:
 def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
     """(attribute, how it lies, the other operand if that is an attribute too, its dimensions in an einsum or 0) of the
     products in a function's code, in its order."""
-    own, local = own_name(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
+    own, local = own_name(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether transposed
 
     def parameter(node: ast.expr | None) -> tuple[str, bool] | None:
         if node is None:
             return None
-        node, turned = _viewed(node, own)
+        node, transposed = _viewed(node, own)
         name, before = local.get(node.id, ("", False)) if isinstance(node, ast.Name) else (child_of(node, own), False)
-        return (name, before != turned) if name else None
+        return (name, before != transposed) if name else None
 
     def other(node: ast.expr | None) -> str:
         """None of what is looked up, and of a variable only if it is never anything else."""
@@ -341,9 +341,9 @@ def contraction(equation: str, place: int) -> Contraction | None:
     rows = "".join(letter for letter in x if letter not in inner)
     if not inner or not outer or matrix not in (inner + outer, outer + inner) or set(output) != set(rows + outer):
         return None
-    turned = matrix == inner + outer
+    transposed = matrix == inner + outer
     return Contraction(
-        Lies(turned, len(inner) if turned else len(outer)),
+        Lies(transposed, len(inner) if transposed else len(outer)),
         tuple(map(x.index, rows + inner)),
         tuple(map(output.index, rows + outer)),
         len(rows),

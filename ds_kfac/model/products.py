@@ -35,7 +35,7 @@ class Product:
     Attributes:
         x: [.., I]; of a stack [its matrices, .., I].
         output: whose gradient gives the rows of G.
-        turned: whether the matrix lies [I, O] in the parameter.
+        transposed: whether the matrix lies [I, O] in the parameter.
         entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
         columns: which outputs of the whole matrix these are; None: all.
         lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
@@ -46,7 +46,7 @@ class Product:
     param: nn.Parameter
     x: Tensor
     output: Tensor
-    turned: bool
+    transposed: bool
     entries: "tuple[tuple[int, slice | Tensor], ...]"
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
@@ -194,7 +194,7 @@ class Products(TorchFunctionMode):
             if whole and flat and param.is_contiguous() and not self.places.is_weight(x):
                 x, lay = x.permute(sums.x).flatten(sums.rows), laid(output, sums)
                 entries = ((entry, EVERY),)
-                return Product(param, x, output, sums.lies.turned, entries, lay=lay)
+                return Product(param, x, output, sums.lies.transposed, entries, lay=lay)
             return None
         return None
 
@@ -218,9 +218,9 @@ class Products(TorchFunctionMode):
         (O, I), (of_O, of_I) = place.shape[dims:][::order], place.stride[dims:][::order]  # noqa: E741
         whole, start, inside = size // I, place.offset % size, 0  # outputs there are, the first one here
         if (I == 1 or of_I == 1) and (O == 1 or of_O == I):
-            turned, (start, inside) = False, divmod(start, I)
+            transposed, (start, inside) = False, divmod(start, I)
         elif (O == 1 or of_O == 1) and (I == 1 or of_I == whole):
-            turned = True
+            transposed = True
         else:
             return None
         stack = [d for d in range(dims) if place.shape[d] > 1 and place.stride[d]]
@@ -230,7 +230,7 @@ class Products(TorchFunctionMode):
         if columns is not None and count > 1:
             return None
         at, step = place.offset // size, place.stride[stack[0]] // size if stack else 0
-        made = partial(Product, param, output=output, turned=turned, biased=biased)
+        made = partial(Product, param, output=output, transposed=transposed, biased=biased)
         if isinstance(bounds, Tensor):  # rows of each are those between bounds
             if x.ndim != 2 or dims != 1 or first or place.chosen is not None or len(bounds) != place.shape[0]:
                 return None

@@ -74,7 +74,7 @@ mean would be that of the few rows of a pooled token."""
 
 
 @dataclass(frozen=True)
-class Told:
+class RowCheck:
     """What all ranks saw of a layer.
 
     Attributes:
@@ -341,7 +341,7 @@ def _padding(call: Call, mask: Tensor) -> Tensor | None:
     return ~(info.attended.T if call.rows.examples == 1 else info.attended).reshape(mask.shape)
 
 
-def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
+def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
     left_out, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
@@ -350,7 +350,7 @@ def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     found = []
     for (*counts, squares), ratio, other, used in zip(columns, ratios.tolist(), foreign, uses, strict=True):
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
-        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
+        found.append(RowCheck(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
     return found
 
 

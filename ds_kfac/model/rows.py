@@ -112,15 +112,15 @@ class Call:
         return gradient.reshape(self.shape)
 
 
-def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Tensor | None]:
-    """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1. ``turned``: from [T, N, ..]."""
+def _positions(x: Tensor, mask: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1. ``transposed``: from [T, N, ..]."""
     batch = x.shape[:-1] or (1,)
     if mask is not None and len(batch) == 1:  # a model that flattens [N, T]
         batch = mask.shape
     sides = batch[0], prod(batch[1:])
     x = x.reshape(*sides, x.shape[-1])
     mask = None if mask is None else mask.reshape(*sides, 1)
-    if turned:
+    if transposed:
         return x.transpose(0, 1), None if mask is None else mask.transpose(0, 1)
     return x, mask
 
@@ -267,8 +267,8 @@ class RowSums:
             gradient = kind.gradient_patches(call.module, gradient).all_rows()
         else:
             gradient = kind.gradient_rows(call.module, x, gradient)
-        turned = call.rows.examples == 1
-        (x_NTI, own), (g_NTO, _) = (_positions(rows, mask, turned) for rows in (x.detach(), gradient.detach()))
+        transposed = call.rows.examples == 1
+        (x_NTI, own), (g_NTO, _) = (_positions(rows, mask, transposed) for rows in (x.detach(), gradient.detach()))
         x_NTI, g_NTO = x_NTI.float(), g_NTO.float()
         if own is not None:
             g_NTO = g_NTO * own

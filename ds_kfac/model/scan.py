@@ -48,7 +48,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """Which layers, and the structure of their sides; keys of the config, and:
 
     Attributes:
@@ -69,7 +69,9 @@ class Choice:
     blocks: tuple[tuple[str, Blocks], ...] = ()
 
 
-def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
+def scan(
+    model: nn.Module, choice: LayerChoice | None = None, *, optimized: Iterable[nn.Parameter] | None = None
+) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
     Args:
@@ -79,7 +81,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         ValueError: a pattern that matches no module with parameters, a lazy module, blocks that do not fit, or no
             layer left to precondition.
     """
-    choice = choice or Choice()
+    choice = choice or LayerChoice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before")
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
@@ -124,7 +126,7 @@ class _Scanner:
         tables: ids of parameters that rows are looked up in.
     """
 
-    def __init__(self, model: nn.Module, choice: Choice, optimized: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, choice: LayerChoice, optimized: Iterable[nn.Parameter]) -> None:
         self.choice = choice
         self.modules = {name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))}
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -198,8 +200,8 @@ class _Scanner:
             if len(shape) not in (2, 3):
                 continue
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
-            weight, turned = module._parameters[parameter], lying[parameter].turned
-            bias, kind = _bias(module, parameter, shape, turned), "Conv1D" if turned else "Linear"
+            weight, transposed = module._parameters[parameter], lying[parameter].transposed
+            bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
             reason = self._unfit(place, weight, bias) or ""
             if not reason and len(self.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
@@ -210,7 +212,7 @@ class _Scanner:
             if reason:
                 continue
             trained_bias = bias is not None and id(bias) in self.trained
-            O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
+            O, I = shape[:-3:-1] if transposed else shape[-2:]  # noqa: E741
             found = _sides(place, (I + trained_bias, O), self.choice)
             names = self.names[id(weight)], self.names[id(bias)] if trained_bias else None
             layer = LayerSpec(place, kind, name, *names, *found, product=True)
@@ -286,9 +288,9 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: bool) -> nn.Parameter | None:
+def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], transposed: bool) -> nn.Parameter | None:
     """What is added to the product with a parameter, by the names in use: of each matrix's outputs one."""
-    outputs = (*shape[:-2], shape[-1] if turned else shape[-2])
+    outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
     for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):
         bias = module._parameters.get(name)
         if bias is not None and name != parameter and parameter_shape(bias) == outputs:
@@ -296,7 +298,7 @@ def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: boo
     return None
 
 
-def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side]:
+def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side, Side]:
     """Of I and O."""
     sides: list[Side] = []
     for dim, other in (dims, dims[::-1]):

@@ -33,17 +33,17 @@ UNEVEN = "its calls get slices that cut examples, and weight_sharing reduce need
 
 
 class Piece(NamedTuple):
-    """Some rows of [N, T], or of [T, N] if ``turned``: a view by size, stride and offset. ``examples``: which of its
-    dimensions they are."""
+    """Some rows of [N, T], or of [T, N] if ``transposed``: a view by size, stride and offset. ``examples``: which of
+    its dimensions they are."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    turned: bool = False
+    transposed: bool = False
     examples: int = 0
 
     def of(self, whole_NT: Tensor) -> Tensor:
-        whole = (whole_NT.T if self.turned else whole_NT).contiguous()
+        whole = (whole_NT.T if self.transposed else whole_NT).contiguous()
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def rows(self, N: int, T: int) -> Tensor:
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
         for size, step in zip(self.size, self.stride, strict=True):
             places = places.unsqueeze(-1) + step * torch.arange(size)
         places = places.flatten()
-        return places % N * T + places // N if self.turned else places
+        return places % N * T + places // N if self.transposed else places
 
 
 def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
@@ -77,12 +77,12 @@ def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
         inside = len(batch) == 1 or all(row % inner + size <= inner for size in small)
         return inside and len(small) < 2 and all(step in (1, inner) for _, step in used)
 
-    direct, turned = fits(T), fits(N)
-    if direct and turned:
+    direct, transposed = fits(T), fits(N)
+    if direct and transposed:
         if order is None and N != T and prod(batch) == N:  # examples at one position, or rows in a row
             return None
         direct = order != 1
-    if not direct and not turned:
+    if not direct and not transposed:
         return None
     inner = T if direct else N
     steps = tuple(step // width if size > 1 else 0 for size, step in zip(batch, stride, strict=True))
@@ -146,7 +146,7 @@ def whole_examples(piece: Piece, T: int) -> bool:
     """Whether it has every position of its examples."""
     if len(piece.size) > 1:
         return piece.size[1 - piece.examples] == T
-    return not piece.turned and piece.stride[0] in (0, 1) and piece.size[0] % T == piece.offset % T == 0
+    return not piece.transposed and piece.stride[0] in (0, 1) and piece.size[0] % T == piece.offset % T == 0
 
 
 UNSEEN = object()
@@ -257,8 +257,8 @@ class Slices:
             self._since.add(module)
         else:
             own.place = place
-            turned = attention and len(batch) == 1
-            piece = None if turned else in_order(batch, N, T, 1 if attention else order, own.done)
+            transposed = attention and len(batch) == 1
+            piece = None if transposed else in_order(batch, N, T, 1 if attention else order, own.done)
         if piece is None:
             own.unknown += prod(batch)
             return Fit()

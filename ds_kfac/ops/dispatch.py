@@ -62,7 +62,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """Of one device type.
 
     Attributes:
@@ -87,10 +87,10 @@ class Choice:
 
 _lock = RLock()
 _asked: str | None = None
-_choices: dict[str, Choice] = {}
+_choices: dict[str, BackendChoice] = {}
 
 
-def use(backend: str | None, device: str, without: Mapping[str, str] | None = None) -> Choice:
+def use(backend: str | None, device: str, without: Mapping[str, str] | None = None) -> BackendChoice:
     """Choose for this process: null the best per op, a name that backend for every op it has. Builds what is needed.
 
     Args:
@@ -112,7 +112,7 @@ def use(backend: str | None, device: str, without: Mapping[str, str] | None = No
         return choice
 
 
-def chosen(device: str) -> Choice:
+def chosen(device: str) -> BackendChoice:
     """What runs on a device type; decided at the first call."""
     if (found := _choices.get(device)) is None:
         with _lock:
@@ -120,7 +120,7 @@ def chosen(device: str) -> Choice:
     return found
 
 
-def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Choice:
+def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> BackendChoice:
     """``torch`` has every op, on every device."""
     ops: dict[str, tuple[str, Implementation]] = {}
     missing = {name: why for name, why in without.items() if name in OPS}
@@ -143,7 +143,7 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
     compiled = {op: found for op, found in ops.items() if found[0] != "torch"}
     for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
         missing[op], ops[op] = why, ("torch", getattr(functional, op))
-    return Choice({op: ops[op] for op in OPS}, missing)
+    return BackendChoice({op: ops[op] for op in OPS}, missing)
 
 
 FAKES: dict[str, Callable[..., Any]] = {

@@ -44,15 +44,15 @@ def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor])
             matrix, x = (matrices[0], x_OI) if len(matrices[0]) > 1 else (matrices[0][0], x_OI.view(x_OI.shape[-2:]))
             x_OI = (x @ matrix if columns else matrix @ x).view(x_OI.shape)
         elif matrices:
-            turned = x_OI.mT if columns else x_OI
-            parts = turned.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
+            transposed = x_OI.mT if columns else x_OI
+            parts = transposed.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
             pieces = []
             for blocks, part in zip(matrices, parts, strict=True):
                 blocks = blocks.mT if columns else blocks
                 one = len(blocks) == 1
                 pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
-            turned = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(turned.shape)
-            x_OI = turned.mT if columns else turned
+            transposed = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(transposed.shape)
+            x_OI = transposed.mT if columns else transposed
     return x_OI
 
 

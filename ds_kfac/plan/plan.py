@@ -37,7 +37,7 @@ LONG_STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Known:
+class Observations:
     """What the first captured batch shows, None: not yet. Groups of layers that share their input; layer name -> rows
     of a rank in a step, in the mean, of a stack's layer those that it takes itself; fewer after :meth:`Plan.seeking`.
     Layers that no mask is of, by any batch so far.
@@ -126,32 +126,32 @@ class Plan:
         """Whether the number of contributors depends on how many rows a rank has."""
         return self.config.factor.rows != "all" and self.assignment.world > 1
 
-    def knowing(self, known: Known) -> "Plan":
+    def with_observations(self, observations: Observations) -> "Plan":
         """The plan of a run that knows this."""
-        plan = self.sharing(known.groups or ())
+        plan = self.sharing(observations.groups or ())
         wanted = self.config.factor.rows
-        if not self.measures or known.rows is None or isinstance(wanted, str):
+        if not self.measures or observations.rows is None or isinstance(wanted, str):
             return plan
         alone = alone_here(self.layers, factor_specs(self.layers))
         layers = {layer.name: layer for layer in self.layers}
-        rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
+        rows = {f.key: sum(observations.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
         counts = roles.counted(alone, rows, self.assignment.world, wanted=wanted)
         return replace(
             plan, contributors=replace(self.contributors, counts=counts), first=self.first or self.contributors
         )
 
-    def seeking(self, known: Known, keys: Collection[str]) -> Known:
+    def seeking(self, observations: Observations, keys: Collection[str]) -> Observations:
         """After updates of these factors for which no contributor had a row, though other ranks have used their layers:
         as if a rank had so few that twice as many contribute."""
         layers, wanted = {layer.name: layer for layer in self.layers}, self.config.factor.rows
-        rows = dict(known.rows or {})
+        rows = dict(observations.rows or {})
         for factor in self.assignment.factors:
             count = self.contributors.counts.get(factor.key)
             if factor.key in keys and count is not None and not isinstance(wanted, str):
                 names = rows_from(factor, layers)
                 here, few = sum(rows.get(name, 0.0) for name in names), roles.needed(factor, wanted) / (2 * count)
                 rows |= {name: rows.get(name, 0.0) * min(1.0, few / here) for name in names}
-        return replace(known, rows=rows)
+        return replace(observations, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
         """With one A for each of these groups of layers alone; its eigen worker is that of the group's first layer."""
@@ -190,7 +190,7 @@ class OverBudget(ValueError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineFacts:
     """What the engine gives.
 
     Attributes:
@@ -216,7 +216,7 @@ class Setting:
 
 
 def make_plan(
-    layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
+    layers: Sequence[LayerSpec], facts: EngineFacts, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
     """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Where its memory is over the budget
     with an A for each expert of a stack, one for all: its layers then differ from these in ``shares``.
@@ -224,23 +224,23 @@ def make_plan(
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
-    if method is EIGEN and setting.rotates and costs.ieee_flops:
+    if method is EIGEN and facts.rotates and costs.ieee_flops:
         method = ITERATED  # on a GPU an eighth of eigh's time
     update, refresh = schedule.intervals(schedule.settled)
     paired, budget = method.paired(config.damping.kind), config.assignment.memory_budget_gb
     factors = factor_specs(layers)
-    work = Work(layers, factors, setting.world, setting.held, costs, update, refresh, setting.moments, method)
+    work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
     try:
         assignment = _assignment(work, config, paired, reasons)
     except OverBudget:
         common = common_inputs(layers) if config.choice.shares else tuple(layers)
         if common == tuple(layers):
             raise
-        plan = make_plan(common, setting, config, costs, answers)
+        plan = make_plan(common, facts, config, costs, answers)
         apart = sum(a.shares != b.shares for a, b in zip(layers, common, strict=True))
         reason = f"the experts of a stack have one A of what each makes, too: {apart:,} more are over {budget:g} GB"
         return replace(plan, reasons=(*plan.reasons, reason))
-    wire = _wire(assignment, setting, config, reasons)
+    wire = _wire(assignment, facts, config, reasons)
     offsets, worst = _offsets(assignment, config, reasons)
     lag = config.eigenbasis.lag
     if lag is None:
@@ -254,13 +254,13 @@ def make_plan(
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
-    contributors = _contributors(work, setting, config, reasons)
+    contributors = _contributors(work, facts, config, reasons)
     return Plan(
         layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets, lag=lag,
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
-        gradient_dtypes=gradient_dtypes(setting.parameters, setting.gradients), shares=config.choice.shares,
-        config=config, precision=choose(config.preconditioner.precision, setting.device),
-        stacks=stacks(setting.device, method), clip_lr=clip_lr(setting.scheduled), answers=answers,
+        gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients), shares=config.choice.shares,
+        config=config, precision=choose(config.preconditioner.precision, facts.device),
+        stacks=stacks(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
         reasons=tuple(reasons), paired=paired,
     )  # fmt: skip
 
@@ -318,7 +318,7 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> ro
     )
 
 
-def _contributors(work: Work, setting: Setting, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
+def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the eigen workers alone."""
     asked, counts = config.factor.rows, dict[str, int]()
@@ -327,17 +327,17 @@ def _contributors(work: Work, setting: Setting, config: KFACConfig, reasons: lis
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
         reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
-    return roles.Contributors(work.world, work.costs.node_size, counts, setting.sequence)
+    return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
 
-def _wire(assignment: roles.Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:
+def _wire(assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> torch.dtype:
     """The dtype of batch sums and eigenvectors."""
     work = assignment.work
     if config.communication.dtype is not None:
         return DTYPES[config.communication.dtype]
     seconds = sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors) / work.update_interval
-    part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
-    if setting.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
+    part = seconds / (seconds + max(assignment.loads)) if facts.world > 1 else 0.0
+    if facts.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
         return torch.float32
     reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
     return torch.bfloat16

@@ -38,7 +38,7 @@ def counters(job: Job) -> dict[str, float]:
     """
     found = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
-        found |= {f"{kfac.target.domain.name}/{name}": value for name, value in _of_domain(kfac).items()}
+        found |= {f"{kfac.engine_view.domain.name}/{name}": value for name, value in _of_domain(kfac).items()}
     if job.everywhere:
         found |= {f"job/{name}": value for name, value in _of_channel(job.channel).items()}
     return found
@@ -63,7 +63,7 @@ def selected(job: Job) -> dict[str, float]:
 def constants(job: Job) -> dict[str, float]:
     """What stays for all of a run: "lr_<kind>", the rate of a kind of parameters over that of the optimizer."""
     kfac = job.preconditioners[0]
-    rates = kfac.rule.rates(kfac.plan, getattr(kfac.target.inner, "adam_ratio", 1.0))
+    rates = kfac.rule.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
 
 

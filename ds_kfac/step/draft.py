@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_kfac.curvature.methods import Kept
+from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import LayerSpec
@@ -20,11 +20,11 @@ from ds_kfac.zero.registry import Domain
 
 
 @dataclass(frozen=True)
-class Target:
+class EngineView:
     """What is preconditioned, and where its gradients are.
 
     Attributes:
-        layout, rest: where the engine keeps the gradients of ``parameter_names(layers)``, and all others.
+        layout, other_params: where the engine keeps the gradients of ``parameter_names(layers)``, and all others.
         inner: the innermost optimizer, which DeepSpeed wraps.
         domain: what of the job this is.
         info_of: of a module's call, given the micro-batch's.
@@ -33,7 +33,7 @@ class Target:
     model: nn.Module
     layers: tuple[LayerSpec, ...]
     layout: ShardLayout
-    rest: ShardLayout
+    other_params: ShardLayout
     inner: Any
     rule: UpdateRule
     domain: Domain
@@ -46,7 +46,7 @@ class Target:
 
 
 @dataclass
-class Draft:
+class StepDraft:
     """What a step computes: kept when DeepSpeed has applied the step, dropped when it has skipped it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Draft:
     factors: FactorDraft | None = None
     norm: Tensor | None = None
     states: dict[str, LayerState] = field(default_factory=dict)
-    arrived: dict[str, dict[str, Kept]] = field(default_factory=dict)
+    arrived: dict[str, dict[str, Decomposition]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)

@@ -18,7 +18,7 @@ from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
 from ds_kfac.curvature.factor import History, KroneckerFactor, updated
-from ds_kfac.curvature.methods import Kept
+from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
@@ -64,7 +64,7 @@ class FactorDraft:
     arriving: tuple[str, ...] = ()
     results: dict[str, Refreshed] = field(default_factory=dict)
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
-    bases: dict[str, Kept] = field(default_factory=dict)
+    bases: dict[str, Decomposition] = field(default_factory=dict)
     failed: int = 0
     unproven: frozenset[str] = frozenset()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_kfac.comm.message import Channel, gathered
-from ds_kfac.step.draft import Draft
+from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
@@ -46,7 +46,7 @@ class Job:
         """Whether any domain captures in this step."""
         return any(kfac.capture.active for kfac in self.preconditioners)
 
-    def step(self) -> list[Draft]:
+    def step(self) -> list[StepDraft]:
         """Replace all gradients. Collective. What kl-clip needs is summed over all domains: one small all-reduce.
 
         Returns what each domain's step computed, for :meth:`commit`.
@@ -63,7 +63,7 @@ class Job:
             kfac.finish(draft, sums)
         return drafts
 
-    def commit(self, drafts: Sequence[Draft], *, applied: bool) -> None:
+    def commit(self, drafts: Sequence[StepDraft], *, applied: bool) -> None:
         """After the user's optimizer. Collective."""
         for kfac, draft in zip(self.preconditioners, drafts, strict=True):
             kfac.commit(draft, applied=applied)

@@ -14,13 +14,13 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
-from ds_kfac.curvature.methods import EIGEN, Kept, Method
+from ds_kfac.comm.message import Arrivals, Channel, MessagePart, Move, RelayoutPlan, gathered
+from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.ops.host_copy import HostCopy
-from ds_kfac.plan.plan import Known, Plan
+from ds_kfac.plan.plan import Observations, Plan
 
 
 class Delivery:
@@ -81,7 +81,9 @@ class Delivery:
         ]
         return tuple(RelayoutPlan(self.world, tuple(move for move in own if move.numel)) for own in moves)
 
-    def parts(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Part, ...]:
+    def parts(
+        self, keys: Collection[str], kept: Mapping[str, Decomposition], device: torch.device
+    ) -> tuple[MessagePart, ...]:
         """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
         if not self.travels or not keys:
             return ()
@@ -91,9 +93,9 @@ class Delivery:
             return torch.zeros(move.numel, device=device) if own is None else flat(own)
 
         parts = zip(self.method.parts, self.plans(keys), self.dtypes, strict=True)
-        return tuple(Part(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
+        return tuple(MessagePart(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
 
-    def received(self, own: Mapping[str, Kept], *arrivals: Arrivals) -> dict[str, Kept]:
+    def received(self, own: Mapping[str, Decomposition], *arrivals: Arrivals) -> dict[str, Decomposition]:
         """Factor key -> what arrived for this rank's layers, and its own, rounded as it was sent: replicas stay
         bit-identical.
 
@@ -101,7 +103,7 @@ class Delivery:
             arrivals: of each part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
-        found: dict[str, Kept] = {}
+        found: dict[str, Decomposition] = {}
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
             found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
@@ -173,30 +175,34 @@ class Sharing:
         self.inputs, self.channel, self._warned = inputs, channel, False
         self.updates: tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None = None
 
-    def learned(self, known: Known, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]) -> Known | None:
+    def observed(
+        self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]
+    ) -> Observations | None:
         """What this captured step shows, None if all is known. Collective where it is not.
 
         Args:
             ready: factors that have been decomposed; those of all ranks are added.
             measured: layer name -> rows here in this step, see :class:`ds_kfac.model.capture.Capture`.
         """
-        if not self.inputs.searching and (known.rows is not None or not plan.measures):
+        if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = {layer: max(counts) for layer, counts in measured.items()}  # of first runs or of recomputations
         # with common factors eigenbases may begin to travel, and then all ranks have to know which there are
         everyone = gathered((self.inputs.shown, rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
-        groups = known.groups
+        groups = observations.groups
         if self.inputs.searching:
             groups = agreed([found for found, *_ in everyone], plan.sharing_candidates)
-        if known.rows is not None:  # of a checkpoint
-            return replace(known, groups=groups)
+        if observations.rows is not None:  # of a checkpoint
+            return replace(observations, groups=groups)
         total: Counter[str] = Counter()
         for _, own, _ in everyone:
             total.update(own)
-        return replace(known, groups=groups, rows={layer: count / len(everyone) for layer, count in total.items()})
+        return replace(
+            observations, groups=groups, rows={layer: count / len(everyone) for layer, count in total.items()}
+        )
 
-    def settled(self, known: Known, plan: Plan) -> Known | None:
+    def settled(self, observations: Observations, plan: Plan) -> Observations | None:
         """Look at :attr:`updates`, now that their count has long arrived: what is to be known if some had no row, not
         all ranks contributed, and a layer of theirs was used on some rank; else None. Collective if there were any
         such updates, which every rank knows."""
@@ -212,7 +218,7 @@ class Sharing:
         sought = [f.key for f in plan.assignment.factors if f.key in told and not used.isdisjoint(f.layers)]
         if sought and self.channel.rank == 0:
             logger.info(f"ds_kfac: no rows of {', '.join(sought)} on the ranks that contribute: twice as many do now")
-        return plan.seeking(known, sought) if sought else None
+        return plan.seeking(observations, sought) if sought else None
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:
         """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of

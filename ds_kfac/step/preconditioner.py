@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.comm.message import Channel, Part, Scalars, deliver
+from ds_kfac.comm.message import Channel, MessagePart, Scalars, deliver
 from ds_kfac.comm.reduce import Layout, Reducer
-from ds_kfac.curvature.methods import Kept
+from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
@@ -21,9 +21,9 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.ops.host_copy import HostCopy
-from ds_kfac.plan.plan import Known, Plan
+from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.draft import Draft, Target
+from ds_kfac.step.draft import EngineView, StepDraft
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
@@ -39,37 +39,37 @@ class KFACPreconditioner:
         steps: applied steps, the clock of every schedule: it changes in :meth:`commit` only, so all stages of a step
             see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
         due: what the step that runs does in addition to preconditioning.
-        known: what the first captured batch has shown.
+        observations: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
         flagged: layers of which all ranks learn in every step whether they have eigenbases.
         accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
     """
 
-    def __init__(self, target: Target, plan: Plan) -> None:
-        self.target, self.config, self.plan = target, plan.config, plan
+    def __init__(self, engine_view: EngineView, plan: Plan) -> None:
+        self.engine_view, self.config, self.plan = engine_view, plan.config, plan
         config = plan.config
-        self.known = Known()
-        self.layers, self.layout = plan.layers, target.layout
-        self.names = {layer.name: target.domain.global_name(layer) for layer in self.layers}
-        self.saved = {layer.name for layer in self.layers if target.domain.saves(layer)}
+        self.observations = Observations()
+        self.layers, self.layout = plan.layers, engine_view.layout
+        self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
+        self.saved = {layer.name for layer in self.layers if engine_view.domain.saves(layer)}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(self.device, engine.timers if engine.wall_clock_breakdown() else None)
         self.channel = Channel(self.layout.group)
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
-        self.rule, self.moments = target.rule, target.rule.moments(config)
+        self.rule, self.moments = engine_view.rule, engine_view.rule.moments(config)
         self.flagged = self.layers if self.rule.asks_prepared(config) else ()
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
-        self.needs_norm = target.clips
-        self.direction = self.rule.direction(plan, self.layout, self.exchange, target.inner, self.metrics)
+        self.needs_norm = engine_view.clips
+        self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
         self.skipped = SkippedGradientWarner([layer.name for layer in self.owned], self.device)
         sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
-            target.model,
+            engine_view.model,
             self.layers,
             self.layout.fallback_seed,
             rows=RowSums(
@@ -80,8 +80,8 @@ class KFACPreconditioner:
             ),
             inputs=self.sharing.inputs,
             sampled=sampled,
-            read_batch=ArgumentReader(target.model, count=config.padding.count),
-            info_of=target.info_of,
+            read_batch=ArgumentReader(engine_view.model, count=config.padding.count),
+            info_of=engine_view.info_of,
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.accompanies: Callable[[int], bool] = lambda step: False
@@ -97,12 +97,12 @@ class KFACPreconditioner:
         return FactorUpdates(plan, self.channel, Reducer(layout, self.channel, self.device), self.metrics, self.device)
 
     @torch.no_grad()
-    def prepare(self) -> Draft:
+    def prepare(self) -> StepDraft:
         """The step up to the gradients and eigenbases of this rank's layers. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             self.layout.begin()
             self.metrics.step_counts.clear()  # of a step that raised
-            draft = Draft(self.steps, self.due, self.peak_lr)
+            draft = StepDraft(self.steps, self.due, self.peak_lr)
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
@@ -118,9 +118,9 @@ class KFACPreconditioner:
                 self.capture.sums = {}
                 # the first batch shows what of the plan depends on it, before anything of it is kept
                 measured = self.capture.measured or {}
-                known = self.sharing.learned(self.known, self.plan, self.curvature.ready, measured)
-                if known is not None:
-                    self.learn(known)
+                observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
+                if observations is not None:
+                    self.observe(observations)
             if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
                 draft.factors = factors
                 factors.unproven = self.curvature.of_none_but(self.proving.unfit)
@@ -142,7 +142,7 @@ class KFACPreconditioner:
                     self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
 
-    def _last_basis(self, factor: FactorSpec) -> Kept | None:
+    def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
         """An eigen worker is a gradient worker of its factor's layers, and so has what they use."""
         state = self.state[factor.layers[0]]
         return state.A if factor.is_A else state.G
@@ -150,7 +150,7 @@ class KFACPreconditioner:
     def _empty(self, layer: LayerSpec) -> LayerState:
         return LayerState.empty(layer, self.device, moments=self.moments, method=self.plan.method)
 
-    def _gather(self, draft: Draft) -> None:
+    def _gather(self, draft: StepDraft) -> None:
         """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
         the same message."""
         factors, curvature, world = draft.factors, self.curvature, self.channel.world
@@ -159,7 +159,7 @@ class KFACPreconditioner:
         if factors is not None:
             names, scalars = curvature.scalars(factors)
         if self.needs_norm:
-            own = self.layout.squared_norm() + self.target.rest.squared_norm()
+            own = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
             draft.norm = own.sqrt()
             if not self.layout.replicated:  # in fp32, where its square might be infinite
                 names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
@@ -176,8 +176,9 @@ class KFACPreconditioner:
                 self._rebase(draft.states, draft.arrived)
 
     def _broadcast(
-        self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Part
-    ) -> tuple[Any, ...]:
+        self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
+        *others: MessagePart,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """What arrived of ``others``, and the scalars; new eigenbases in the same message go to the draft."""
         table = self._norms if names == self._norms.names else Scalars(names, self.rank)
         bases = () if draft is None else self.curvature.delivery.parts(draft.arriving, draft.bases, self.device)
@@ -187,10 +188,10 @@ class KFACPreconditioner:
             self.curvature.receive(draft, arrivals[len(others) :], received)
         return (*arrivals[: len(others)], received)
 
-    def _arrived(self, draft: FactorDraft, states: dict[str, LayerState]) -> dict[str, dict[str, Kept]]:
+    def _arrived(self, draft: FactorDraft, states: dict[str, LayerState]) -> dict[str, dict[str, Decomposition]]:
         """Eigenbases that the step has brought to layers whose moments go with them. All else that it has brought is in
         ``states`` then: numbers of loss terms, what other layers are preconditioned by."""
-        waiting: dict[str, dict[str, Kept]] = {}
+        waiting: dict[str, dict[str, Decomposition]] = {}
         for layer in self.owned:
             state, keys = states[layer.name], self.curvature.of_layer.get(layer.name, {})
             terms = draft.terms.get(layer.name)
@@ -206,21 +207,21 @@ class KFACPreconditioner:
         return waiting
 
     @staticmethod
-    def _rebase(states: dict[str, LayerState], arrived: dict[str, dict[str, Kept]]) -> None:
+    def _rebase(states: dict[str, LayerState], arrived: dict[str, dict[str, Decomposition]]) -> None:
         """In place; the bases are taken out of ``arrived`` one by one."""
         while arrived:
             name, bases = arrived.popitem()
             states[name] = states[name].rebased(**bases)
 
     @torch.no_grad()
-    def precondition(self, draft: Draft) -> None:
+    def precondition(self, draft: StepDraft) -> None:
         """This rank's results."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
             context = StepContext(self.steps, draft.norm, draft.peak_lr)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
-    def finish(self, draft: Draft, sums: Tensor | None = None) -> None:
+    def finish(self, draft: StepDraft, sums: Tensor | None = None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers.
         Collective.
 
@@ -236,7 +237,7 @@ class KFACPreconditioner:
             scales = self.direction.finish(context, draft.local, (numbers if sums is None else sums).unbind(), ready)
             self.exchange.write(outbox.here, results, scales)
 
-    def totals(self, draft: Draft) -> tuple[Scalars, Part]:
+    def totals(self, draft: StepDraft) -> tuple[Scalars, MessagePart]:
         """What travels with the results: the direction's numbers, the metrics' counts, and, if the direction asks, a
         flag for each layer, whether it has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
@@ -254,7 +255,7 @@ class KFACPreconditioner:
         table = self._totals[len(own)]
         return table, table.part(dict(enumerate(own)), self.device)
 
-    def summed(self, draft: Draft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def summed(self, draft: StepDraft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Of :meth:`totals` of all ranks: the direction's numbers, and which of the flagged layers have eigenbases, as
         bool scalars; the counts go to the metrics."""
         total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
@@ -268,7 +269,7 @@ class KFACPreconditioner:
             return numbers, {}
         return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
-    def commit(self, draft: Draft, *, applied: bool) -> None:
+    def commit(self, draft: StepDraft, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
         due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
@@ -283,7 +284,9 @@ class KFACPreconditioner:
             if draft.verdict is not None:
                 self.proving.record(draft.verdict)
                 if draft.verdict.every_row:
-                    self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
+                    self.observe(
+                        replace(self.observations, every_row=self.observations.every_row | draft.verdict.every_row)
+                    )
             self.skipped.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
             if draft.arrived:
@@ -310,21 +313,21 @@ class KFACPreconditioner:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             keys = frozenset() if accompanies and keys is None else keys
             proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
-            measure = self.plan.measures and self.known.rows is None
+            measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
 
     def settle(self) -> None:
         """Learn what the last updates that were applied have shown, see :meth:`Sharing.settled`. Collective."""
-        if (known := self.sharing.settled(self.known, self.plan)) is not None:
-            self.learn(known)
+        if (observations := self.sharing.settled(self.observations, self.plan)) is not None:
+            self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
-        factors (see :meth:`FactorUpdates.state_dict`)."""
+        """What a resumed run needs of this rank, in its own names: steps, peak_lr, observations, layers (name ->
+        state), factors (see :meth:`FactorUpdates.state_dict`)."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
-            "known": self.known,
+            "observations": self.observations,
             "layers": dict(self.state),
             "factors": self.curvature.state_dict(),
         }
@@ -332,8 +335,8 @@ class KFACPreconditioner:
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
         """Continue from :meth:`state_dict`. Collective. What it lacks begins empty; ``decompose`` all factors if
         eigenbases are missing, or of another method."""
-        if state.get("known", self.known) not in (Known(), self.known):
-            self.learn(state["known"])
+        if state.get("observations", self.observations) not in (Observations(), self.observations):
+            self.observe(state["observations"])
         self.curvature.load_state_dict(state.get("factors", {}))
         self.state = dict(state.get("layers", {}))
         for layer in self.owned:
@@ -368,13 +371,13 @@ class KFACPreconditioner:
         """Bytes of the moments of the layers preconditioned here."""
         return sum(state.moments_nbytes for state in self.state.values())
 
-    def learn(self, known: Known) -> None:
+    def observe(self, observations: Observations) -> None:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.
         Call on every rank with the same."""
-        self.capture.every_row = known.every_row
-        if known.groups is not None:
-            self.sharing.inputs.use(known.groups)
-        self.known, before, self.plan = known, self.plan, self.plan.knowing(known)
+        self.capture.every_row = observations.every_row
+        if observations.groups is not None:
+            self.sharing.inputs.use(observations.groups)
+        self.observations, before, self.plan = observations, self.plan, self.plan.with_observations(observations)
         if self.plan != before:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
             self.curvature = self._factor_updates()

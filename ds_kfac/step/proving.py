@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.proof import Proof, Told, eps_of, told
+from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.layout import ShardLayout, is_hooked
@@ -41,7 +41,7 @@ class Verdict:
     """On a step's rows, the same on every rank.
 
     Attributes:
-        told: layer -> what was seen of it.
+        checks: layer -> what was seen of it.
         unfit: layer without curvature from this step on -> why.
         every_row: layers whose masks are of other rows. They are unfit in this step, in which their factors were of
             these, and from the next captured one on all of their rows count.
@@ -49,7 +49,7 @@ class Verdict:
             finite.
     """
 
-    told: Mapping[str, Told]
+    checks: Mapping[str, RowCheck]
     unfit: Mapping[str, str]
     every_row: frozenset[str]
     open: bool
@@ -117,7 +117,9 @@ class Proving:
             if workers[layer.name][0] == layout.rank:
                 ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
         names = [layer.name for layer in proof.layers]
-        found = dict(zip(names, told(numbers, self.channel.sum(ratios, "proof"), [*map(used, names)]), strict=True))
+        found = dict(
+            zip(names, row_checks(numbers, self.channel.sum(ratios, "proof"), [*map(used, names)]), strict=True)
+        )
         unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
         alone = set(unfit)
         for factor in plan.assignment.factors:  # its rows are of those that gave them, else of its first layer mostly
@@ -134,10 +136,10 @@ class Proving:
     def record(self, verdict: Verdict) -> None:
         """Of a step that was applied."""
         self._number, self.again = self._number + 1, frozenset()
-        still = {name for name, seen in verdict.told.items() if seen.still}
+        still = {name for name, seen in verdict.checks.items() if seen.still}
         if still and self._number <= FIRST and not self._resumed:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else wait(self._number)
         self.unfit = verdict.unfit
-        zero = {name: seen for name, seen in verdict.told.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
+        zero = {name: seen for name, seen in verdict.checks.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
         self.zero = {name: seen.zero / seen.rows for name, seen in zero.items() if not seen.still}

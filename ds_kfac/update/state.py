@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side, excess
-from ds_kfac.curvature.methods import EIGEN, Kept, Method
+from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_fold_, adam_scale_
 from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
@@ -215,8 +215,8 @@ class LayerState:
 
     terms: Tensor
     method: Method = EIGEN
-    A: Kept | None = None
-    G: Kept | None = None
+    A: Decomposition | None = None
+    G: Decomposition | None = None
     moments: Any = None
 
     @classmethod
@@ -225,7 +225,7 @@ class LayerState:
     ) -> "LayerState":
         """Before anything was seen. An identity side never gets anything, so it has its basis or inverse already."""
 
-        def identity(side: Side) -> Kept | None:
+        def identity(side: Side) -> Decomposition | None:
             return None if side.block else method.identity(side, device)
 
         zeros = None if moments is None else moments.empty(layer.shape, device)
@@ -250,7 +250,7 @@ class LayerState:
         """Whether moments go with the eigenbases."""
         return self.moments is not None and self.moments.ROTATES and self.method.rotates
 
-    def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
+    def rebased(self, *, A: Decomposition | None = None, G: Decomposition | None = None) -> "LayerState":
         """With new eigenbases or inverses of one or both sides. Adam's first moment is rotated into the eigenbases, in
         place; second moments stay as they are."""
         new = replace(self, A=A or self.A, G=G or self.G)
@@ -258,7 +258,7 @@ class LayerState:
             self.moments.change_basis_(self.basis, new.basis)
         return new
 
-    def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
+    def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:

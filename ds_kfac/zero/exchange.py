@@ -10,7 +10,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Move, Part
+from ds_kfac.comm.message import Arrivals, MessagePart, Move
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.ops.host_copy import HostCopy
@@ -68,7 +68,7 @@ class GradientExchange:
         for shard in self._here.values():
             self.shards.setdefault(shard.param, []).append(shard)
         # pieces of gradients to their workers, still carrying the loss scale
-        self.gather_part = Part("gradients", self.plan.gather, self._read, gather_dtype)
+        self.gather_part = MessagePart("gradients", self.plan.gather, self._read, gather_dtype)
         self.params = {name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()}
         self.sent: dict[int, set[Span]] = {}
         for move in self.plan.scatter.moves:
@@ -162,7 +162,7 @@ class Outbox:
         self._sent = sent = dict[tuple[int, Span], Tensor]()
         self.packed = sent.clear
         # without self: a circle of references would keep a step's results until the next garbage collection
-        self.part = Part(
+        self.part = MessagePart(
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 

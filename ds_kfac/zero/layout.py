@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_kfac.update.rotation import lengths
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.shards import Piece, Shard, ShardMap
+from ds_kfac.zero.shards import ParamPart, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Parameter -> its full flat gradient, for the self-test."""
@@ -51,7 +51,7 @@ class ShardLayout(ABC):
     """Attribute of the engine, attribute of that, and the value with which DeepSpeed clips nothing."""
 
     def __init__(
-        self, engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[Piece] | None = None
+        self, engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
     ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
@@ -71,7 +71,7 @@ class ShardLayout(ABC):
         self.groups = parameter_groups(self.optimizer)
         self.place = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
-        self.pieces = tuple(Piece(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
+        self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
         self.own = self.whole.on(self.rank)
         self._staged: dict[Shard, tuple[Tensor, list[int]]] = {}

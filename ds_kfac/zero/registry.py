@@ -30,14 +30,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_kfac.comm.message import Channel, Part, deliver, failing_together, gathered
+from ds_kfac.comm.message import Channel, MessagePart, deliver, failing_together, gathered
 from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
-from ds_kfac.zero.shards import Piece
+from ds_kfac.zero.shards import ParamPart
 from ds_kfac.zero.stages import Stage3, Stage12
 
 
@@ -157,7 +157,7 @@ def is_waiting(engine: Any) -> bool:
 
 
 def shard_layout(
-    engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[Piece] | None = None
+    engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
 ) -> ShardLayout:
     """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table: where it keeps
     gradients is not known, so nothing is guessed."""
@@ -218,7 +218,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             before = layout.consume()
             pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
 
-        part = Part("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
+        part = MessagePart("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
         (received,) = deliver([part], channel, engine.device)
         own = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
         full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
@@ -230,7 +230,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         def result(param: int, start: int, numel: int) -> Tensor:
             return full[param][start : start + numel] + added
 
-        part = Part("self-test", plan.scatter, lambda m: result(m.param, m.start, m.numel), torch.float32)
+        part = MessagePart("self-test", plan.scatter, lambda m: result(m.param, m.start, m.numel), torch.float32)
         (returned,) = deliver([part], channel, engine.device)
 
         with failing_together(headline, layout.group) as problems:

@@ -33,7 +33,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamPart:
     """One of ``count`` equal parts of a flattened parameter: a layer's, where a stack of layers is one parameter."""
 
     param: int
@@ -86,7 +86,7 @@ class ShardMap:
     def on(self, rank: int) -> tuple[Shard, ...]:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
-    def cut(self, pieces: Sequence[Piece]) -> "ShardMap":
+    def cut(self, pieces: Sequence[ParamPart]) -> "ShardMap":
         """The map of pieces, which are numbered in its ``param``; a shard that holds parts of several is several."""
         found, numels = [], []
         for number, piece in enumerate(pieces):
@@ -125,10 +125,10 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
-def pieces_of(layers: Sequence[LayerSpec]) -> tuple[Piece, ...]:
+def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
     """What the layers have of :func:`parameter_names`, in the order of :attr:`Shard.param`: layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    return tuple(Piece(place[name], *layer.part) for layer in layers for name in layer.parameters)
+    return tuple(ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters)
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:

@@ -58,7 +58,7 @@ def test_products_have_the_rate_of_their_size(tmp_path):
 )
 def test_what_is_wrong_is_named_with_the_file(tmp_path, content, what):
     path = written(tmp_path, content)
-    with pytest.raises(ValueError, match=r"kfac\.assignment\.costs") as problem:
+    with pytest.raises(ValueError, match="--costs ") as problem:
         measured(BUILTIN["cpu"], path)
     assert path in str(problem.value) and what in str(problem.value)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import ALIGNMENT, Move, Part, RelayoutPlan, deliver
+from ds_kfac.comm.message import ALIGNMENT, MessagePart, Move, RelayoutPlan, deliver
 from tests.comm.fake_network import FakeNetwork
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def random_plan(rng: random.Random, world: int) -> RelayoutPlan:
     return RelayoutPlan(world, tuple(Move(p, start, rng.randrange(1, 40), s, t) for p, start, s, t in moves))
 
 
-def parts_of(plans: dict[str, RelayoutPlan], rank: int) -> list[Part]:
+def parts_of(plans: dict[str, RelayoutPlan], rank: int) -> list[MessagePart]:
     def piece(kind: str):
         def of(move: Move) -> Tensor:
             assert move.source == rank, "asked for a piece of another rank"
@@ -37,7 +37,7 @@ def parts_of(plans: dict[str, RelayoutPlan], rank: int) -> list[Part]:
 
         return of
 
-    return [Part(kind, plan, piece(kind), DTYPES[kind]) for kind, plan in plans.items()]
+    return [MessagePart(kind, plan, piece(kind), DTYPES[kind]) for kind, plan in plans.items()]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -111,7 +111,7 @@ def test_two_parts_of_one_kind_are_counted_together():
     kinds = [parts_of({kind: plan}, 0)[0] for kind in ("gradients", "vectors")]
 
     def work(channel):
-        parts = [Part("both", plan, lambda move: torch.zeros(move.numel), part.dtype) for part in kinds]
+        parts = [MessagePart("both", plan, lambda move: torch.zeros(move.numel), part.dtype) for part in kinds]
         deliver(parts, channel, CPU)
         return channel.sent["both"], channel.received["both"]
 

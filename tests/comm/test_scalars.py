@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_kfac.assignment.assign import column
-from ds_kfac.comm.message import Move, Part, RelayoutPlan, Scalars, deliver
+from ds_kfac.comm.message import MessagePart, Move, RelayoutPlan, Scalars, deliver
 from tests.comm.fake_network import FakeNetwork
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_numbers_ride_along_with_other_legs():
         table = Scalars([["a"], ["b"]], channel.rank)
         own = "ab"[channel.rank]
         parts = [
-            Part("gradients", plan, lambda move: torch.ones(3), torch.bfloat16),
+            MessagePart("gradients", plan, lambda move: torch.ones(3), torch.bfloat16),
             table.part({own: torch.tensor(1.0 + channel.rank)}, CPU),
         ]
         _, received = deliver(parts, channel, CPU)

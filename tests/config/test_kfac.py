@@ -232,6 +232,8 @@ def test_all_errors_come_in_one_message():
         ({"adam": 3}, "must be an object with keys of: rotate, "),
         ({"preconditioner": {"step": "quadratic"}}, "was removed in 0.2"),
         ({"damping": {"kind": "adaptive"}}, "was removed in 0.2"),
+        ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac estimate"),
+        ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
     ],
 )
 def test_another_form_is_told_the_right_one(block, told):

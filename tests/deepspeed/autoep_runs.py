@@ -186,7 +186,7 @@ def compare(cases: list[Case]) -> list[dict]:
             "bound": expected.bound,
             "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if case.mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
-            "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
+            "domains": [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
             "seen": sorted(
                 layer.name
                 for kfac in engine.kfac.job.preconditioners

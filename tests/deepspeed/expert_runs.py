@@ -215,7 +215,7 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
             "bound": expected.bound,
             "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
-            "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
+            "domains": [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
             "report": engine.kfac.report,
         })  # fmt: skip
         engine.kfac.detach()

@@ -93,7 +93,7 @@ def whole_state(job) -> dict[str, Tensor]:
     """Factors and eigenvalues of the whole job by their global names, each from a rank that has it. Collective."""
     mine: dict[str, Tensor] = {}
     for kfac in job.preconditioners:
-        names = {layer.name: kfac.target.domain.global_name(layer) for layer in kfac.layers}
+        names = {layer.name: kfac.engine_view.domain.global_name(layer) for layer in kfac.layers}
         for key, state in kfac.curvature.factors.items():
             mine[f"{names[key[:-2]]}{key[-2:]}"] = state.packed_P.clone()
         for name, state in kfac.state.items():

@@ -84,7 +84,7 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
                 "bound": expected.bound,
                 "nu_bound": expected.nu_bound,
                 "nu": [float(kfac.metrics.nu), expected.nu] if not mode.adam else [0.5, 0.5],
-                "shared": kfac.known.groups,
+                "shared": kfac.observations.groups,
                 "faults": [fault for fault in kfac.layout.faults if "sequence" in fault],
             }
         )

@@ -227,7 +227,7 @@ def unequal(modes: list[Mode]) -> list[dict]:
             "eigen_workers": {key: roles.eigen_workers[key] for n in copied for key in (f"{n}/A", f"{n}/G")},
             "workers": {name: roles.workers[name] for name in copied},
             "dtypes": (kfac.plan.wire, kfac.plan.gradient_dtypes),
-            "groups": kfac.known.groups,
+            "groups": kfac.observations.groups,
         })  # fmt: skip
         engine.kfac.detach()
         engine.destroy()
@@ -286,7 +286,7 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             "whole": [(layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers],
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
-            "shared": kfac.known.groups,
+            "shared": kfac.observations.groups,
             "report": engine.kfac.report,
         })  # fmt: skip
         engine.kfac.detach()

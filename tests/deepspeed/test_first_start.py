@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-from ds_kfac.engine.beforehand import COMPILED, warn_of_compilation
+from ds_kfac.engine.preflight import COMPILED, warn_of_compilation
 from tests.ranks import ROOT
 
 

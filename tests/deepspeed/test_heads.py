@@ -78,7 +78,7 @@ def worker(cases) -> dict:
                 A[name] = layer.A.blocks(state.packed_P)[0][0]
         means = {name: torch.cat(rows).T @ torch.cat(rows) / len(torch.cat(rows)) for name, rows in expected.items()}
         updates = {key: float(factor.updates) for key, factor in kfac.curvature.factors.items() if key.endswith("/A")}
-        found[who] = A, means, kfac.metrics.counts["parted_inputs"], kfac.known.groups, updates
+        found[who] = A, means, kfac.metrics.counts["parted_inputs"], kfac.observations.groups, updates
         engine.destroy()
     return found
 

@@ -122,8 +122,8 @@ def saving_worker(_) -> dict:
     engine.save_checkpoint(directory[0], tag="t")
     resumed = build(mode(2, interval=2, burn_in={"steps": 0}), 1, model=Partly())
     resumed.load_checkpoint(directory[0], tag="t")
-    known, after = resumed.kfac.preconditioner.known, resumed.kfac.preconditioner.plan.contributors.counts
-    return {"before": before, "after": after.get("extra/A"), "same": known == kfac.known}
+    known, after = resumed.kfac.preconditioner.observations, resumed.kfac.preconditioner.plan.contributors.counts
+    return {"before": before, "after": after.get("extra/A"), "same": known == kfac.observations}
 
 
 def test_a_save_knows_who_contributes_though_the_next_update_has_not_come():

@@ -128,7 +128,7 @@ def parting_worker(cases) -> dict:
             calls = sum((kfac.channel.calls - before).values())
             factors = {key: state.packed_P.clone() for key, state in kfac.curvature.factors.items()}
             counted = kfac.metrics.counts["parted_inputs"]
-            history.append((kfac.known.groups, calls, factors, counted))
+            history.append((kfac.observations.groups, calls, factors, counted))
         logger.warning = plain
         results[name, interval, who] = history, sum("different ones (q, k, v)" in text for text in said)
         engine.destroy()
@@ -184,7 +184,7 @@ def calls_worker(cases) -> dict:
             factor = kfac.curvature.factors["q/A"]
             history.append((factor.packed_P.clone(), float(factor.updates)))
         logger.warning = plain
-        assert ("q", "k", "v") in kfac.known.groups
+        assert ("q", "k", "v") in kfac.observations.groups
         warned = any("different ones (q, k, v)" in text for text in said)
         found[name, calls] = *history[1:], warned, kfac.metrics.counts["parted_inputs"]
         engine.destroy()

@@ -107,9 +107,13 @@ def early_worker(folder: str) -> dict:
     kfac = engine.kfac.preconditioner
     engine.save_checkpoint(folder, tag="early")
     train(engine, 1, steps=2)
-    known = kfac.known.groups
+    known = kfac.observations.groups
     engine.load_checkpoint(folder, tag="early")
-    found = {"known": known, "kept": kfac.known.groups, "keys": set(kfac.curvature.factors) ^ set(kfac.curvature.specs)}
+    found = {
+        "known": known,
+        "kept": kfac.observations.groups,
+        "keys": set(kfac.curvature.factors) ^ set(kfac.curvature.specs),
+    }
     train(engine, 1, steps=2)
     engine.save_checkpoint(folder, tag="late")  # of such factors only as there are
     engine.destroy()

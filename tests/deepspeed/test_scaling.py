@@ -86,7 +86,7 @@ def worker(names) -> dict:
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound + rounding if found else 1.0,
             "drift": max(float((drift[n] - final[n]).abs().max()) for n in final),
-            "groups": engine.kfac.preconditioner.known.groups,
+            "groups": engine.kfac.preconditioner.observations.groups,
         }
         engine.destroy()
     return results

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
-from ds_kfac.curvature.methods import Method, Part
+from ds_kfac.curvature.methods import DecompositionPart, Method
 from ds_kfac.directions.base import Direction, UpdateRule
 from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import Moments
@@ -95,7 +95,7 @@ class LayerRoot:
 class RootMethod(Method):
     words, solver, solver_flops, solver_seconds = "roots", "eigh", 9, "eigh_seconds"
     product_flops, passes, calls = 2, 2, 4
-    parts = (Part("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),)
+    parts = (DecompositionPart("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),)
 
     def numel(self, side):
         return side.dim**2

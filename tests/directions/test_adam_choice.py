@@ -13,8 +13,8 @@ from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.scan import Choice, scan
-from ds_kfac.plan.plan import Setting, make_plan
+from ds_kfac.model.scan import LayerChoice, scan
+from ds_kfac.plan.plan import EngineFacts, make_plan
 from tests.close import close
 from tests.models import linear_layer
 
@@ -135,7 +135,7 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
     """A head, and one among layers that have them."""
     body = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
     config = parse({"adam": {"blocks": {"lm_head": 2, "up|lm_head": 2, "gone": 2}}})
-    said = KFACAdamWRule().idle(config, scan(body, Choice(blocks=tuple(config.adam.blocks.items()))).layers)
+    said = KFACAdamWRule().idle(config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers)
     assert said == [
         "kfac.adam.blocks 'gone', which no layer's name ends with",
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
@@ -155,10 +155,10 @@ def test_a_layer_whose_a_is_the_identity_is_said_to_be_orthogonalized_alone():
     assert rule.choice(config, plain) == "orthogonalized"
     assert rule.choice(config, replace(plain, blocks=(2, 2))) == "orthogonalized in blocks of 2 + 2 rows"
     layers = [layer, plain, replace(plain, name="blocks.1", module="blocks.1", weight="blocks.1.weight")]
-    setting = Setting(1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu"))
-    plan = make_plan(layers, setting, config, BUILTIN["cpu"])
+    facts = EngineFacts(1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu"))
+    plan = make_plan(layers, facts, config, BUILTIN["cpu"])
     said = rule.described(plan, "KFACAdamW", 8.0)
     assert "3 layers orthogonalized at lr" in said and said.endswith(
         "; 2 have no factors: neither rotated nor whitened"
     )
-    assert "no factors" not in rule.described(make_plan([layer], setting, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)
+    assert "no factors" not in rule.described(make_plan([layer], facts, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)

@@ -85,6 +85,13 @@ def test_constants_may_be_given_and_are_printed(capsys, tmp_path):
     assert "100 Gbit/s a rank" in text and "2 ranks a node, 800 Gbit/s within" in text
 
 
+def test_measured_rates_may_be_given(capsys, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text('{"gemm_flops": 3e9}')
+    text = estimated(capsys, "--config", config(tmp_path), "--costs", str(file))
+    assert "measured: FLOP/s of products 3 G" in text and "assumed: eigh" in text
+
+
 def test_the_batch_is_that_of_the_config(capsys, tmp_path):
     assert "batch of a rank: 6 x 1,024 tokens" in estimated(
         capsys, "--config", config(tmp_path, gradient_accumulation_steps=3)
@@ -114,6 +121,7 @@ def test_a_wrong_config_says_what_to_do(capsys, tmp_path, blocks, problem):
     [
         (["estimate", "--model", "gpt5", "--world", "4"], 1, "give module:factory"),
         ([*SMALL, "--config", "none.json"], 1, "no such file or folder"),
+        ([*SMALL, "--costs", "none.json"], 1, "--costs none.json: no such file or folder"),
         ([*SMALL, "--node-gbps", "3"], 1, "give --node-size too"),
         (["estimate", "--model", "benchmarks.models:gpt2", "--world", "0"], 2, "an integer of at least 1"),
         ([*SMALL, "--link-gbps", "fast"], 2, "must be a positive number"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from ds_kfac.engine import beforehand
+from ds_kfac.engine import preflight
 from tests.ranks import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
@@ -34,7 +34,7 @@ engine.step()
 print("STEPS", engine.kfac.counters()["steps"], engine.global_steps)
 """
 SAYS = "no launcher has started this process: it is a job of one rank, on "
-OURS = (*beforehand.OF_RANK, *beforehand.OF_OTHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+OURS = (*preflight.OF_RANK, *preflight.OF_OTHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
 
 def run(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -74,26 +74,26 @@ def nobody(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(deepspeed.comm, "is_initialized", lambda: False)
     monkeypatch.setattr(deepspeed.comm.torch.torch.distributed, "is_initialized", lambda: False)
-    assert beforehand.alone()
+    assert preflight.alone()
     return monkeypatch
 
 
-@pytest.mark.parametrize("name", [*beforehand.OF_RANK, *beforehand.OF_OTHERS])
+@pytest.mark.parametrize("name", [*preflight.OF_RANK, *preflight.OF_OTHERS])
 def test_a_launchers_process_is_left_alone(nobody, name):
     nobody.setenv(name, "1")
-    assert not beforehand.alone()
-    beforehand.start_alone()
+    assert not preflight.alone()
+    preflight.start_alone()
     assert "MASTER_PORT" not in os.environ
 
 
 def test_one_of_several_tasks_of_slurm_is_not_a_job_of_its_own(nobody):
     nobody.setenv("SLURM_PROCID", "0")
     nobody.setenv("SLURM_NTASKS", "1")
-    assert beforehand.alone()
+    assert preflight.alone()
     nobody.setenv("SLURM_NTASKS", "8")
-    assert not beforehand.alone()
+    assert not preflight.alone()
 
 
 def test_a_process_group_of_the_users_is_left_alone(nobody):
     nobody.setattr(deepspeed.comm, "is_initialized", lambda: True)
-    assert not beforehand.alone()
+    assert not preflight.alone()

@@ -4,7 +4,7 @@ its gate that of a gated layer. A cut elsewhere would leave some of them."""
 import pytest
 import torch
 
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 
 pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
 
@@ -76,7 +76,7 @@ def test_the_blocks_of_known_models_are_those_of_their_code(name):
                 parameter.zero_()
             elif parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
-    layers = scan(model, Choice()).layers
+    layers = scan(model, LayerChoice()).layers
     for end, block in CASES[name].items():
         own = [layer for layer in layers if layer.weight.removesuffix(".weight").endswith("." + end) and layer.blocks]
         weight = own[0].weight

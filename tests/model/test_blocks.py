@@ -11,7 +11,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.direction import row_blocks
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import of_rows, rows_of
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 
 WIDTH = 24
 
@@ -186,7 +186,7 @@ class Overwritten(Holder):
 
 
 def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
-    found = scan(model, Choice(blocks=tuple(chosen.items())))
+    found = scan(model, LayerChoice(blocks=tuple(chosen.items())))
     return {layer.weight.removesuffix(".weight"): layer.blocks for layer in found.layers}
 
 
@@ -302,14 +302,14 @@ def test_convolutions_have_none():
 def test_blocks_are_said_in_rows():
     (layer,) = scan(Holder("query_key_value", 72, num_heads=4)).layers
     assert rows_of(layer) == "4 x (6 + 6 + 6) rows"
-    (layer,) = scan(Holder("q", 72), Choice(blocks=(("q", 12),))).layers
+    (layer,) = scan(Holder("q", 72), LayerChoice(blocks=(("q", 12),))).layers
     assert rows_of(layer) == "12 of 6 rows"
 
 
 def test_rows_of_blocks_are_those_of_their_maps():
     """Of one matrix and of two at once, one after the other and in turn."""
     for sizes, rows in (((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])):
-        (layer,) = scan(Holder("q", 6), Choice(blocks=(("q", list(sizes) or 1),))).layers
+        (layer,) = scan(Holder("q", 6), LayerChoice(blocks=(("q", list(sizes) or 1),))).layers
         for shape in ((6, 5), (2, 6, 5)):
             x = torch.arange(float(torch.Size(shape).numel())).view(shape)
             for block, of_block in zip(row_blocks(x, layer.blocks), rows, strict=True):

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model import capture
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
 
 N, T, WIDTH, CLASSES = 4, 3, 6, 5
-LINEAR = Choice(types=("Linear", "Conv1D"))
+LINEAR = LayerChoice(types=("Linear", "Conv1D"))
 
 
 class Net(nn.Module):
@@ -113,7 +113,7 @@ def test_a_micro_batch_whose_gradients_are_zero_counts_no_loss_terms_either(last
     """G would be diluted by the texts among images, and be a zero matrix as long as a gate is zero."""
     found = []
     for dummy in (True, False):
-        recorder = Recorder(Tower(dummy), Choice(types=("Linear", "Conv1d")), positions=False)
+        recorder = Recorder(Tower(dummy), LayerChoice(types=("Linear", "Conv1d")), positions=False)
         for with_image in (last, not last):
             image = torch.arange(N * 2 * 5.0).reshape(N, 2, 5).sin() if with_image else None
             with recorder.capture.own_backward():

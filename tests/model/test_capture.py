@@ -19,7 +19,7 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import BatchSum, RowSums
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_scan import Conv1D
@@ -28,14 +28,21 @@ from tests.models import FEATURES, Net, Stoppable, cross_entropy, make_batch, ma
 ROWS, TOKENS = 4, 3
 SUMS = ROWS * TOKENS + 2 * (13 + 17 + 19 + 19)
 """Rows of a factor, and widths of tests/models.py's layers, forward and back."""
-LINEAR = Choice(types=("Linear", "Conv1D"))
+LINEAR = LayerChoice(types=("Linear", "Conv1D"))
 
 
 class Recorder:
     """A model with capture, and the means it should have seen by plain autograd."""
 
     def __init__(
-        self, model: nn.Module, choice: Choice = LINEAR, *, sharing="expand", positions=True, sampled=False, **options
+        self,
+        model: nn.Module,
+        choice: LayerChoice = LINEAR,
+        *,
+        sharing="expand",
+        positions=True,
+        sampled=False,
+        **options,
     ) -> None:
         self.model, self.layers = model, scan(model, choice).layers
         rows = RowSums(sharing, positions, divided=not sampled)
@@ -431,7 +438,7 @@ def test_an_empty_batch_counts_no_rows(sharing, sampled):
         def forward(self, tokens):
             return self.conv(self.linear(self.norm(self.embedding(tokens))))
 
-    choice = Choice(types=("Linear", "Conv1D", "LayerNorm"))
+    choice = LayerChoice(types=("Linear", "Conv1D", "LayerNorm"))
     recorder = Recorder(Every(), choice, sharing=sharing, sampled=sampled)
     assert len(recorder.layers) == 3
 
@@ -472,7 +479,7 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
-NORMED = Choice(types=("Linear", "LayerNorm"))
+NORMED = LayerChoice(types=("Linear", "LayerNorm"))
 KINDS = ["plain", "reentrant", "non_reentrant"]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import share_of
 from tests.close import close, exact
 from tests.model.test_capture import Recorder, Watched, own_backward
@@ -38,7 +38,7 @@ def data(count=5, size=8):
 
 
 def test_terms_are_examples_and_rows_of_all_calls_are_counted():
-    recorder = Recorder(Heads(), Choice(), positions=False)
+    recorder = Recorder(Heads(), LayerChoice(), positions=False)
     x, y = data()
     F.cross_entropy(recorder.model(x), y).backward()
     assert recorder.counts("stem") == [5 * 64, 5]
@@ -52,7 +52,7 @@ def test_a_model_that_returns_its_loss_has_examples_as_terms():
         def forward(self, x, target):
             return F.mse_loss(self.levels(x, 1)[0], target)
 
-    recorder = Recorder(Segmenter(), Choice(), positions=False)
+    recorder = Recorder(Segmenter(), LayerChoice(), positions=False)
     x, _ = data()
     recorder.model(x, torch.zeros(5, 2, 8, 8)).backward()
     assert recorder.counts("stem") == [5 * 64, 5] and recorder.counts("head") == [5 * 64, 5]
@@ -63,7 +63,7 @@ def test_pixels_are_terms_where_the_model_returns_them():
         def forward(self, x):
             return self.levels(x, 1)[0]
 
-    recorder = Recorder(Dense(), Choice(), positions=False)
+    recorder = Recorder(Dense(), LayerChoice(), positions=False)
     x, _ = data()
     F.cross_entropy(recorder.model(x), torch.zeros(5, 8, 8, dtype=torch.long)).backward()
     assert recorder.counts("stem") == [5 * 64, 5 * 64]
@@ -71,7 +71,7 @@ def test_pixels_are_terms_where_the_model_returns_them():
 
 def test_a_mask_of_tokens_is_not_for_images():
     read = lambda arguments, keywords: BatchInfo(rows=torch.zeros(5, 3, dtype=torch.bool))  # noqa: E731
-    recorder = Recorder(Heads(), Choice(), positions=False, read_batch=read)
+    recorder = Recorder(Heads(), LayerChoice(), positions=False, read_batch=read)
     x, y = data()  # [5, 3, ..], as the mask
     F.cross_entropy(recorder.model(x), y).backward()
     assert recorder.counts("stem")[0] == 5 * 64
@@ -80,7 +80,7 @@ def test_a_mask_of_tokens_is_not_for_images():
 def test_a_part_in_eval_mode_is_captured_and_the_whole_too():
     model = nn.Sequential(Heads(), nn.Linear(2, 2))
     model[0].eval()
-    recorder = Recorder(model, Choice(types=("Conv2d", "BatchNorm")), positions=False)
+    recorder = Recorder(model, LayerChoice(types=("Conv2d", "BatchNorm")), positions=False)
     x, y = data()
     F.cross_entropy(model(x), y).backward()
     assert recorder.counts("0.stem") == [5 * 64, 5] and recorder.counts("0.norm")[0] == 5
@@ -90,7 +90,7 @@ def test_a_part_in_eval_mode_is_captured_and_the_whole_too():
 
 
 def test_no_boxes_count_nothing_and_nothing_is_nan():
-    recorder = Recorder(Heads(), Choice())
+    recorder = Recorder(Heads(), LayerChoice())
     x, _ = data()
     recorder.model(x[:0]).sum().backward()
     sums = recorder.sums("stem")
@@ -102,7 +102,7 @@ def test_no_boxes_count_nothing_and_nothing_is_nan():
 def test_both_sides_of_a_sample_are_from_the_same_positions():
     """With one-hot images A and G say where their rows came from."""
     model = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False))
-    recorder = Recorder(model, Choice())
+    recorder = Recorder(model, LayerChoice())
     x = torch.eye(64).view(1, 64, 8, 8).repeat(20, 1, 1, 1)
     weight = torch.randn(20, 64, 8, 8)
     for turn in range(3):
@@ -127,7 +127,7 @@ def test_checkpointing_counts_once_with_batch_norm(reentrant):
         model = kind()
         if kind is Heads:
             model.levels = lambda x, model=model: [model.head(torch.tanh(model.norm(model.stem(x))))]
-        recorder = Recorder(model, Choice(), positions=False)
+        recorder = Recorder(model, LayerChoice(), positions=False)
         x, y = data()
         F.cross_entropy(model(x.requires_grad_()), y).backward()
         counts.append((recorder.counts("stem"), recorder.counts("norm"), recorder.sums("norm").A.sum_P.clone()))
@@ -201,7 +201,7 @@ def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(samp
     recorders = []
     for plain in (True, False):
         torch.manual_seed(0)
-        recorder = Recorder(Own(plain), Choice(), positions=False, sampled=sampled)
+        recorder = Recorder(Own(plain), LayerChoice(), positions=False, sampled=sampled)
         torch.manual_seed(1)
         loss = F.cross_entropy(recorder.model(torch.randn(5, 3, 9)), torch.tensor([0, 1, 0, 1, 0]))
         if sampled:
@@ -225,7 +225,7 @@ def test_another_window_than_the_modules_is_not_taken_for_it():
         def forward(self, x):
             return F.conv1d(x, self.weight, self.bias, dilation=2)
 
-    recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), Choice(), positions=False)
+    recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), LayerChoice(), positions=False)
     recorder.model(torch.randn(5, 3, 9)).sum().backward()
     assert set(recorder.means()) == {"1"}, "the first is silent, of which the engine warns"
 
@@ -245,7 +245,7 @@ class Shifted(nn.Conv2d):
 @pytest.mark.parametrize("kind", [Standardized, Shifted])
 def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
     model = nn.ModuleDict({"ws": kind(3, 4, 3), "linear": nn.Linear(4, 4)})
-    found = scan(model, Choice(gradients=False))
+    found = scan(model, LayerChoice(gradients=False))
     assert [layer.name for layer in found.layers] == ["ws", "linear"]
     layer, _ = found.layers
     assert layer.shape == (4, 28) and layer.A.numel == layer.G.numel == 0
@@ -255,7 +255,7 @@ def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
 
 
 def test_a_copy_of_a_hooked_model_is_free():
-    recorder = Recorder(Heads(), Choice(), positions=False)
+    recorder = Recorder(Heads(), LayerChoice(), positions=False)
     x, y = data()
     F.cross_entropy(copy.deepcopy(recorder.model)(x), y).backward()
     assert recorder.capture.counted == 0
@@ -264,7 +264,7 @@ def test_a_copy_of_a_hooked_model_is_free():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("types", [("Conv2d",), ("Conv2d", "BatchNorm")])
 def test_no_activation_of_images_outlives_its_graph(types, sampled):
-    recorder = Recorder(Heads(), Choice(types=types), sampled=sampled)
+    recorder = Recorder(Heads(), LayerChoice(types=types), sampled=sampled)
     watched = Watched(recorder.model)
     gc.disable()
     try:
@@ -285,7 +285,7 @@ def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
     x = torch.randn(3, 6, 6)  # of 4 channels and 4 rows where the second layer sees it
     found = []
     for image in (x, x[None]):
-        recorder = Recorder(copy.deepcopy(model), Choice(), positions=False)
+        recorder = Recorder(copy.deepcopy(model), LayerChoice(), positions=False)
         recorder.model(image).square().mean().backward()
         counts = [recorder.counts(name)[0] for name in "02"]
         found.append((counts, [recorder.sums(name).A.sum_P.clone() for name in "02"]))

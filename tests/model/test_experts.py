@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -40,7 +40,7 @@ def test_places_without_a_token_are_no_rows_of_an_autoep_expert():
     torch.manual_seed(5)
     model, x = nn.Sequential(Mixture()), torch.randn(TOKENS, WIDTH)
     rows = ExpertRows(model)
-    recorder = Recorder(model, Choice(shares=False), info_of=rows)
+    recorder = Recorder(model, LayerChoice(shares=False), info_of=rows)
     padded = torch.tensor([[True, True, False], [True, True, True]])  # the dispatched rows lie in another order
     recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=padded)
     model(x).square().mean().backward()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.samplers import SAMPLERS
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -379,7 +379,7 @@ def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
     x, y = torch.randn(5, 3, 7), torch.randint(4, (5, 7))
     found = []
     for model, rows in ((conv, x), (linear, x.mT.contiguous())):
-        recorder = Recorder(model, Choice(), positions=False)
+        recorder = Recorder(model, LayerChoice(), positions=False)
         logits = model(rows)
         F.cross_entropy(logits if model is conv else logits.mT, y).backward()
         assert recorder.counts("0") == [35, 35]

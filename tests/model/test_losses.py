@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
 
 N, D, C = 6, 7, 5
-KINDS = Choice(types=("Linear", "Conv2d"))
+KINDS = LayerChoice(types=("Linear", "Conv2d"))
 
 
 class Net(nn.Module):

@@ -83,7 +83,7 @@ def dispatched(x: Tensor) -> Tensor:
 class Case(NamedTuple):
     shape: tuple[int, ...]
     run: Callable[[Part, Tensor], Tensor]
-    turned: bool = False
+    transposed: bool = False
     bias: bool = False
 
 
@@ -94,28 +94,28 @@ COUNTED = {
     "linear of one row": Case(UP, lambda s, x: F.linear(x[0], s.w)),
     "linear of no rows": Case(UP, lambda s, x: F.linear(x[:0], s.w)),
     "linear of a sequence": Case(UP, lambda s, x: F.linear(x.view(2, 3, I), s.w)),
-    "linear of a turned sequence": Case(UP, lambda s, x: F.linear(x.view(2, 3, I).transpose(0, 1), s.w)),
+    "linear of a transposed sequence": Case(UP, lambda s, x: F.linear(x.view(2, 3, I).transpose(0, 1), s.w)),
     "x @ w.T": Case(UP, lambda s, x: x @ s.w.T),
     "x @ w.T, square": Case(SQUARE, lambda s, x: x @ s.w.T),
-    "x @ w, square": Case(SQUARE, lambda s, x: x @ s.w, turned=True),
-    "x @ w": Case(LYING, lambda s, x: x @ s.w, turned=True),
-    "a vector @ w": Case(LYING, lambda s, x: x[1] @ s.w, turned=True),
+    "x @ w, square": Case(SQUARE, lambda s, x: x @ s.w, transposed=True),
+    "x @ w": Case(LYING, lambda s, x: x @ s.w, transposed=True),
+    "a vector @ w": Case(LYING, lambda s, x: x[1] @ s.w, transposed=True),
     "w @ a vector": Case(UP, lambda s, x: s.w @ x[1]),
     "w @ x.T": Case(UP, lambda s, x: s.w @ x.T),
     "w @ x.T, of many": Case(UP, lambda s, x: s.w @ x.view(2, 3, I).mT),
-    "w.T @ x.T": Case(LYING, lambda s, x: s.w.T @ x.T, turned=True),
-    "matmul by names": Case(LYING, lambda s, x: torch.matmul(other=s.w, input=x), turned=True),
-    "mm": Case(LYING, lambda s, x: torch.mm(x, mat2=s.w), turned=True),
-    "addmm": Case(LYING, lambda s, x: torch.addmm(torch.zeros(O), x, s.w), turned=True),
-    "addmm, alpha": Case(LYING, lambda s, x: torch.addmm(torch.zeros(O), x, s.w, alpha=0.25), turned=True),
-    "addmm, alpha and beta": Case(LYING, lambda s, x: torch.ones(O).addmm(x, s.w, beta=3, alpha=-2), turned=True),
-    "addmm by names": Case(LYING, lambda s, x: torch.addmm(input=torch.ones(O), mat1=x, mat2=s.w), turned=True),
+    "w.T @ x.T": Case(LYING, lambda s, x: s.w.T @ x.T, transposed=True),
+    "matmul by names": Case(LYING, lambda s, x: torch.matmul(other=s.w, input=x), transposed=True),
+    "mm": Case(LYING, lambda s, x: torch.mm(x, mat2=s.w), transposed=True),
+    "addmm": Case(LYING, lambda s, x: torch.addmm(torch.zeros(O), x, s.w), transposed=True),
+    "addmm, alpha": Case(LYING, lambda s, x: torch.addmm(torch.zeros(O), x, s.w, alpha=0.25), transposed=True),
+    "addmm, alpha and beta": Case(LYING, lambda s, x: torch.ones(O).addmm(x, s.w, beta=3, alpha=-2), transposed=True),
+    "addmm by names": Case(LYING, lambda s, x: torch.addmm(input=torch.ones(O), mat1=x, mat2=s.w), transposed=True),
     "addmm, w first": Case(UP, lambda s, x: torch.addmm(torch.zeros(O, 1), s.w, x.T, alpha=0.5)),
     "baddbmm, alpha": Case(
-        LYING_STACK, lambda s, x: torch.baddbmm(torch.zeros(E, 1, O), dispatched(x), s.w, alpha=0.25), turned=True
+        LYING_STACK, lambda s, x: torch.baddbmm(torch.zeros(E, 1, O), dispatched(x), s.w, alpha=0.25), transposed=True
     ),
     "a dtype": Case(UP, lambda s, x: F.linear(x.double(), s.w.double()).float()),
-    "a dtype, turned": Case(UP, lambda s, x: x.double() @ s.w.T.to(torch.float64)),
+    "a dtype, transposed": Case(UP, lambda s, x: x.double() @ s.w.T.to(torch.float64)),
     "a view of a copy": Case(UP, lambda s, x: x.double() @ s.w.double().T),
     "a view of a copy that nobody holds": Case(UP, lambda s, x: x.double() @ view_of_deleted_copy(s.w)),
     "a copy of a view": Case(UP, lambda s, x: x @ s.w.T.contiguous()),
@@ -127,7 +127,7 @@ COUNTED = {
     "clamped where nothing is": Case(UP, lambda s, x: F.linear(x, s.w.clamp(-50, 50))),
     "the first rows": Case(UP, lambda s, x: F.linear(x, s.w[:2])),
     "the last rows": Case(UP, lambda s, x: x @ s.w[1:].T),
-    "some columns of a lying one": Case(LYING, lambda s, x: x @ s.w[:, 1:], turned=True),
+    "some columns of a lying one": Case(LYING, lambda s, x: x @ s.w[:, 1:], transposed=True),
     "chunks, one after the other": Case(
         SQUARE, lambda s, x: torch.cat([F.linear(x * k, w) for k, w in enumerate(s.w.chunk(2), 1)], -1)
     ),
@@ -140,34 +140,34 @@ COUNTED = {
     "rows that are repeated for each example": Case((4, O), lambda s, x: F.linear(s.v.expand(2, O, O), s.w)),
     "one output": Case((1, I), lambda s, x: F.linear(x, s.w)),
     "one input": Case((O, 1), lambda s, x: F.linear(x[:, :1], s.w)),
-    "one input, lying": Case((1, O), lambda s, x: x[:, :1] @ s.w, turned=True),
-    "einsum": Case(LYING, lambda s, x: torch.einsum("ni,io->no", x, s.w), turned=True),
-    "einsum, turned output": Case(UP, lambda s, x: torch.einsum("oi,bni->bon", s.w, x.view(2, 3, I))),
-    "einsum of an entry": Case(LYING_STACK, lambda s, x: torch.einsum("ni,io->no", x, s.w[2]), turned=True),
+    "one input, lying": Case((1, O), lambda s, x: x[:, :1] @ s.w, transposed=True),
+    "einsum": Case(LYING, lambda s, x: torch.einsum("ni,io->no", x, s.w), transposed=True),
+    "einsum, transposed output": Case(UP, lambda s, x: torch.einsum("oi,bni->bon", s.w, x.view(2, 3, I))),
+    "einsum of an entry": Case(LYING_STACK, lambda s, x: torch.einsum("ni,io->no", x, s.w[2]), transposed=True),
     "entries": Case(STACK, lambda s, x: sum(F.linear(x * e, s.w[e]) for e in range(E - 1))),
     "an entry from the end": Case(STACK, lambda s, x: F.linear(x, s.w[-1])),
     "an entry by a tensor": Case(STACK, lambda s, x: F.linear(x, s.w[torch.tensor(-2)])),
-    "unbound": Case(LYING_STACK, lambda s, x: sum(x @ w for w in s.w.unbind()[1:]), turned=True),
+    "unbound": Case(LYING_STACK, lambda s, x: sum(x @ w for w in s.w.unbind()[1:]), transposed=True),
     "a stack, each its own rows": Case(STACK, lambda s, x: torch.bmm(dispatched(x), s.w.mT)),
     "a stack in another dtype": Case(STACK, lambda s, x: torch.bmm(dispatched(x).double(), s.w.double().mT)),
-    "a stack, turned and copied": Case(STACK, lambda s, x: torch.bmm(dispatched(x), s.w.mT.contiguous())),
+    "a stack, transposed and copied": Case(STACK, lambda s, x: torch.bmm(dispatched(x), s.w.mT.contiguous())),
     "a stack first": Case(STACK, lambda s, x: s.w @ dispatched(x).mT),
     "a part of a stack": Case(STACK, lambda s, x: dispatched(x)[:2] @ s.w[1:3].mT),
     "every second of a stack": Case(STACK, lambda s, x: dispatched(x)[:2] @ s.w[1::2].mT),
-    "a stack of groups": Case(LYING_STACK, lambda s, x: groups(x) @ s.w, turned=True),
+    "a stack of groups": Case(LYING_STACK, lambda s, x: groups(x) @ s.w, transposed=True),
     "a stack of groups, experts first": Case(
-        LYING_STACK, lambda s, x: groups(x, 1, 0, 2, 3) @ s.w[:, None], turned=True
+        LYING_STACK, lambda s, x: groups(x, 1, 0, 2, 3) @ s.w[:, None], transposed=True
     ),
     "a stack first, of groups": Case(STACK, lambda s, x: s.w @ groups(x).mT),
-    "a stack, all of the same rows": Case(LYING_STACK, lambda s, x: x @ s.w, turned=True),
+    "a stack, all of the same rows": Case(LYING_STACK, lambda s, x: x @ s.w, transposed=True),
     "a stack, all of the same rows, of a batch": Case(
-        LYING_STACK, lambda s, x: x.view(2, 1, 3, I) @ s.w, turned=True
+        LYING_STACK, lambda s, x: x.view(2, 1, 3, I) @ s.w, transposed=True
     ),
     "grouped": Case(WIDE, lambda s, x: torch._grouped_mm(F.pad(x, (2, 1)), s.w.mT, offs=ENDS)),
     "grouped, a part": Case(WIDE, lambda s, x: torch._grouped_mm(F.pad(x, (2, 1)), s.w[1:3].mT, offs=ENDS[1:3])[:5]),
     "picked": Case(STACK, lambda s, x: torch.bmm(s.w[PICKED], x[:, :, None])),
-    "picked, on the right": Case(LYING_STACK, lambda s, x: torch.bmm(x[:, None], s.w[PICKED]), turned=True),
-    "picked and turned": Case(STACK, lambda s, x: torch.bmm(x[:, None], s.w[PICKED].mT)),
+    "picked, on the right": Case(LYING_STACK, lambda s, x: torch.bmm(x[:, None], s.w[PICKED]), transposed=True),
+    "picked and transposed": Case(STACK, lambda s, x: torch.bmm(x[:, None], s.w[PICKED].mT)),
     "picked, several rows": Case(STACK, lambda s, x: torch.stack([x, -x.cos()], 1) @ s.w[PICKED].mT),
     "picked from a part": Case(STACK, lambda s, x: torch.bmm(s.w[1:][PICKED % 3], x[:, :, None])),
     "picked in another dtype": Case(STACK, lambda s, x: torch.bmm(s.w.double()[PICKED], x[:, :, None].double())),
@@ -185,7 +185,7 @@ COUNTED = {
     "a stack of one": Case((1, O, I), lambda s, x: x @ s.w.mT),
     "a stack of one, picked": Case((1, O, I), lambda s, x: x[:2, None] @ s.w[torch.tensor([0, -1])].mT),
     "a bias, times as much": Case(
-        LYING, lambda s, x: torch.addmm(s.b, x, s.w, alpha=2, beta=2), turned=True, bias=True
+        LYING, lambda s, x: torch.addmm(s.b, x, s.w, alpha=2, beta=2), transposed=True, bias=True
     ),
 }  # fmt: skip
 SPREAD = torch.arange(1.0, 1 + O)[:, None]
@@ -196,7 +196,7 @@ NONE = {
     "masked_fill": Case(UP, lambda s, x: F.linear(x, s.w.masked_fill(SPREAD > 2, 0.0))),
     "dropped": Case(UP, lambda s, x: F.linear(x, F.dropout(s.w, 0.5, training=True))),
     "weight norm by hand": Case(UP, lambda s, x: F.linear(x, s.w / s.w.norm(dim=1, keepdim=True))),
-    "a low-rank update": Case(UP, lambda s, x: F.linear(x, torch.zeros(O, I) + s.v @ s.w), turned=True),
+    "a low-rank update": Case(UP, lambda s, x: F.linear(x, torch.zeros(O, I) + s.v @ s.w), transposed=True),
     "a low-rank update of a frozen matrix": Case(UP, lambda s, x: s.w @ s.frozen),
     "a low-rank update of a frozen matrix, cast": Case(UP, lambda s, x: s.w.double() @ s.frozen.double()),
     "rows that are a parameter's": Case((4, O), lambda s, x: F.linear(s.v, s.w)),
@@ -208,7 +208,7 @@ NONE = {
     "a copy, divided in place": Case(UP, lambda s, x: F.linear(x, changed(s.w.clone(), lambda w: w.div_(s.norm)))),
     "a copy, one row set": Case(UP, lambda s, x: F.linear(x, changed(s.w.clone(), lambda w: w[0].zero_()))),
     "a copy, changed after a view of it": Case(
-        UP, lambda s, x: (lambda w, turned: x @ changed(w, lambda w: w.mul_(2)).T)(*(lambda w: (w, w.T))(s.w.clone()))
+        UP, lambda s, x: (lambda w, view: x @ changed(w, lambda w: w.mul_(2)).T)(*(lambda w: (w, w.T))(s.w.clone()))
     ),
     "a copy, bounded in place": Case(
         UP, lambda s, x: F.linear(x, changed(s.w.clone(), lambda w: w.clamp_(-0.1, 0.1)))
@@ -234,24 +234,24 @@ NONE = {
     "two stacks of one": Case(STACK, lambda s, x: groups(x) @ s.w.view(2, 2, O, I).mT.repeat(2, 2, 1, 1)),
     "some outputs of each": Case(STACK, lambda s, x: torch.bmm(dispatched(x), s.w[:, :2].mT)),
     "its integers": Case(UP, lambda s, x: F.linear(x, s.w.view(torch.int32).view(torch.float32))),
-    "multi_dot": Case(LYING, lambda s, x: torch.linalg.multi_dot([x, s.w, torch.ones(O, 2)]), turned=True),
-    "chain_matmul": Case(LYING, lambda s, x: torch.chain_matmul(x, s.w), turned=True),
-    "tensordot": Case(LYING, lambda s, x: torch.tensordot(x, s.w, 1), turned=True),
+    "multi_dot": Case(LYING, lambda s, x: torch.linalg.multi_dot([x, s.w, torch.ones(O, 2)]), transposed=True),
+    "chain_matmul": Case(LYING, lambda s, x: torch.chain_matmul(x, s.w), transposed=True),
+    "tensordot": Case(LYING, lambda s, x: torch.tensordot(x, s.w, 1), transposed=True),
     "a bias, of which beta is another": Case(
-        LYING, lambda s, x: torch.addmm(s.b, x, s.w, alpha=2), turned=True, bias=True
+        LYING, lambda s, x: torch.addmm(s.b, x, s.w, alpha=2), transposed=True, bias=True
     ),
     "scaled by a node that is named as a view's": Case(UP, lambda s, x: F.linear(x, View.apply(s.w))),
     "mapped": Case(UP, lambda s, x: torch.func.vmap(lambda row: F.linear(row, s.w))(x)),
-    "of sparse rows": Case(LYING, lambda s, x: x.to_sparse() @ s.w, turned=True),
+    "of sparse rows": Case(LYING, lambda s, x: x.to_sparse() @ s.w, transposed=True),
 }  # fmt: skip
 
 
 def layers_of(case: Case) -> list[LayerSpec]:
     """As a scan would find them."""
     *stack, first, second = case.shape
-    out, into = (second, first) if case.turned else (first, second)
+    out, into = (second, first) if case.transposed else (first, second)
     sides = Side.dense(into + case.bias), Side.dense(out)
-    kind, count = "Conv1D" if case.turned else "Linear", stack[0] if stack else 1
+    kind, count = "Conv1D" if case.transposed else "Linear", stack[0] if stack else 1
     return [
         LayerSpec(f"w.{e}", kind, "0", "0.w", "0.b" if case.bias else None, *sides, product=True, part=(e, count))
         for e in range(count)
@@ -285,7 +285,7 @@ def test_the_rows_of_a_product_give_its_gradient(name):
             a = torch.cat([a, torch.ones(len(a), 1)], 1)
         actual[call.layer.part[0]] += g.double().T @ a.double()
     weight = actual[..., :-1] if case.bias else actual
-    if case.turned:
+    if case.transposed:
         weight = weight.mT
     close(weight.reshape(case.shape).float(), expected[0], sums=1000)
     if case.bias:

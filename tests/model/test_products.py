@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
 from ds_kfac.model.products import Products, laid
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.test_capture import Recorder
@@ -250,7 +250,7 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
     torch.manual_seed(3)
     part, x, found = kind(), torch.randn(2, ROWS, IN), []
     for model in (ByLinears(part), part):
-        recorder = Recorder(model, Choice(shares=False))
+        recorder = Recorder(model, LayerChoice(shares=False))
         model(x).square().mean().backward()
         found.append(recorder.means())
     expected, actual = found
@@ -369,7 +369,7 @@ def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
 
     model = nn.Sequential(Stacked())
     assert [(x.name, x.A.dim, x.G.dim) for x in scan(model).layers] == [("0.w.0", IN, OUT), ("0.w.1", IN, OUT)]
-    recorder = Recorder(model, Choice(shares=False))
+    recorder = Recorder(model, LayerChoice(shares=False))
     model(X).backward()
     close(recorder.means()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
 
@@ -443,7 +443,7 @@ def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpoi
     found = {}
     for one in (Apart, kind):
         model = make(one, bias=bias, checkpointed=checkpointed)
-        recorder = Recorder(model, Choice(shares=False))
+        recorder = Recorder(model, LayerChoice(shares=False))
         model(x, y).backward()
         found[one] = recorder.means()
     for e in range(3):
@@ -462,7 +462,7 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
         **{f"experts.gate_up_proj.{e}": first if e else None for e in range(3)},
         **{f"experts.down_proj.{e}": None for e in range(3)},
     }
-    apart = Recorder(make(kind, bias=kind in BIASED), Choice(shares=False))
+    apart = Recorder(make(kind, bias=kind in BIASED), LayerChoice(shares=False))
     together = Recorder(model)
     x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
     for recorder in (apart, together):
@@ -523,7 +523,7 @@ class Behind(nn.Module):
 def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
     torch.manual_seed(4)
     model, x = nn.Sequential(Behind(experts)), torch.randn(ROWS, WIDTH)
-    recorder = Recorder(model, Choice(shares=shares))
+    recorder = Recorder(model, LayerChoice(shares=shares))
     model(x).square().mean().backward()
     found = recorder.means()
     of_first = 4 if experts == 2 and not shares else 9

@@ -19,12 +19,12 @@ from ds_kfac.model import blocks, capture, proof
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import BatchSum, Call, RowSums
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.models import cross_entropy, linear_layer
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
-ALL = Choice(
+ALL = LayerChoice(
     types=("Linear", "Conv1D", "Conv1d", "Conv2d", "ConvTranspose2d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm")
 )
 
@@ -312,7 +312,7 @@ def test_sums_of_many_rows_may_be_rounded_as_often():
 
 def test_parts_of_a_large_layer_fit_and_give_the_rows_of_their_A_once():
     model = made(Tokens)
-    layers = scan(model, Choice(gradients=False, types=("Linear",))).layers
+    layers = scan(model, LayerChoice(gradients=False, types=("Linear",))).layers
     with patch.object(blocks, "LARGEST", 1000), patch.object(blocks, "PART", 600):
         parts = blocks.cut(layers, lambda layer: True)
     assert sum(layer.name.startswith("first.") for layer in parts) == 4

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.product_code import Lies, multiplied
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import other_matrices, share_of
 
 
@@ -30,7 +30,7 @@ class Overriding(nn.Linear):
 
 
 def reasons(model: nn.Module, **patterns) -> dict[str, str]:
-    return {skipped.name: skipped.reason for skipped in scan(model, Choice(**patterns)).skipped}
+    return {skipped.name: skipped.reason for skipped in scan(model, LayerChoice(**patterns)).skipped}
 
 
 def test_linear_and_conv1d_are_found_with_their_shapes():
@@ -54,7 +54,7 @@ def test_everything_else_is_listed_with_its_reason():
     choice = {"types": ("Linear",)}
     found = reasons(model, **choice)
     taken = {"keep", "own", "mha.in_proj_weight", "mha.out_proj"}
-    assert {layer.name for layer in scan(model, Choice(**choice)).layers} == taken
+    assert {layer.name for layer in scan(model, LayerChoice(**choice)).layers} == taken
     assert found["frozen"] == "weight is frozen" and found["norm"] == "LayerNorm is not in kfac.layers.types"
     assert found["tied"] == "weight is shared by embed, tied" and found["embed"] == "no K-FAC layer type for it"
     modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
@@ -94,12 +94,14 @@ def test_a_long_side_is_in_blocks_and_a_vocabularys_diagonal(monkeypatch):
     monkeypatch.setattr("ds_kfac.model.scan.LONGEST", 49)
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "up": nn.Linear(9, 49), "head": nn.Linear(4, 50)})
     for dense_max, kinds in ((50, ["dense"] * 3), (20, ["dense", "blocks of 10", "diagonal"])):
-        assert [layer.G.kind for layer in scan(model, Choice(dense_max=dense_max)).layers] == kinds
-    assert scan(nn.Linear(65536, 4, False), Choice(dense_max=20, gradients=False)).layers[0].A.kind == "blocks of 10"
+        assert [layer.G.kind for layer in scan(model, LayerChoice(dense_max=dense_max)).layers] == kinds
+    assert (
+        scan(nn.Linear(65536, 4, False), LayerChoice(dense_max=20, gradients=False)).layers[0].A.kind == "blocks of 10"
+    )
 
 
 def test_without_curvature_both_sides_are_identities():
-    for layer in scan(nn.ModuleDict({"one": nn.Linear(4, 4)}), Choice(curvature=False)).layers:
+    for layer in scan(nn.ModuleDict({"one": nn.Linear(4, 4)}), LayerChoice(curvature=False)).layers:
         assert layer.A.block == layer.G.block == 0
 
 
@@ -118,15 +120,15 @@ def test_a_frozen_bias_is_no_column():
 
 def test_patterns_choose_modules():
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
-    assert [layer.name for layer in scan(model, Choice(exclude=("^head$",))).layers] == ["body"]
-    assert [layer.name for layer in scan(model, Choice(include=("head",))).layers] == ["head"]
+    assert [layer.name for layer in scan(model, LayerChoice(exclude=("^head$",))).layers] == ["body"]
+    assert [layer.name for layer in scan(model, LayerChoice(include=("head",))).layers] == ["head"]
     assert "kfac.layers.exclude '^head$'" in reasons(model, exclude=("^head$",))["head"]
     assert reasons(model, include=("head",))["body"] == "not matched by kfac.layers.include"
 
 
 def test_a_pattern_without_a_match_is_an_error():
     with pytest.raises(ValueError, match=r"kfac.layers.exclude: pattern 'haed' matches no module.*head"):
-        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), Choice(exclude=("haed",)))
+        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), LayerChoice(exclude=("haed",)))
 
 
 def test_nothing_to_precondition_is_an_error():

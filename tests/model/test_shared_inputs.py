@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.scan import LayerChoice, scan
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -252,7 +252,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
     model = Attention(checkpointed)
-    layers = scan(model, Choice(types=("Linear",))).layers
+    layers = scan(model, LayerChoice(types=("Linear",))).layers
 
     inputs = SharedInputs([layer.name for layer in layers])
     capture = Capture(model, layers, lambda: 1.0, inputs=inputs)

@@ -330,8 +330,8 @@ WHOLE = torch.randn(N, T, D)
 VIEWS = {
     "positions": (lambda x: x[:, 2:5], 0), "examples": (lambda x: x[1:3], 0), "an example": (lambda x: x[3], 0),
     "a position": (lambda x: x[:, 4], 0), "a position, kept": (lambda x: x[:, 4:5], 0), "a row": (lambda x: x[2, 3], 0),
-    "rows in a row": (lambda x: x.flatten(0, 1)[5:12], 0), "turned": (lambda x: x[:, 2:5].transpose(0, 1), 1),
-    "turned examples": (lambda x: x[1:3].transpose(0, 1), 1), "columns": (lambda x: x[:, 1:3, 2:4], 0),
+    "rows in a row": (lambda x: x.flatten(0, 1)[5:12], 0), "transposed": (lambda x: x[:, 2:5].transpose(0, 1), 1),
+    "transposed examples": (lambda x: x[1:3].transpose(0, 1), 1), "columns": (lambda x: x[:, 1:3, 2:4], 0),
 }  # fmt: skip
 
 

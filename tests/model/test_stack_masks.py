@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -60,7 +60,7 @@ def test_heads_have_the_rows_that_count(kind, shares, sharing, caplog):
     weights, probe = torch.randn(N, HEADS, T, O), torch.zeros(N, HEADS, T, O, requires_grad=True)
     ((model(x) + probe).tanh() * weights).sum().backward()
     inputs = x.view(N, T, HEADS, I) if kind.own else x[:, :, None].expand(N, T, HEADS, I)
-    recorder = Recorder(model, Choice(shares=shares), sharing=sharing)
+    recorder = Recorder(model, LayerChoice(shares=shares), sharing=sharing)
     recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
     with caplog.at_level(logging.WARNING):
         (model(x).tanh() * weights).sum().backward()
@@ -105,7 +105,7 @@ def test_tokens_of_experts_lie_in_another_order_and_all_count(way):
     model = nn.Sequential(Picked())
     model[0].way = way
     x = torch.randn(N, T, I, generator=torch.Generator().manual_seed(1))
-    recorder = Recorder(model, Choice(shares=False))
+    recorder = Recorder(model, LayerChoice(shares=False))
     recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
     model(x).tanh().sum().backward()
     index = torch.arange(N * T).flip(0) % HEADS
@@ -149,7 +149,7 @@ class Dense(Loop):
 @pytest.mark.parametrize("kind, experts, counted", [(Loop, 1, N * T), (Loop, 2, N * T), (Dense, 2, int(MASK.sum()))])
 def test_as_many_tokens_as_the_batch_has_are_not_in_its_order_if_they_were_picked(kind, experts, counted):
     model, x = nn.Sequential(kind(experts)), torch.randn(N, T, I, generator=torch.Generator().manual_seed(1))
-    recorder = Recorder(model, Choice(shares=False))
+    recorder = Recorder(model, LayerChoice(shares=False))
     recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
     model(x).tanh().sum().backward()
     rows = x.reshape(-1, I) if counted == N * T else x[MASK]

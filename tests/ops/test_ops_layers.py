@@ -211,14 +211,14 @@ def test_adam_of_matrices_that_lie_apart_is_torchs():
     usable, options = torch.tensor([True, False]), {"betas": (0.9, 0.99), "eps": 1e-3}
     wanted = torch.empty_like(x), torch.empty_like(x)
     reference.adam_scale_(*wanted, x, first, second, seen, usable, **options)
-    turned = [part.mT.contiguous().mT for part in (x, x, x, first, second)]
-    functional.adam_scale_(*turned, seen, usable, **options)
-    for part, expected in zip(turned, wanted, strict=False):
+    transposed = [part.mT.contiguous().mT for part in (x, x, x, first, second)]
+    functional.adam_scale_(*transposed, seen, usable, **options)
+    for part, expected in zip(transposed, wanted, strict=False):
         close(part, expected, sums=10)
     first_wanted, seen_wanted = first.clone(), seen.clone()
     reference.adam_fold_(first_wanted, second, seen_wanted, wanted[1], usable, betas=(0.9, 0.99))
-    functional.adam_fold_(turned[3], turned[4], seen, turned[1], usable, betas=(0.9, 0.99))
-    close(turned[3], first_wanted, sums=10)
+    functional.adam_fold_(transposed[3], transposed[4], seen, transposed[1], usable, betas=(0.9, 0.99))
+    close(transposed[3], first_wanted, sums=10)
     exact(seen, seen_wanted)
 
 

@@ -9,22 +9,22 @@ from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS
 from ds_kfac.plan import plan as planning
-from ds_kfac.plan.plan import Plan, Setting, make_plan, sharing_candidates
+from ds_kfac.plan.plan import EngineFacts, Plan, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import gpt2_small, zero_shards
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
 COSTS = BUILTIN["cpu"]
 SLOW_LINK, FAST_LINK = (replace(COSTS, link_bytes=rate, link_seconds=0.0) for rate in (1e6, 1e15))
-FP32 = Setting(world=4, held=None, parameters=torch.float32, gradients=torch.float32, moments=0)
+FP32 = EngineFacts(world=4, held=None, parameters=torch.float32, gradients=torch.float32, moments=0)
 BF16 = replace(FP32, parameters=torch.bfloat16, gradients=torch.bfloat16)
 ZERO = replace(FP32, held=zero_shards(LAYERS, 4))
 
 
-def plan(setting: Setting = FP32, costs=COSTS, model=LAYERS, **config) -> Plan:
+def plan(facts: EngineFacts = FP32, costs=COSTS, model=LAYERS, **config) -> Plan:
     config["factor"] = {"rows": "all", **config.get("factor", {})}
     with chosen(config) as block:
-        return make_plan(model, setting, resolved(block), costs)
+        return make_plan(model, facts, resolved(block), costs)
 
 
 # inverses in place of eigenbases
@@ -111,18 +111,18 @@ def test_a_slow_link_wants_many_workers_and_costly_memory_few():
         assert f"{over} more over the budget of {allowed / 1e9} GB" in made.reasons[0]
 
 
-@pytest.mark.parametrize("setting", [FP32, ZERO], ids=["replicated", "zero"])
+@pytest.mark.parametrize("facts", [FP32, ZERO], ids=["replicated", "zero"])
 @pytest.mark.parametrize("fraction", [None, 0.25])
-def test_a_budget_that_nothing_fits_names_what_is_needed(setting, fraction):
+def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
     with pytest.raises(ValueError) as error:
-        plan(setting, assignment={"memory_budget_gb": 1e-5, "gradient_worker_fraction": fraction})
+        plan(facts, assignment={"memory_budget_gb": 1e-5, "gradient_worker_fraction": fraction})
     message = str(error.value)
     assert message.startswith("kfac.assignment.memory_budget_gb: ") and "the memory cap is 10000 bytes" in message
     needed = int(message.split("needs ")[1].split(" ")[0])
     with pytest.raises(ValueError) as error:  # for the state, but a step needs more
-        plan(setting, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
+        plan(facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
     more = int(str(error.value).split("needs ")[1].split(" ")[0])
-    assert needed < more == fits_in(plan(setting, assignment={"memory_budget_gb": more / 1e9}))
+    assert needed < more == fits_in(plan(facts, assignment={"memory_budget_gb": more / 1e9}))
 
 
 def test_moments_count_against_the_budget():
@@ -147,16 +147,16 @@ def test_one_rank_is_all_of_them():
     assert plan(alone).reasons == ()
 
 
-@pytest.mark.parametrize("setting", [FP32, ZERO], ids=["replicated", "zero"])
-def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway(setting):
+@pytest.mark.parametrize("facts", [FP32, ZERO], ids=["replicated", "zero"])
+def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway(facts):
     def split(made: Plan) -> int:
         where = made.assignment.eigen_workers
         return sum(where[f"{layer.name}/A"] != where[f"{layer.name}/G"] for layer in LAYERS)
 
-    assert split(plan(setting, assignment={"gradient_worker_fraction": 0.25})) == 0
-    if setting.held is None:
+    assert split(plan(facts, assignment={"gradient_worker_fraction": 0.25})) == 0
+    if facts.held is None:
         several = {"gradient_worker_fraction": 1}
-        assert split(plan(setting, assignment=several)) > 0
+        assert split(plan(facts, assignment=several)) > 0
 
 
 # dtypes
@@ -178,8 +178,8 @@ def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly():
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_given_dtype_is_taken_without_a_word(name, dtype):
-    for setting, costs in ((FP32, FAST_LINK), (BF16, SLOW_LINK)):
-        made = plan(setting, costs, communication={"dtype": name}, assignment={"gradient_worker_fraction": 0.25})
+    for facts, costs in ((FP32, FAST_LINK), (BF16, SLOW_LINK)):
+        made = plan(facts, costs, communication={"dtype": name}, assignment={"gradient_worker_fraction": 0.25})
         assert made.wire == dtype and made.reasons == ()
 
 

@@ -10,7 +10,7 @@ from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.calls import agreed
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
+from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
 from ds_kfac.zero.shards import source
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
@@ -24,10 +24,10 @@ FOLLOWERS = {name for group in GROUPS for name in group[1:]}
 
 def plan(world: int = 4, fraction: float | None = None, model=LAYERS, zero: bool = False, **config) -> Plan:
     held = zero_shards(model, world) if zero else None
-    setting = Setting(world, held, torch.float32, torch.float32, moments=0)
+    facts = EngineFacts(world, held, torch.float32, torch.float32, moments=0)
     config = {"assignment": {"gradient_worker_fraction": fraction}} | config
     with chosen(config) as block:
-        return make_plan(model, setting, resolved(block), BUILTIN["cpu"])
+        return make_plan(model, facts, resolved(block), BUILTIN["cpu"])
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
@@ -114,7 +114,7 @@ def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():
         return LayerSpec(name, "Linear", "experts", weight, None, A, G, product=True, part=(index, 4), shares=shares)
 
     stack = [expert(f"{name}.{index}", f"experts.{name}", index) for name in ("gate", "up") for index in range(4)]
-    made = plan(16, model=stack).knowing(Known(rows={layer.name: 15.0 for layer in stack}))
+    made = plan(16, model=stack).with_observations(Observations(rows={layer.name: 15.0 for layer in stack}))
     assert made.contributors.counts == {
         "gate.0/A": 4 * 60 / (4 * 15),  # the rows of up are the same
         **{f"{layer.name}/G": 4 * 30 / 15 for layer in stack},

@@ -12,7 +12,7 @@ from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
-from ds_kfac.plan.plan import Plan, Setting, make_plan
+from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorUpdates
 from tests.choices import resolved
@@ -32,7 +32,7 @@ def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Pla
     config = resolved(
         {"assignment": {"gradient_worker_fraction": workers / 2}, "preconditioner": {"eigenvalues": "corrected"}}
     )
-    plan = make_plan(layers, Setting(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
+    plan = make_plan(layers, EngineFacts(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
     return replace(plan, assignment=replace(plan.assignment, eigen_workers=eigen_workers))
 
 

@@ -135,7 +135,9 @@ def kernels(operations: Operations) -> Iterator[None]:
 
         return run
 
-    with patch.dict(dispatch._choices, {"cpu": dispatch.Choice({op: ("counted", counted(op)) for op in dispatch.OPS})}):
+    with patch.dict(
+        dispatch._choices, {"cpu": dispatch.BackendChoice({op: ("counted", counted(op)) for op in dispatch.OPS})}
+    ):
         yield
 
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     own = LayerGroup(LAYERS[:3:2]).load(states)[0]
     assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
     assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
-    saved = layer_payload(own, eigenbasis=True)
+    saved = layer_payload(own)
     assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved["moments"].items()} == {
         "second_OI": 4 * 35, "updates": 4,
     }  # fmt: skip
@@ -90,5 +90,5 @@ def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
     state = LayerState.empty(linear_layer("a", 5, 3), torch.device("cpu"), moments=AdamMoments)
     momentum = torch.randn(3, 5)
     state = replace(state, moments=replace(state.moments, first_OI=old.rotate(momentum)), A=old.A, G=old.G)
-    saved = layer_payload(state.rebased(A=new.A, G=new.G), eigenbasis=True)
+    saved = layer_payload(state.rebased(A=new.A, G=new.G))
     close(new.restore(saved["moments"]["first_OI"]), momentum, sums=4 * (3 + 5))

@@ -17,7 +17,7 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.scan import Choice
+from ds_kfac.model.scan import LayerChoice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import flops, workspace
@@ -84,7 +84,7 @@ class KFACAdamWRule(UpdateRule):
                 f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
             )
 
-    def scanned(self, config: KFACConfig) -> Choice:
+    def scanned(self, config: KFACConfig) -> LayerChoice:
         return replace(config.choice, curvature=config.adam.rotate)
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
@@ -162,10 +162,10 @@ class KFACAdamWRule(UpdateRule):
         return unstepped(parameters)
 
     def check_groups(
-        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout
+        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
     ) -> None:
         groups = layout.optimizer.param_groups
-        for held, ours in ((layout, True), (rest, False)):
+        for held, ours in ((layout, True), (other_params, False)):
             for parameter in held.params:
                 if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
                     name = next(n for n, p in model.named_parameters() if p is parameter)

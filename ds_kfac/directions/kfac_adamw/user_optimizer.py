@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
-from ds_kfac.model.scan import Choice, Scan, scan
+from ds_kfac.model.scan import LayerChoice, Scan, scan
 from ds_kfac.model.share import other_matrices
 
 
@@ -286,7 +286,7 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
 
 def put_into(
     arguments: dict[str, Any],
-    choice: Choice,
+    choice: LayerChoice,
     params: Mapping[str, Any] | None,
     ds_config: Mapping[str, Any],
 ) -> None:
