@@ -3,7 +3,6 @@ Whatever is wrong with a file is found on all ranks before anything is changed."
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from deepspeed.utils import logger
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import own_groups, why_not
+from ds_kfac.checkpoint.moving import of_any_optimizer
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
@@ -256,20 +255,10 @@ def load_checkpoint(
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
     # which groups are K-FAC's is this engine's matter: a universal checkpoint's first one is copied over all others at
     # stage 3, and their raw gradients would be stepped along as if they were directions
-    names = job.preconditioners[0].rule.marks
-    marks = [{name: bool(group.get(name)) for name in names} for group in engine.basic_optimizer.param_groups]
-    universal, tag = engine.load_universal_checkpoint(), arguments.get("tag")
-    moving: AbstractContextManager[bool] = nullcontext(False)
-    if universal:
-        scheduled = arguments.get("load_lr_scheduler_states", True)
-        moving = own_groups(engine, Path(load_dir), tag, names, scheduled=scheduled)
+    names, own_groups = job.preconditioners[0].rule.marks, engine.basic_optimizer.param_groups
+    marks = [{name: bool(group.get(name)) for name in names} for group in own_groups]
     try:
-        with moving as moved:
-            path, client_state = original(load_dir, *args, **kwargs)
-    except (ValueError, RuntimeError, AssertionError) as error:  # on every rank
-        if (why := why_not(engine, Path(load_dir), tag, error)) is None:
-            raise
-        raise CheckpointError(why) from error
+        path, client_state, moved = of_any_optimizer(engine, original, load_dir, *args, **kwargs)
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):
             group.update(own)
@@ -284,7 +273,7 @@ def load_checkpoint(
         if anew is None and bool(arguments.get(argument, default)) != default:
             does = "K-FAC starts afresh; engine.kfac.load_state loads the state of"
             anew = f"{argument}={not default}: {does} {tag_directory}"
-    if anew is None and not engine.load_universal_checkpoint():
+    if anew is None and not moved and not engine.load_universal_checkpoint():
         _check_groups(groups, tag_directory, entry)
     if anew is None and entry is not None:
         anew = _loaded(engine, job, tag_directory, entry)

@@ -18,6 +18,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 
 import ds_kfac_startup
+from ds_kfac.checkpoint.moving import watch_loads
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.base import UpdateRule
@@ -135,11 +136,13 @@ def initialize(
         block = {}
     if block is None:
         _known(NOT_NAMED)
+        watch_loads(engine)
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another one has it
             warn(f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says that it is meant')
     elif without_optimizer(engine):
         logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
     elif attach(engine, block) is None:
+        watch_loads(engine)
         _known(None)
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
     else:
@@ -210,8 +213,10 @@ def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
         attach(result[0], {} if block is None else block)
         for tell in on_attached:
             tell()
-    elif block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
-        warn(NOT_ENABLED)
+    else:
+        watch_loads(result[0])
+        if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
+            warn(NOT_ENABLED)
     return result
 
 

@@ -1,4 +1,4 @@
-"""A running job moves from AdamW to KFACAdamW and back, and between stages, by a universal checkpoint."""
+"""A running job moves from AdamW to KFACAdamW and back: at stage 0 as it is, else by a universal checkpoint."""
 
 import contextlib
 import io
@@ -17,6 +17,8 @@ from tests.models import make_net
 from tests.ranks import run_ranks
 
 KINDS = ("AdamW", "KFACAdamW")
+EPS = {"AdamW": 1e-8, "KFACAdamW": 2e-8}
+"""Settings that can be told apart, and make no difference to a step."""
 
 
 class PerStep(torch.optim.lr_scheduler.LambdaLR):
@@ -33,7 +35,7 @@ COSINE = {
 
 
 def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
-    params = {"lr": 0.01, "torch_adam": True, **({"adam_lr": 0.01} if kind == "KFACAdamW" else {})}
+    params = {"lr": 0.01, "torch_adam": True, **({"adam_lr": 0.01} if kind == "KFACAdamW" else {}), "eps": EPS[kind]}
     config = {
         "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
         "optimizer": {"type": kind, "params": params},
@@ -53,6 +55,7 @@ def state(engine) -> dict:
     return {
         "weights": weights(engine), "steps": engine.global_steps,
         "lr": engine.lr_scheduler.get_last_lr()[0],
+        "eps": {group["eps"] for group in engine.basic_optimizer.param_groups},
     }  # fmt: skip
 
 
@@ -74,11 +77,19 @@ def load_worker(payload) -> dict:
     folder, cases = payload
     found = {}
     for saved, (kind, stage) in cases:
-        engine = engine_of(kind, stage, seed=99, checkpoint={"load_universal": True})
-        engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal")
+        universal = saved[1] > 0
+        engine = engine_of(kind, stage, seed=99, checkpoint={"load_universal": universal})
+        engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal" if universal else "tag")
         found[saved, (kind, stage)] = state(engine)
         train(engine, 1, steps=1, first=4)
         found[saved, (kind, stage)]["next"] = weights(engine)
+        if (kind, stage) == (
+            "AdamW",
+            0,
+        ):  # beside AdamW's, which go on, those of K-FAC layers are corrected as new ones
+            steps = {name: float(engine.optimizer.state[p]["step"]) for name, p in engine.module.named_parameters()}
+            assert {name for name, step in steps.items() if step == 5} == {n for n in steps if n.startswith("norm.")}
+            assert set(steps.values()) == {1, 5}, steps
         train(engine, 1, steps=8, first=5)
         found[saved, (kind, stage)]["steps of K-FAC"] = engine.kfac.counters()["steps"] if kind == KINDS[1] else None
         engine.destroy()
@@ -116,22 +127,23 @@ def direct_worker(payload) -> dict:
     return found
 
 
-SAVED = [(kind, stage) for kind in KINDS for stage in (1, 2, 3)]
+SAVED = [(kind, stage) for kind in KINDS for stage in (0, 1, 2, 3)]
 MOVES = [((kind, stage), (KINDS[1 - KINDS.index(kind)], stage)) for kind, stage in SAVED] + [
     (("AdamW", 1), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 1))
 ]  # fmt: skip
 DIRECT = [
     (("AdamW", 2), ("KFACAdamW", 2)), (("AdamW", 3), ("KFACAdamW", 3)), (("KFACAdamW", 2), ("KFACAdamW", 3)),
-    (("KFACAdamW", 3), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 3)),
+    (("KFACAdamW", 3), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 3)), (("KFACAdamW", 1), ("AdamW", 1)),
+    (("KFACAdamW", 2), ("AdamW", 2)), (("KFACAdamW", 3), ("AdamW", 3)), (("KFACAdamW", 3), ("AdamW", 2)),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict]:
-    """A folder with six checkpoints of step 4 and what they are converted to, and what the runs were."""
+    """A folder with eight checkpoints of step 4 and what they are converted to, and what the runs were."""
     folder = tmp_path_factory.mktemp("moving")
     found = run_ranks("tests.deepspeed.test_moving:save_worker", world=1, payload=(str(folder), SAVED))[0]
-    converted([folder / f"{kind}-{stage}" / "tag" for kind, stage in SAVED])
+    converted([folder / f"{kind}-{stage}" / "tag" for kind, stage in SAVED if stage])
     return folder, found
 
 
@@ -155,7 +167,7 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
     for (then, now), found in after.items():
         was, case = before[then], f"{then} to {now}"
         assert all(torch.equal(found["weights"][name], W) for name, W in was["weights"].items()), case
-        assert (found["steps"], found["lr"]) == (4, was["lr"]), case
+        assert (found["steps"], found["lr"], found["eps"]) == (4, was["lr"], {EPS[now[0]]}), case
         # with AdamW's moments these go on as if nothing had happened; all else begins anew
         for name in was["weights"]:
             step = was["next"][name] - was["weights"][name]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deepspeed.test_moving import converted
 from tests.ranks import free_port, run_ranks
 
 pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
@@ -72,3 +73,35 @@ def test_the_summary_is_seen_once_under_run_whatever_frameworks_mute(tmp_path):
                          text=True, timeout=300, check=False)  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr.count("of the trained matrix parameters") == 1 and "K-FAC" not in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "KFACAdamW"])
+def test_a_running_job_moves_to_the_other_optimizer(kind, stage, tmp_path):
+    """At stage 0 as it is; at the others after the command and the key of the config that the error names."""
+    other = {"AdamW": "KFACAdamW", "KFACAdamW": "AdamW"}[kind]
+
+    def run(kind: str, resumes: bool) -> dict:
+        payload = (str(tmp_path), stage, kind, resumes, resumes and stage > 0)
+        return run_ranks("tests.integrations.trainer_runs:moving_worker", world=1, payload=payload)[0]
+
+    saved = run(kind, False)
+    if stage:
+        converted([tmp_path / "checkpoint-2" / "global_step2"])
+    moved = run(other, True)
+    assert all(torch.equal(moved["begun"][name], w) for name, w in saved["ended"].items()), "the saved weights"
+    assert (moved["at"], moved["step"]) == (2, 4)
+    assert moved["kfac steps"] == (2 if other == "KFACAdamW" else None)
+    assert moved["decay"] == (1.0 if other == "KFACAdamW" else 0.01), "the new config's"
+    assert any(not torch.equal(moved["ended"][name], w) for name, w in saved["ended"].items())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "KFACAdamW"])
+def test_a_job_that_was_not_converted_is_told_how(kind, tmp_path):
+    other = {"AdamW": "KFACAdamW", "KFACAdamW": "AdamW"}[kind]
+    worker = "tests.integrations.trainer_runs:moving_worker"
+    run_ranks(worker, world=1, payload=(str(tmp_path), 2, kind, False, False))
+    for universal in (False, True):
+        said = run_ranks(worker, world=1, payload=(str(tmp_path), 2, other, True, universal))[0]["error"]
+        assert f"ds_to_universal --inject_missing_state --input_folder {tmp_path}/checkpoint-2/global_step2 " in said
+        assert ("take that out" in said) == universal, said

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
 import ds_kfac
+from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 from tests.deepspeed.runs import weights
@@ -124,3 +125,49 @@ def reporter_worker(payload: tuple[str, bool]) -> list[str]:
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
     return accumulator.Tags()["scalars"]
+
+
+MOVED_AT = 2
+DECAYS = {"AdamW": 0.01, "KFACAdamW": 1.0}
+
+
+class Seen(TrainerCallback):
+    """Weights and step when training begins, after a checkpoint was loaded."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.weights, self.step = weights(self.trainer.model_wrapped), state.global_step
+
+
+def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
+    """Train to step 2 and save, or go on from there with the other optimizer to step 4."""
+    folder, stage, kind, resumes, universal = payload
+    ds_kfac.enable()
+    fresh()
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    blocks: dict[str, Any] = {"kfac": {"enabled": kind == "KFACAdamW"}}
+    blocks["optimizer"] = {"type": kind, "params": {**auto, "torch_adam": True}}
+    if universal:
+        blocks["checkpoint"] = {"load_universal": True}
+    config = tiny.ds_config(tiny.options([]).deepspeed, zero_optimization={"stage": stage}, **blocks)
+    arguments = TrainingArguments(
+        output_dir=folder, deepspeed=config, max_steps=2 * MOVED_AT if resumes else MOVED_AT, logging_steps=1,
+        per_device_train_batch_size=4, learning_rate=1e-3, disable_tqdm=True, lr_scheduler_type="constant",
+        save_steps=MOVED_AT, use_cpu=tiny.ON_CPU, report_to="none", weight_decay=DECAYS[kind],
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    trainer = Trainer(model=tiny.model(), args=arguments, data_collator=collator, train_dataset=tiny.tokens(64))
+    seen = Seen()
+    seen.trainer = trainer
+    trainer.add_callback(seen)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{MOVED_AT}" if resumes else None)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    engine = trainer.model_wrapped
+    attachment = getattr(engine, "kfac", None)
+    return {
+        "begun": seen.weights, "at": seen.step, "ended": weights(engine), "step": trainer.state.global_step,
+        "kfac steps": attachment.counters()["steps"] if attachment else None,
+        "decay": max(group["weight_decay"] for group in engine.basic_optimizer.param_groups),
+    }  # fmt: skip
