@@ -1,5 +1,6 @@
-# make train, make train-images: the main jobs. make quick: unit tests. make test: all tests. make integrations: with the
-# frameworks. make docs: the site. All set everything up first.
+# make train, make train-images: the main jobs. make quick: unit tests. make test: all tests of ds_kfac. make
+# test-benchmarks: those of benchmarks and campaign. make integrations: with the frameworks. make docs: the site. All set
+# everything up first.
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations integrations-more versions versions-short campaign check docs release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign check docs release clean
 
 setup: $(STAMP)
 
@@ -65,8 +66,14 @@ scale: $(STAMP)
 gpu: $(STAMP)
 	for part in $(PARTS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$part || failed=1; done; exit $$failed
 
+# tests of what lies around the package, and the campaign's: a target of their own. That every mutant can still be made is
+# known in seconds, and stays with the others.
+AROUND = tests/benchmarks $(filter-out tests/campaign/test_mutants.py,$(wildcard tests/campaign/test_*.py))
 test: $(STAMP)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)
+
+test-benchmarks: $(STAMP)
+	$(PYTEST) $(AROUND) $(ARGS)
 
 QUICK = -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
 	--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign --ignore=tests/integrations

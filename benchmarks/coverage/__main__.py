@@ -3,9 +3,9 @@
     python -m benchmarks.coverage [shares] [train] [report] [--only REGEX] [--again] ...
 
 Without a phase: all of them. shares builds each model at its default size on the meta device and counts; train makes
-a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report writes docs/models.md. A model is
-measured in a process of its own, with a timeout, so that a crash is a row. Results are kept model by model, and what
-is there is not measured again.
+a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report writes docs/models.md, and a page of
+all rows beside the results. A model is measured in a process of its own, with a timeout, so that a crash is a row.
+Results are kept model by model, and what is there is not measured again.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.coverage.architectures import TASKS, Architecture, architectures
 from benchmarks.coverage.measure import STAGES, shares, trained
-from benchmarks.coverage.report import report
+from benchmarks.coverage.report import all_rows, report
 from benchmarks.distributed.ranks import SERVER, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in arguments.phases:
         if (phase := PHASES[name]) is None:
             arguments.page.write_text(report(found))
+            arguments.results.with_suffix(".md").write_text(all_rows(found))
             continue
         SERVER.set_forkserver_preload(["benchmarks.coverage.preload"])
         found["versions"] |= {package: version(package).partition("+")[0] for package in PACKAGES}

@@ -1,4 +1,4 @@
-"""docs/models.md, from the results."""
+"""docs/models.md and the page of all rows beside the results, from the results."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,15 @@ head, and ten of timm's models. For each: which part of its matrices K-FAC steps
 name is the `model_type` in a model's `config.json`; fine-tunes and sizes share it. A model that is not here, or a
 config of your own: `python -m ds_kfac check --model module:factory` prints the same before a run.
 
+A name below alone: all of its matrices are stepped, with curvature. A number is the part that is, in per cent, the second
+one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW and why, and what
+did not run, is in [the results](../benchmarks/results/coverage/models.md).
+
 ## In short
+"""
+ROWS = """# Models, row by row
+
+What [docs/models.md](../../../docs/models.md) is made from; it says how these {count} architectures fare in short.
 """
 READING = """## How to read a row
 
@@ -68,25 +76,50 @@ MADE = (
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """The page."""
+    """docs/models.md: the names of those that are stepped whole, and a row for each of the others."""
     models = found["models"]
-    by_task = {task: [(n, row) for n, row in sorted(models.items()) if row["task"] == task] for task in TITLES}
     lines = [HEAD.format(count=len(models))]
     lines += table(
         ("task", "architectures", f"stepped >= {STEPPED:.0%}", f"with curvature >= {CURVED:.0%}", "tiny ones trained",
          "silent layers"),
-        [(link(TITLES[task]), *summary([row for _, row in rows])) for task, rows in by_task.items() if rows],
+        [(link(TITLES[task]), *summary([row for _, row in rows])) for task, rows in by_task(models).items() if rows],
     )  # fmt: skip
     lines += below(models)
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    made = textwrap.fill(MADE.format(versions=versions), 120, break_on_hyphens=False, break_long_words=False)
-    lines += [READING.format(steps=STEPS, rate=RATE), made, ""]
-    head = ("architecture", "parameters", "stepped %", "with curvature %", "loss", "layers", "left to AdamW, and why")
-    for task, rows in by_task.items():
+    for task, rows in by_task(models).items():
         if rows:
-            lines += [f"## {TITLES[task]}", "", *table(head, [cells(name, row) for name, row in rows])]
+            lines += [f"## {TITLES[task]}", "", section(rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def all_rows(found: Mapping[str, Any]) -> str:
+    """benchmarks/results/coverage/models.md."""
+    models = found["models"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines = [ROWS.format(count=len(models)), READING.format(steps=STEPS, rate=RATE), fill(MADE.format(versions=versions))]
+    head = ("architecture", "parameters", "stepped %", "with curvature %", "loss", "layers", "left to AdamW, and why")
+    for task, rows in by_task(models).items():
+        if rows:
+            lines += ["", f"## {TITLES[task]}", "", *table(head, [cells(name, row) for name, row in rows])]
     lines += without(models)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def by_task(models: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+    return {task: [(n, row) for n, row in sorted(models.items()) if row["task"] == task] for task in TITLES}
+
+
+def section(rows: Sequence[tuple[str, Any]]) -> str:
+    """Of one task: names, with the part that is stepped where it is not all."""
+    names = []
+    for name, row in rows:
+        _, _, stepped, curved = cells(name, row)[:4]
+        shares = list(dict.fromkeys((stepped, curved)))
+        names.append(name if shares == ["100"] else f"{name} ({' and '.join(shares) or 'not measured'})")
+    return fill(", ".join(names).replace("()", "(not run)"))
+
+
+def fill(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def link(title: str) -> str:

@@ -10,7 +10,7 @@ cluster of eigenvalues worse than it was, where methods that divide by gaps fail
 
 On a GPU alone (none has run it yet): Q' comes by products, a Cholesky factor and a triangular solve, batched over all
 sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR takes as long as eigh up to 2,048
-(docs/kernels.md): eigh stays.
+(docs/notes/kernels.md): eigh stays.
 
 Cholesky-QR squares the condition of Z, so: what is below rounding in C is not iterated, its columns of Q stay; columns
 of Z are scaled to norm one, which changes nothing of Q'; and there are two passes, the first with a shift (Fukaya et

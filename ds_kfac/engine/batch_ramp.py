@@ -65,7 +65,7 @@ class BatchRamp:
         if not at:
             return (
                 "give at, the numbers of samples after which the batch doubles, as at=[2_000, 4_000]; ramps by the "
-                "noise scale were removed in 0.2 because they lost to these (docs/tuning.md)"
+                "noise scale were removed in 0.2 because they lost to these (docs/notes/batches.md)"
             )
         if list(at) != sorted(set(at)) or len(at) > possible:
             return f"at has to be 1 to {possible} ascending numbers of samples ({self.largest} at most), got {list(at)}"

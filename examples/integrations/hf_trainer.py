@@ -13,21 +13,11 @@ from examples.integrations import tiny
 def main(argv: Sequence[str] | None = None) -> Trainer:
     options = tiny.options(argv)
     arguments = TrainingArguments(
-        output_dir=str(options.out),
+        **tiny.arguments(options),
         deepspeed=tiny.ds_config(options.deepspeed),
-        max_steps=options.steps,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
         learning_rate=2e-3,
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        logging_steps=1,
-        save_steps=max(1, options.steps // 2),
-        eval_strategy="steps",
-        eval_steps=options.steps,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=tiny.ON_CPU,
     )
     trainer = Trainer(
         model=tiny.model(),
@@ -36,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         eval_dataset=tiny.tokens(16),
         data_collator=DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False),
     )
-    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    trainer.train(resume_from_checkpoint=options.resume)
     return trainer
 
 

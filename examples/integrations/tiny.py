@@ -25,7 +25,7 @@ def options(argv: Sequence[str] | None, flags: Sequence[str] = ()) -> argparse.N
     parser.add_argument("--deepspeed", type=Path, default=Path(__file__).with_name("ds_config.json"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/integrations"))
-    parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--resume", help="checkpoint to continue from")
     parser.add_argument("--local_rank", type=int, default=0)
     for flag in flags:
         parser.add_argument(flag, action="store_true")
@@ -38,6 +38,25 @@ def options(argv: Sequence[str] | None, flags: Sequence[str] = ()) -> argparse.N
 
 def ds_config(path: Path, **changes: Any) -> dict[str, Any]:
     return json.loads(path.read_text()) | changes
+
+
+def arguments(options: argparse.Namespace, *, evaluates: bool = True) -> dict[str, Any]:
+    """What all examples tell their Trainer: nothing here is about K-FAC. On a CPU there is no bf16 to begin with, and a
+    model this small recomputes nothing."""
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    evaluation = {"eval_strategy": "steps", "eval_steps": options.steps}
+    return {
+        "output_dir": str(options.out),
+        "max_steps": options.steps,
+        "logging_steps": 1,
+        "save_steps": max(1, options.steps // 2),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": ON_CPU,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **(batch | evaluation if evaluates else {}),
+    }
 
 
 def model() -> LlamaForCausalLM:

@@ -20,22 +20,10 @@ def pairs(count: int = 64) -> Dataset:
 def main(argv: Sequence[str] | None = None) -> DPOTrainer:
     options = tiny.options(argv)
     arguments = DPOConfig(
-        output_dir=str(options.out),
+        **tiny.arguments(options),
         deepspeed=tiny.ds_config(options.deepspeed),
-        max_steps=options.steps,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
         learning_rate=2e-4,
-        logging_steps=1,
-        save_steps=max(1, options.steps // 2),
-        eval_strategy="steps",
-        eval_steps=options.steps,
         max_length=32,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=tiny.ON_CPU,
     )
     trainer = DPOTrainer(
         model=tiny.model(),
@@ -45,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> DPOTrainer:
         eval_dataset=pairs(8),
         processing_class=tiny.tokenizer(),
     )
-    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    trainer.train(resume_from_checkpoint=options.resume)
     return trainer
 
 

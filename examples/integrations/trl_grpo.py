@@ -28,9 +28,8 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 def main(argv: Sequence[str] | None = None) -> GRPOTrainer:
     options = tiny.options(argv, flags=("--adamw", "--lora"))
     arguments = GRPOConfig(
-        output_dir=str(options.out),
+        **tiny.arguments(options, evaluates=False),
         deepspeed=tiny.ds_config(options.deepspeed, optimizer=ADAMW if options.adamw else KFACADAMW),
-        max_steps=options.steps,
         learning_rate=(ADAMW if options.adamw else KFACADAMW)["params"]["lr"],
         lr_scheduler_type="cosine",
         warmup_steps=2,
@@ -38,13 +37,6 @@ def main(argv: Sequence[str] | None = None) -> GRPOTrainer:
         num_generations=8,
         max_completion_length=4,
         beta=0.0,
-        logging_steps=1,
-        save_steps=max(1, options.steps // 2),
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=tiny.ON_CPU,
     )
     trainer = GRPOTrainer(
         model=taught(),
@@ -55,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> GRPOTrainer:
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None,
     )
     KFACCallback.add_to(trainer)
-    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    trainer.train(resume_from_checkpoint=options.resume)
     if trainer.is_world_process_zero():
         name = ("adamw" if options.adamw else "kfacadamw") + ("_lora" if options.lora else "")
         keep(trainer, options.out / f"{name}_rewards.csv")

@@ -17,21 +17,9 @@ def main(argv: Sequence[str] | None = None) -> SFTTrainer:
     config = tiny.ds_config(options.deepspeed)
     config.pop("optimizer")
     arguments = SFTConfig(
-        output_dir=str(options.out),
+        **tiny.arguments(options),
         deepspeed=config,
-        max_steps=options.steps,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_steps=max(1, options.steps // 2),
-        eval_strategy="steps",
-        eval_steps=options.steps,
         max_length=64,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=tiny.ON_CPU,
     )
     trainer = SFTTrainer(
         model=tiny.model(),
@@ -42,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> SFTTrainer:
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
         optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3, "torch_adam": True}),
     )
-    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    trainer.train(resume_from_checkpoint=options.resume)
     return trainer
 
 

@@ -1,4 +1,5 @@
-"""The tables in docs/estimator.md are what its commands print. ``python -m tests.estimate.test_docs`` writes them."""
+"""The tables in docs/estimator.md and docs/notes/estimates.md are what their commands print. ``python -m
+tests.estimate.test_docs`` writes them."""
 
 import contextlib
 import io
@@ -10,7 +11,7 @@ import pytest
 from ds_kfac.__main__ import main
 from tests.ranks import ROOT
 
-DOC = ROOT / "docs/estimator.md"
+PAGES = (ROOT / "docs/estimator.md", ROOT / "docs/notes/estimates.md")
 BLOCK = re.compile(r"```(table|console)\n\$ python -m ds_kfac (.*)\n((?:.*\n)*?)```\n")
 
 
@@ -23,18 +24,18 @@ def printed(kind: str, command: str) -> str:
     return text if kind == "console" else re.search(r"^  strategy .*\n(?:.+\n)*", text, re.M)[0]
 
 
-def blocks(text: str) -> list[tuple[str, str, str]]:
-    return [match.groups() for match in BLOCK.finditer(text)]
+BLOCKS = list(dict.fromkeys(match.groups() for page in PAGES for match in BLOCK.finditer(page.read_text())))
+"""(kind, command, what the page shows), once where both pages show it."""
 
 
-@pytest.mark.parametrize(("kind", "command", "shown"), blocks(DOC.read_text()))
+@pytest.mark.parametrize(("kind", "command", "shown"), BLOCKS)
 def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert printed(kind, command) == shown, "python -m tests.estimate.test_docs writes the tables anew"
 
 
 def test_every_named_model_has_a_table():
-    commands = " ".join(command for _, command, _ in blocks(DOC.read_text()))
+    commands = " ".join(command for _, command, _ in BLOCKS)
     for model in ("gpt2_xl", "llama_7b", "bert_large", "gpt_oss_20b", "qwen3_30b_a3b"):
         assert f"--model benchmarks.models:{model} --world 64" in commands
 
@@ -47,7 +48,8 @@ def write() -> None:
         kind, command, _ = found.groups()
         return f"```{kind}\n$ python -m ds_kfac {command}\n{printed(kind, command)}```\n"
 
-    DOC.write_text(BLOCK.sub(block, DOC.read_text()))
+    for page in PAGES:
+        page.write_text(BLOCK.sub(block, page.read_text()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.coverage.architectures import TIMM, Architecture
 from benchmarks.coverage.measure import STAGES, shares
-from benchmarks.coverage.report import CURVED, STEPPED, report
+from benchmarks.coverage.report import CURVED, STEPPED, all_rows, report
 from tests.ranks import ROOT
 
 AGAIN = ("llama", "mixtral", "dbrx", "xlnet", "zamba", "clip", "bit", "moonshine_streaming", "luke", "yolos")
@@ -24,8 +24,9 @@ def rows(found):
     return found["models"]
 
 
-def test_the_page_is_that_of_the_results(found):
+def test_the_pages_are_those_of_the_results(found):
     assert (ROOT / "docs/models.md").read_text() == report(found)
+    assert (ROOT / "benchmarks/results/coverage/models.md").read_text() == all_rows(found)
 
 
 def test_every_kind_of_model_is_there(rows):

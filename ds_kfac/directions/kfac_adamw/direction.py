@@ -22,10 +22,11 @@ overflow; so the directions are put there at the norm that the layers' gradients
 the factor. DeepSpeed then sees the norm of the raw gradients, as it would with AdamW. Norms are float64: the
 square of a finite gradient may not be finite in fp32.
 
-Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in an
-output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too little
-for O < I, as is Muon's sqrt(max(1, O / I)): docs/tuning.md). What keeps Adam's direction, norms and heads, has the rate
-adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's direction grows with the width, too.
+Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in
+an output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too
+little for O < I, as is Muon's sqrt(max(1, O / I)): docs/notes/kfacadamw.md). What keeps Adam's direction, norms and
+heads, has the rate adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's direction grows with the
+width, too.
 """
 
 import math
