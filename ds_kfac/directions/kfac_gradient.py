@@ -20,7 +20,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.rotation import Rotation, is_large, norms
+from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -66,12 +66,12 @@ class KFACGradient(Direction):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Results of a group's layers, and their part of kl-clip's sum. A layer that is not ``ready`` keeps its
         gradient and its moments, and is not in the sum."""
-        gradient, rotation = group.matrices(gradients), group.rotation
+        gradient, rotation = group.matrices([gradients[name] for name in group.names]), group.rotation
         norm = norms(gradient.flatten(-2)).float()
         on = None
         if not all(ready):
             yes, no = norm.new_ones((), dtype=torch.bool), norm.new_zeros((), dtype=torch.bool)
-            on = group.per_matrix(torch.stack([yes if of_layer else no for of_layer in ready]))
+            on = repeated(torch.stack([yes if of_layer else no for of_layer in ready]), group.maps)
             norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(context.step),
@@ -84,7 +84,7 @@ class KFACGradient(Direction):
             )
             V, dot = V.view_as(gradient), dot.view(-1)
         elif isinstance(group.moments, CorrectedEigenvalues):
-            terms = group.per_matrix(torch.stack([local.states[name].terms for name in group.names]))
+            terms = repeated(torch.stack([local.states[name].terms for name in group.names]), group.maps)
             V, dot, corrected, limited = precondition_corrected(
                 gradient,
                 rotation,

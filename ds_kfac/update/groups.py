@@ -5,7 +5,7 @@ Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], th
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.update.rotation import Rotation, chunk_budget, repeated
+from ds_kfac.update.rotation import Rotation, chunk_budget
 from ds_kfac.update.state import LayerState
 
 S = TypeVar("S", bound=Any)
@@ -120,7 +120,7 @@ class LayerGroup:
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            layers = self.keep(states, type(moments[0])(*(self._batched(part) for part in parts)))
+            layers = self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         if [*map(id, sides)] != [*map(id, self._sides)]:
@@ -160,25 +160,17 @@ class LayerGroup:
         states.update(zip(self.names, layers, strict=True))
         return layers
 
-    def matrices(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """[n, O, I]: of several layers a copy, of one layer a view."""
-        return self._batched([gradients[name] for name in self.names], self.layers[0].shape[-2:])
+    def matrices(self, parts: Sequence[Tensor]) -> Tensor:
+        """[n, ..] of one tensor of each layer, gradients or moments: of several layers a copy, of one layer a view."""
+        return parts[0].view(self.n, *parts[0].shape[self.maps > 1 :]) if len(parts) == 1 else torch.stack(list(parts))
 
     def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:
         """Views, each of its layer's shape."""
         return x_nOI.unflatten(0, (-1, self.maps)).unbind() if self.maps > 1 else x_nOI.unbind()
 
-    def per_matrix(self, x: Tensor) -> Tensor:
-        """[n] of a vector of the layers."""
-        return repeated(x, self.maps)
-
     def any_map(self, flags_n: Tensor) -> Tensor:
         """Of bool [n] a vector of the layers: whether it is so of any of a layer's matrices."""
         return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
-
-    def _batched(self, parts: Sequence[Tensor], shape: Sequence[int] | None = None) -> Tensor:
-        shape = parts[0].shape[self.maps > 1 :] if shape is None else shape
-        return parts[0].view(self.n, *shape) if len(parts) == 1 else torch.stack(list(parts))
 
 
 def _identity_like(side: Eigenbasis) -> Eigenbasis:

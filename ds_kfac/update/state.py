@@ -15,7 +15,7 @@ from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import adam_fold_, adam_scale_
+from ds_kfac.ops.dispatch import adam_fold_
 from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
@@ -130,39 +130,6 @@ class AdamMoments(Moments):
     first_OI: Tensor
     second_OI: Tensor
     updates: Tensor
-
-    def divide(
-        self,
-        rotated_nOI: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        usable_n: Tensor,
-        scale: Tensor | float = 1.0,
-        pending_dtype: torch.dtype = torch.float32,
-    ) -> tuple[Tensor, "PendingMoments"]:
-        """Adam's step with this gradient already included in both moments, first / (sqrt(second) + eps), both
-        bias-corrected. The moments themselves change when the step is committed.
-
-        Args:
-            rotated_nOI: fp32, overwritten.
-            usable_n: bool. Where it is false the moments stay as they are, and the direction is zero.
-            scale: of the gradient.
-            pending_dtype: in which the gradient is held until the commit.
-
-        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and the pending update.
-        """
-        # a basis in blocks may leave it transposed, which moments are not
-        x = rotated_nOI.contiguous()
-        direction = pending = torch.empty_like(x, dtype=pending_dtype)
-        if pending_dtype is torch.float32:
-            pending = x
-        else:
-            direction = x
-        adam_scale_(
-            direction, pending, x, self.first_OI, self.second_OI, self.updates, usable_n, scale, betas=betas, eps=eps
-        )
-        return direction, PendingMoments(self, pending, usable_n, betas)
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
         """The first moment; the second stays as it is."""

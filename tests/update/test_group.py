@@ -9,7 +9,7 @@ import torch
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.rotation import Rotation
+from ds_kfac.update.rotation import Rotation, repeated
 from ds_kfac.update.state import AdamMoments, LayerState
 from tests.close import close, exact
 from tests.models import linear_layer
@@ -104,8 +104,8 @@ def test_a_layer_in_groups_has_a_matrix_for_each():
     exact(list(vars(group.moments).values()), list(vars(moments).values()))
     exact(list(vars(state.moments).values()), list(vars(moments).values()))
     x = torch.randn(2, ROWS, COLUMNS)
-    exact(group.by_layer(group.matrices({"a": x}))[0], x)
-    exact(group.per_matrix(torch.tensor([3.0])), torch.tensor([3.0, 3.0]))
+    exact(group.by_layer(group.matrices([x]))[0], x)
+    exact(repeated(torch.tensor([3.0, 4.0]), 2), torch.tensor([3.0, 3.0, 4.0, 4.0]))
     assert group.any_map(torch.tensor([False, True])).tolist() == [True]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
+from ds_kfac.directions.kfac_adamw.direction import adam_direction
 from ds_kfac.ops.dispatch import adam_fold_
 from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
@@ -70,7 +71,7 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
 
 def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8, usable=YES) -> torch.Tensor:
     """The direction, with the gradient in the moments."""
-    direction, pending = moments.divide(gradient.clone()[None], betas=betas, eps=eps, usable_n=usable)
+    direction, pending = adam_direction(moments, gradient.clone()[None], betas=betas, eps=eps, usable_n=usable)
     pending.commit()
     return direction[0]
 
@@ -80,7 +81,7 @@ def test_adams_moments_change_at_the_commit():
     usable = torch.tensor([True, False])
     for step in range(3):
         before = [part.clone() for part in vars(moments).values()]
-        pending = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable_n=usable)[1]
+        pending = adam_direction(moments, x.clone(), betas=(0.9, 0.99), eps=1e-8, usable_n=usable)[1]
         assert all(torch.equal(*pair) for pair in zip(before, vars(moments).values(), strict=True))
         first, second, updates = before
         adam_fold_(first, second, updates, x, usable, betas=(0.9, 0.99))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
+from ds_kfac.directions.kfac_adamw.direction import adam_direction
 from ds_kfac.directions.kfac_gradient import precondition_corrected
 from ds_kfac.update import rotation
 from ds_kfac.update.rotation import Rotation, change_basis_, range_mask
@@ -55,7 +56,7 @@ def test_moments_take_a_transposed_gradient_in():
         {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])},
     )
     moments = AdamMoments.empty((1, ROWS, COLUMNS))
-    direction, pending = moments.divide(x_OI, **options)
+    direction, pending = adam_direction(moments, x_OI, **options)
     assert pending.gradient_nOI.is_contiguous() and direction.is_contiguous()
     nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
     near(direction, nesterov * x_OI.sign(), 2e-8 / x_OI.abs() + 2e-6, "Adam's eps, and fp32")
@@ -73,16 +74,16 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(pending_dtype, monkeypatc
     x_OI, options = torch.randn(1, ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])}
     whole, by_rows, reference = (AdamMoments.empty((1, ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
-        of_rounded, pending = whole.divide(x_OI.clone(), **options, pending_dtype=pending_dtype)
+        of_rounded, pending = adam_direction(whole, x_OI.clone(), **options, pending_dtype=pending_dtype)
         assert pending.gradient_nOI.dtype is pending_dtype
         pending.commit()
-        of_exact, pending = reference.divide(x_OI.clone(), **options)
+        of_exact, pending = adam_direction(reference, x_OI.clone(), **options)
         pending.commit()
         near(of_rounded, of_exact, HALF_ULP[pending_dtype] * of_exact.abs(), "one rounding")
         with monkeypatch.context() as patch:
             patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
             given = x_OI.clone()
-            found, pending = by_rows.divide(given, **options, pending_dtype=pending_dtype)
+            found, pending = adam_direction(by_rows, given, **options, pending_dtype=pending_dtype)
             assert torch.equal(found, of_rounded)
             assert (found is given) == (pending_dtype is torch.bfloat16), "no third matrix"
             pending.commit()

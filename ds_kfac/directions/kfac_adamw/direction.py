@@ -42,13 +42,13 @@ from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import finish_direction_
+from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, chunks
 from ds_kfac.update.newton_schulz import FULL, orthogonal_factors
-from ds_kfac.update.rotation import Rotation, chunk_budget, lengths, repeated
-from ds_kfac.update.state import LayerState, PendingMoments
+from ds_kfac.update.rotation import chunk_budget, lengths, repeated
+from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -212,7 +212,13 @@ class AdamDirection(Direction):
 
         norm, size = torch.cat(norms), torch.cat(sizes)
         scale = torch.where(self.rated, scale_to(self.target, size=size, norm=norm, full=self.full), self.target)
-        squared = self._per_layer((norm * scale).square())
+        squared = (norm * scale).square()
+        if len(squared) > len(self.names):  # of maps: of layers their sums
+            steps = [step for chunk in self.chunks for step in chunk]
+            parts = zip(steps, squared.split([len(step.target) for step in steps]), strict=True)
+            squared = torch.cat(
+                [part.view(-1, step.maps).sum(dim=1) if step.maps > 1 else part for step, part in parts]
+            )
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
@@ -235,16 +241,17 @@ class AdamDirection(Direction):
         group.load(states)
         options = self.layout.optimizer.param_groups[self.parameter_groups[group.names[0]][0]]
         stored = {name: gradients.pop(name) for name in group.names}
-        x = group.matrices(stored).float()  # [n, O, I]
+        x = group.matrices([*stored.values()]).float()  # [n, O, I]
         theirs = stored[group.names[0]].data_ptr()  # which may be DeepSpeed's own
         del stored
         if (rotation := group.rotation) is not None:
             x = rotation.rotate(x, overwrite=x.data_ptr() != theirs)
-        step.x_nOI, pending = group.moments.divide(
+        step.x_nOI, pending = adam_direction(
+            group.moments,
             x.clone() if x.data_ptr() == theirs else x,
             betas=tuple(options["betas"]),
             eps=options["eps"],
-            usable_n=group.per_matrix(usable),
+            usable_n=repeated(usable, group.maps),
             scale=unscale,
             pending_dtype=self.pending_dtype,
         )
@@ -270,7 +277,14 @@ class AdamDirection(Direction):
             del parts
         sizes = [torch.empty(0)] * len(maps)
         for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
-            whitenings = [self._whitening(owners[index]) for index in indices]
+            whitenings: list[Tensor | None] = [None] * len(indices)
+            if self.config.adam.rotate:  # S is the same whether rows are rotated or not
+                whitenings = [
+                    rotation.whitening(self.config.adam.whiten, repeats=owners[index].maps // rotation.maps)
+                    if (rotation := owners[index].group.rotation) is not None
+                    else None
+                    for index in indices
+                ]
             found = orthogonal_factors([maps[index] for index in indices], whitenings, precision=self.precision)
             for index, size in zip(indices, found, strict=True):
                 sizes[index] = size
@@ -283,13 +297,6 @@ class AdamDirection(Direction):
             for index in mine:
                 maps[index] = sizes[index]  # its memory
             step.sizes = [sizes[index] for index in mine]
-
-    def _whitening(self, step: GroupStep) -> Tensor | None:
-        """S, which is the same whether rows are rotated or not."""
-        rotation: Rotation | None = step.group.rotation
-        if rotation is None or not self.config.adam.rotate:
-            return None
-        return rotation.whitening(self.config.adam.whiten, repeats=step.maps // step.group.maps)
 
     def _finish(self, step: GroupStep, bound: Tensor, replacement: Tensor) -> Tensor:
         """Q_G X Q_A^T at its size, in X's place, or the ``replacement`` in all entries of a layer whose norm is not
@@ -318,14 +325,6 @@ class AdamDirection(Direction):
         for rows, times in zip(blocks, scale, strict=True):
             rows.mul_(times[:, None, None, None])
 
-    def _per_layer(self, of_maps: Tensor) -> Tensor:
-        """Sums over each layer's maps."""
-        steps = [step for chunk in self.chunks for step in chunk]
-        if len(of_maps) == len(self.names):
-            return of_maps
-        parts = of_maps.split([len(step.target) for step in steps])
-        return torch.cat([part.view(-1, step.maps).sum(dim=1) for step, part in zip(steps, parts, strict=True)])
-
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -337,6 +336,33 @@ class AdamDirection(Direction):
         undo = self.layout.grad_scale() / (scale * local.clip)
         self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
         return dict.fromkeys(self.all_layers, scale)
+
+
+def adam_direction(
+    moments: AdamMoments,
+    rotated_nOI: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    usable_n: Tensor,
+    scale: Tensor | float = 1.0,
+    pending_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, PendingMoments]:
+    """Adam's step with this gradient already included in both moments, U above; they take it in at the commit.
+
+    Args:
+        moments: of n matrices.
+        rotated_nOI: fp32, overwritten: the result or the pending gradient has its memory.
+        usable_n: bool. Where it is false the moments stay as they are, and the direction is zero.
+        scale: of the gradient.
+        pending_dtype: in which the gradient is held until the commit.
+    """
+    x = rotated_nOI.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+    other = torch.empty_like(x, dtype=pending_dtype)
+    direction, pending = (other, x) if pending_dtype is torch.float32 else (x, other)
+    first, second, updates = moments.first_OI, moments.second_OI, moments.updates
+    adam_scale_(direction, pending, x, first, second, updates, usable_n, scale, betas=betas, eps=eps)
+    return direction, PendingMoments(moments, pending, usable_n, betas)
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
