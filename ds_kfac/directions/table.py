@@ -9,7 +9,7 @@ from ds_kfac.config.keys import parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.directions.kfac_adamw.user_optimizer import seeing_the_users_groups
+from ds_kfac.directions.kfac_adamw.user_optimizer import with_users_groups
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 
 DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
@@ -33,27 +33,28 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
     return named[0] if named else DIRECTIONS[-1]
 
 
-def is_recipe(optimizer: Any) -> bool:
-    """Whether this argument of ``deepspeed.initialize`` makes an optimizer of the parameters it is given."""
+def is_factory(optimizer: Any) -> bool:
+    """Whether this argument of ``deepspeed.initialize`` is a function that makes an optimizer of parameters."""
     return callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
 
 
 def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """For a recipe, which only DeepSpeed can call: should it make a rule's own optimizer, the rule is installed then.
+    """For an optimizer that is given as a function, which only DeepSpeed can call: if it returns a rule's own
+    optimizer, the rule is installed then.
 
     Args:
         arguments: of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are replaced.
     """
-    recipe: Callable[[Any], Any] = arguments["optimizer"]
+    make: Callable[[Any], Any] = arguments["optimizer"]
     before = dict(arguments)
-    seeing_the_users_groups(arguments, ds_config)
+    with_users_groups(arguments, ds_config)
 
     def made(parameters: Any) -> Any:
-        optimizer = recipe(parameters)
-        own = {**before, "optimizer": optimizer, "model_parameters": None}
+        optimizer = make(parameters)
+        changed = {**before, "optimizer": optimizer, "model_parameters": None}
         for rule in DIRECTIONS:
             if rule.given(optimizer):
-                rule.install(own, parse(find_block(ds_config) or {}), ds_config)
-        return own["optimizer"]
+                rule.install(changed, parse(find_block(ds_config) or {}), ds_config)
+        return changed["optimizer"]
 
     arguments["optimizer"] = made

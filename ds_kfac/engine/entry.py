@@ -22,7 +22,7 @@ from ds_kfac.checkpoint.moving import watch_loads
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.base import UpdateRule
-from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
+from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.preflight import (
@@ -126,7 +126,7 @@ def initialize(
         elif rule.optimizer_type is not None:
             rule.install(bound.arguments, parsed, source)
         check_tensors(bound.arguments.get("model"))
-    if rule.optimizer_type is None and is_recipe(bound.arguments.get("optimizer")):
+    if rule.optimizer_type is None and is_factory(bound.arguments.get("optimizer")):
         when_made(bound.arguments, source)
     with saying_how_to_launch():
         result = _plain_initialize(*bound.args, **bound.kwargs)
@@ -205,7 +205,7 @@ def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
     if enabled() or rule.optimizer_type is not None:  # by its name or as an object, which DeepSpeed alone would refuse
         return initialize(*args, **kwargs)
     check_objects(bound.arguments, source, rule)
-    if is_recipe(optimizer):
+    if is_factory(optimizer):
         when_made(bound.arguments, source)
     result = _plain_initialize(*bound.args, **bound.kwargs)
     block = find_block(result[0].config)

@@ -543,7 +543,7 @@ _ROWS = [
     ("seam: states of the first group alone", "zero/deepspeed_versions.py",
      "optimizer._hp_optimizer_states_linked = False", "pass", _ACCESS),
     ("user's groups: a scheduler sees those that are stepped", "directions/kfac_adamw/user_optimizer.py",
-     'given(getattr(optimizer, "users", optimizer))', "given(optimizer)", "tests/deepspeed/test_optimizer_object.py"),
+     'scheduler(getattr(optimizer, "users", optimizer))', "scheduler(optimizer)", "tests/deepspeed/test_optimizer_object.py"),
     ("user's groups: a recipe's optimizer is not looked at", "directions/table.py", "if rule.given(optimizer):",
      "if False:", "tests/deepspeed/test_optimizer_object.py"),
     ("own group: a group for each engine", "comm/message.py", "None in numbers[one] or len(numbers[one]) > 1", "True",

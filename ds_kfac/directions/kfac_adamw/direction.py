@@ -1,32 +1,35 @@
 """Adam in the K-FAC eigenbasis: the directions that KFACAdamW steps along.
 
-    R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated
-    m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
-    U = m^ / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha or beta is rounding   (Rotation.only_seen; m^ Nesterov's)
-    X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p, c 0.01)
-    U <- size sqrt(max(O, I)) X / |X|
-    W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
+    R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated                          (_adam)
+    m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2                                     (PendingMoments.commit)
+    U = m^ / (sqrt(v / (1 - b2^k)) + eps), 0 in the null spaces of A and G; m^ is Nesterov's      (adam_direction)
+    X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p                    (_orthogonalize)
+    U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T                                      (_finish)
+    W <- W - lr (Q_G U Q_A^T + weight_decay W)                                                    (optimizer.py)
 
-A layer whose averaged gradient is exactly zero was not used: as with a gradient of None in torch, it takes no step,
-does not decay and keeps its moments. A tensor-parallel shard is asked by itself. The same holds
-for a parameter that is frozen, and for a gradient that is so large that moments would not hold its square: that one is
-left out, counted and warned of.
+with p ``adam.whiten`` and c 0.01. Layers of one shape take these steps in one batch, as many groups at a time as may be
+in memory together.
 
 The second moment is that of SOAP (Vyas et al. 2024, arXiv:2409.11321); the eigenbasis is K-FAC's instead of Shampoo's.
 The orthogonal factor is Muon's (Jordan et al. 2024), there of plain momentum. S makes it the steepest descent step
 under the norm |U A^p|, which bounds the response to each input direction in place of the weight's: as in Mousse
 (arXiv:2603.09697), there on both sides, of momentum.
 
-U travels where the gradient was. DeepSpeed will take the norm of all gradients, report it, clip by it and look for
-overflow; so the directions are put there at the norm that the layers' gradients have together, and the optimizer gets
-the factor. DeepSpeed then sees the norm of the raw gradients, as it would with AdamW. Norms are float64: the
-square of a finite gradient may not be finite in fp32.
+No step, no decay, and moments as they were has a layer
 
-Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in
-an output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too
-little for O < I, as is Muon's sqrt(max(1, O / I)): docs/notes/kfacadamw.md). What keeps Adam's direction, norms and
-heads, has the rate adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's direction grows with the
-width, too.
+- whose averaged gradient is exactly zero: it was not used. torch's AdamW does so where a gradient is None. Each
+  tensor-parallel shard is checked on its own;
+- whose parameters are frozen;
+- whose gradient is so large that moments could not hold its square: it is left out, counted and warned of.
+
+U is written over the gradient, scaled to the norm of the original gradients, so that DeepSpeed's clipping, its overflow
+check and the norm that it reports see what they would with AdamW; the optimizer undoes the factor. Norms are float64:
+the square of a finite gradient may not be finite in fp32.
+
+Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in an
+output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too little
+for O < I, as is Muon's sqrt(max(1, O / I)): docs/notes/kfacadamw.md). What keeps Adam's direction, norms and heads, has
+the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's direction grows with the width, too.
 """
 
 import math
@@ -97,17 +100,19 @@ RANGES = (2.0**-130, 2.0**60)
 
 
 class GroupStep:
-    """Layers of one shape on their way through a step, and what is constant of it. A map is what is orthogonalized by
-    itself: a layer's matrix, each group of a grouped convolution, or each block of a fused weight's rows.
+    """Layers of one shape on their way through a step, with its constants. A map is a matrix that is orthogonalized by
+    itself: a layer's, that of a group of a grouped convolution, or a block of a fused weight's rows.
 
     Attributes:
         group: the layers.
-        places: of its layers among this rank's.
+        places: where its layers are in vectors of this rank's layers.
         orthogonal: whether directions are orthogonalized.
-        maps: of a layer, which are views of its matrix, all of one shape.
-        blocks: rows of each map, where they are no such views; their sizes are put right before the result is taken as
-            one map.
-        rated: whether the result has a norm of its own (:func:`scale_to`), else Adam's times a factor.
+        maps: how many a layer has: views of its matrix, all of one shape.
+        blocks: rows of each map, where these are of several shapes or lie apart. After they were scaled, each to its
+            own norm, the layer counts as one map.
+        rows_first: whether the rows leave the eigenbasis before, the columns after orthogonalization: blocks are rows
+            of the weight, not of its rotation.
+        normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's times a factor.
         target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements; or the factor and 1.
         x_nOI: the direction as far as it has come, [n, O, I] as in the group.
         sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
@@ -122,15 +127,15 @@ class GroupStep:
         self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
         if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == layer.shape[-2]:
             self.maps, self.blocks = len(self.blocks), ()
-        self.rated = self.orthogonal and not self.blocks
-        self.rows_first = self.orthogonal and bool(layer.blocks)  # blocks are rows of the weight, not of its rotation
+        self.normalized = self.orthogonal and not self.blocks
+        self.rows_first = self.orthogonal and bool(layer.blocks)
 
         def norm_and_full(rows: int | None) -> tuple[float, float]:
             height = layer.shape[-2] if rows is None else rows
             return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
 
         constants = adam_factor(options, layer, ratio), 1.0
-        if self.rated:
+        if self.normalized:
             constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
         of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), device=device)
         self.target, self.full = of_maps.T.contiguous()
@@ -169,7 +174,7 @@ class AdamDirection(Direction):
         if layers:
             self.target = torch.cat([x.target for x in steps.values()])
             self.full = torch.cat([x.full for x in steps.values()])
-            self.rated = vector([x.rated for x in steps.values() for _ in x.target], dtype=torch.bool)
+            self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
@@ -206,12 +211,12 @@ class AdamDirection(Direction):
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
                 norms.append(self._finish(step, bound[step.places], replacement[step.places]))
-                sizes.append(step.sizes[0] if step.rated else step.full)
+                sizes.append(step.sizes[0] if step.normalized else step.full)
                 local.outbox.add(step.group.layers, step.group.by_layer(step.x_nOI))
                 del step.x_nOI
 
         norm, size = torch.cat(norms), torch.cat(sizes)
-        scale = torch.where(self.rated, scale_to(self.target, size=size, norm=norm, full=self.full), self.target)
+        scale = torch.where(self.normalized, scale_to(self.target, size=size, norm=norm, full=self.full), self.target)
         squared = (norm * scale).square()
         if len(squared) > len(self.names):  # of maps: of layers their sums
             steps = [step for chunk in self.chunks for step in chunk]
@@ -313,7 +318,7 @@ class AdamDirection(Direction):
             bound, replacement = (
                 repeated(part, step.maps) for part in (torch.where(all_finite, bound, 0.0), replacement)
             )
-        size = step.sizes[0] if step.rated else None
+        size = step.sizes[0] if step.normalized else None
         finish_direction_(x, norm, size, step.target, step.full, bound, replacement, IN_USE)
         return norm
 

@@ -1,15 +1,14 @@
-"""KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for groups whose direction K-FAC has computed.
+"""KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for parameters whose direction K-FAC has computed.
 
-DeepSpeed only knows flat slices of parameters, in which matrices cannot be seen. So the parameter groups are split in
-two before the engine exists: in groups marked :data:`FLAG` the gradient that arrives here is Adam's direction in the
-eigenbasis (``direction.py``), and only weight decay and learning rate are left to do, without any state. All others get
-plain AdamW, by the class DeepSpeed would take for it.
+DeepSpeed's optimizers see flat slices of parameters, no matrices. So every parameter group is split before the engine
+exists. In groups marked :data:`FLAG` the gradient that arrives here is the finished direction (``direction.py``): only
+weight decay and the learning rate are left to apply, without any state. All others get plain AdamW, by the class that
+DeepSpeed would take for it.
 
-A layer that a step did not use must not decay either, and in a flat slice layers cannot be seen. So it is decided
-entry by entry: where the direction is zero nothing happens, as it is also zero wherever DeepSpeed fills up what has
-no gradient. A zero that is the direction of a layer in use, such as that of an input that was always zero, is
-:data:`IN_USE`, or what casts leave of that, a negative zero: IEEE keeps the sign, and should something lose it, an
-entry without a gradient does not decay.
+A layer that a step did not use must not decay, and a flat slice does not show layers. So each entry decides: where the
+direction is +0 nothing happens, as wherever DeepSpeed fills in zeros for a missing gradient. A direction that is zero
+in a layer in use, such as that of an input that was always zero, is :data:`IN_USE` instead, or the negative zero that
+casts leave of it. Should something lose the sign, that entry does not decay.
 """
 
 import difflib
@@ -63,9 +62,9 @@ class KFACAdamWStep:
     """What the three classes below add to their Adam.
 
     Attributes:
-        direction_scale: what undoes the scale at which a direction was put into the gradient; None while no K-FAC is
+        direction_scale: undoes the scale at which a direction was put into the gradient; None while no K-FAC is
             attached.
-        adam_ratio: adam_lr / lr. No rate of its own in the groups: many of DeepSpeed's schedulers set one for all.
+        adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set one rate for all.
         users: the optimizer with the groups as the user knows them.
     """
 
@@ -79,18 +78,18 @@ class KFACAdamWStep:
         """One step over ``param_groups``, of which DeepSpeed may present one at a time."""
         groups, loss = self.param_groups, None
         others = [group for group in groups if not group.get(FLAG)]
-        own = [(group["lr"], group["weight_decay"]) for group in others]
+        before = [(group["lr"], group["weight_decay"]) for group in others]
         if others:
             self.param_groups = others
             # parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still
-            for group, (rate, decay) in zip(others, own, strict=True):
+            for group, (rate, decay) in zip(others, before, strict=True):
                 ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
                 group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
             try:
                 loss = super().step(*arguments, **keywords)  # type: ignore[misc]
             finally:
                 self.param_groups = groups
-                for group, (rate, decay) in zip(others, own, strict=True):
+                for group, (rate, decay) in zip(others, before, strict=True):
                     group["lr"], group["weight_decay"] = rate, decay
         for group in groups:
             if group.get(FLAG):
@@ -132,13 +131,13 @@ class KFACAdamWStep:
             if isinstance(amount, Tensor) or amount:
                 # 1 where the layer is in use, else 0: only +0 has no bit set
                 bits = [gradient.view(_BITS[gradient.itemsize]) for gradient in gradients]
-                in_use = [torch.ne(own, 0, out=torch.empty_like(x)) for own, x in zip(bits, parameters, strict=True)]
+                in_use = [torch.ne(x, 0, out=torch.empty_like(y)) for x, y in zip(bits, parameters, strict=True)]
                 if isinstance(amount, Tensor):
                     torch._foreach_mul_(in_use, amount)
                     amount = 1.0
                 torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
             rate = group["lr"] * torch.as_tensor(scale, device=parameters[0].device)  # offloaded
-            steps = torch._foreach_mul([own.to(x.dtype) for own, x in zip(gradients, parameters, strict=True)], rate)
+            steps = torch._foreach_mul([x.to(y.dtype) for x, y in zip(gradients, parameters, strict=True)], rate)
             torch._foreach_sub_(parameters, steps)
 
 
@@ -200,11 +199,11 @@ def checked(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where.rstrip('.')}: got {given!r}; must be an object")
     params = {key: value for key, value in given.items() if value is not None and value != "auto"}
-    known = [*PARAMS, *OWN]
+    names = [*PARAMS, *OWN]
     for key, value in params.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(known)}"
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(names)}"
             raise ValueError(f"{where}{key}: {NAME} has no such parameter; {hint}")
         if wrong := _wrong(key, value):
             raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {wrong}")
@@ -226,8 +225,8 @@ def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
                 "the group's lr scales both of its rates"
             )
     others = {key: value for key, value in group.items() if key not in PARAMS}
-    own = {key: value for key, value in group.items() if key in PARAMS}
-    return {**others, **checked(own, f"{NAME}: in a parameter group, ")}
+    values = {key: value for key, value in group.items() if key in PARAMS}
+    return {**others, **checked(values, f"{NAME}: in a parameter group, ")}
 
 
 def _wrong(key: str, value: Any) -> str | None:

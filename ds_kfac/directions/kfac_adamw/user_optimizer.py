@@ -1,5 +1,7 @@
-"""KFACAdamW where a user names it: in the config's "optimizer" block, or as an object. Parameter groups are split in
-two, [preconditioned | rest], before the engine exists, and what DeepSpeed steps goes there in its place.
+"""KFACAdamW where a user names it: in the config's "optimizer" block, or as an object.
+
+DeepSpeed gets another optimizer in its place (``optimizer.py``), built before the engine, in which every parameter
+group is split: preconditioned parameters, and the others. Only a model's layers tell which is which.
 """
 
 import gc
@@ -28,20 +30,19 @@ def split_groups(
     apart: str | None = None,
     frozen: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split every group of ``model_parameters``: preconditioned parameters in layer order first, then the others,
-    matrices among them apart.
+    """Split every parameter group: preconditioned parameters in layer order first, then the others; with ``apart``
+    matrices among these are groups of their own.
 
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
-        flag: key that is set true in preconditioned groups and false in others.
-        apart: key that is set true in groups of matrices that are in no layer, and of their biases, and false in
-            others; None: they are with the others.
-        frozen: keep groups of frozen parameters alone, which may be trained later.
+        flag: key of a group that says whether its parameters are preconditioned.
+        apart: key of a group that says whether it has matrices that are in no layer, and their biases.
+        frozen: whether to keep groups that have nothing but frozen parameters, which may be trained later.
 
     Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
     """
-    given = list(model.parameters() if model_parameters is None else model_parameters)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    parameters = list(model.parameters() if model_parameters is None else model_parameters)
+    groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
     named = dict(model.named_parameters())
     order = {
         id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
@@ -52,30 +53,30 @@ def split_groups(
     split: list[dict[str, Any]] = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
-        ours = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
-        rest = [p for p in params if id(p) not in order and id(p) not in matrices]
-        left = [p for p in params if id(p) not in order and id(p) in matrices]
-        for is_ours, alone, part in ((True, False, ours), (False, False, rest), (False, True, left)):
+        preconditioned = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
+        vectors = [p for p in params if id(p) not in order and id(p) not in matrices]
+        unclaimed = [p for p in params if id(p) not in order and id(p) in matrices]
+        for is_layers, is_matrix, part in (
+            (True, False, preconditioned), (False, False, vectors), (False, True, unclaimed),
+        ):  # fmt: skip
             if any(frozen or p.requires_grad for p in part):
-                keys = {flag: is_ours, apart: alone}
+                keys = {flag: is_layers, apart: is_matrix}
                 split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
     return split
 
 
 def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, as DeepSpeed wants them of a model with experts: those of one expert-parallel group in groups of
-    their own, which have its name. Groups that are so already, or have none, stay as they are."""
+    """The groups as DeepSpeed asks for them where a model has experts: the parameters of an expert-parallel group of
+    ranks are in parameter groups of their own, which have its name. Where they are already, nothing changes."""
     if not any(is_moe_param(p) and not group.get("moe") for group in groups for p in group["params"]):
         return groups
     named = [{**group, "name": group.get("name", f"group_{index}")} for index, group in enumerate(groups)]
     return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
 
 
-# ``ds_kfac.KFACAdamW``, the optimizer as an object, for whoever wants one before there is an engine.
-#
-# What DeepSpeed steps has each parameter group in two (``optimizer.py``), which only a model's layers can tell. So this
-# one is replaced when ``deepspeed.initialize`` gets it, and from then on its groups are windows on their halves: a
-# scheduler that was made with it goes on working, with as many groups as it knows.
+# ``ds_kfac.KFACAdamW``, the optimizer as an object. It is replaced when ``deepspeed.initialize`` gets it. From then on
+# its groups read and write through to the groups that were split from them, so that a scheduler that was made with the
+# object works on, and sees as many groups as it knows.
 
 
 ORIGIN = "kfac_origin"
@@ -85,13 +86,13 @@ HIDDEN = ("params", FLAG, MATRIX)
 
 
 class Group(dict[str, Any]):
-    """A parameter group. Everything a dict can do goes through its first five methods, which see the groups that
-    DeepSpeed steps as soon as there are some. Known by its class in optimizers that were made of another's groups, as
-    Accelerate does with offload.
+    """A parameter group of the user's. As soon as an engine steps it, its values are those of the groups that were
+    split from it: everything that a dict can do goes through its first five methods, which look there. Found by its
+    class also in an optimizer that was made of another one's groups, as Accelerate does with offload.
 
     Attributes:
         options: those of the optimizer that it was made for.
-        taken: the optimizer that DeepSpeed steps, and which of its groups are parts of this one.
+        taken: the optimizer that DeepSpeed steps, and which of its groups were split from this one.
     """
 
     def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -100,7 +101,7 @@ class Group(dict[str, Any]):
         self.taken: tuple[Any, tuple[int, ...]] = (None, ())
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Where the values are; by number, as loading puts new groups into an optimizer."""
+        """The groups that have the values. By number, since loading puts new groups into an optimizer."""
         optimizer, numbers = self.taken
         return [optimizer.param_groups[number] for number in numbers] or [self]
 
@@ -150,7 +151,7 @@ class Group(dict[str, Any]):
 for _name in (
     "__contains__", "__eq__", "clear", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
-    setattr(Group, _name, getattr(MutableMapping, _name))  # dict's own would pass the five methods by
+    setattr(Group, _name, getattr(MutableMapping, _name))  # dict's own would go past the five methods
 
 
 class KFACAdamW(torch.optim.Optimizer):
@@ -230,17 +231,16 @@ _MADE: "weakref.WeakSet[KFACAdamW]" = weakref.WeakSet()
 
 
 def unstepped(parameters: Iterable[Any]) -> int:
-    """How many of these are in a :class:`KFACAdamW` that no engine has taken. One that nobody holds any more does not
-    count: it cannot be told from one that was made in vain."""
-    own = set(map(id, parameters))
+    """How many of these are in a :class:`KFACAdamW` that no engine has taken, if somebody still holds that."""
+    ids = set(map(id, parameters))
 
-    def found() -> int:
-        waiting = [group for made in _MADE for group in given_groups(made) or () if not group.taken[1]]
-        return len(own & {id(parameter) for group in waiting for parameter in group["params"]})
+    def count() -> int:
+        groups = [group for made in _MADE for group in given_groups(made) or () if not group.taken[1]]
+        return len(ids & {id(parameter) for group in groups for parameter in group["params"]})
 
-    if found():
+    if count():
         gc.collect()  # a scheduler and its optimizer hold each other
-    return found()
+    return count()
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
@@ -249,15 +249,12 @@ def given_groups(optimizer: Any) -> list[Group] | None:
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
 
-# ``"optimizer": {"type": "KFACAdamW"}`` in the config, or the object: what DeepSpeed steps goes there in its place.
-
-
 def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The optimizer's parameters if the config asks for it, else None.
 
     Raises:
-        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours, an unknown parameter, or a part
-            of the optimizer offloaded.
+        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours; an unknown parameter; an
+            optimizer that is offloaded in part.
     """
     block = ds_config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
@@ -273,7 +270,7 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _offloaded(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is; raises ValueError if it is in part."""
+    """Whether the optimizer is offloaded. Raises ValueError if a part of it is."""
     zero = ds_config.get("zero_optimization") or {}
     offload = zero.get("offload_optimizer") or {}
     if (ratio := offload.get("ratio", 1.0)) < 1:
@@ -304,56 +301,55 @@ def put_into(
     wrapped = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
-    model, given = arguments["model"], arguments.get("model_parameters")
-    theirs = given_groups(arguments.get("optimizer"))
-    seeing_the_users_groups(arguments, ds_config)
+    model, parameters = arguments["model"], arguments.get("model_parameters")
+    is_object = given_groups(arguments.get("optimizer")) is not None
+    with_users_groups(arguments, ds_config)
 
-    def make(given: Iterable[Any] | None) -> torch.optim.Optimizer:
-        # what the user made, or would have made
-        users: Any = KFACAdamW(model.parameters() if given is None else given, **(params or {}))
-        return engines(users)
+    def from_parameters(parameters: Iterable[Any] | None) -> torch.optim.Optimizer:
+        return from_object(KFACAdamW(model.parameters() if parameters is None else parameters, **(params or {})))
 
-    def engines(users: Any) -> torch.optim.Optimizer:
-        """What DeepSpeed steps; from then on the user's groups are windows on its."""
-        known = given_groups(users) or []
-        given = [{**group, ORIGIN: index} for index, group in enumerate(known)]
-        found = scan(model, choice, optimized=[p for group in given for p in group["params"]])
-        parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=not (stage or any(wrapped)))
+    def from_object(users: Any) -> torch.optim.Optimizer:
+        """The optimizer that DeepSpeed steps, to which the user's groups write through."""
+        theirs = given_groups(users) or []
+        marked = [{**group, ORIGIN: index} for index, group in enumerate(theirs)]
+        layers = scan(model, choice, optimized=[p for group in marked for p in group["params"]])
+        parts = split_groups(model, layers, marked, flag=FLAG, apart=MATRIX, frozen=not (stage or any(wrapped)))
         groups = experts_apart([checked_group(group) for group in parts])
-        optimizer = build(groups, known[0].options, offload=offload, adam_ratio=ADAM_RATIO)
+        optimizer = build(groups, theirs[0].options, offload=offload, adam_ratio=ADAM_RATIO)
         origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
-        for index, group in enumerate(known):
+        for index, group in enumerate(theirs):
             group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
         optimizer.users = users
         return optimizer
 
-    if (ds_config.get("expert_parallel") or {}).get("enabled"):  # AutoEP replaces layers, then DeepSpeed calls ``make``
-        if theirs is not None:
+    # AutoEP replaces layers before DeepSpeed calls the optimizer's function
+    if (ds_config.get("expert_parallel") or {}).get("enabled"):
+        if is_object:
             raise ValueError(
                 f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed config instead, "
                 f'"optimizer": {{"type": "{NAME}", ..}}'
             )
-        given = list(model.parameters() if given is None else given)
-        arguments["optimizer"], arguments["model_parameters"] = make, given
+        arguments["optimizer"] = from_parameters
+        arguments["model_parameters"] = list(model.parameters() if parameters is None else parameters)
         return
-    optimizer = make(given) if theirs is None else engines(arguments["optimizer"])
-    arguments["optimizer"], arguments["model_parameters"] = optimizer, None
+    arguments["optimizer"] = from_object(arguments["optimizer"]) if is_object else from_parameters(parameters)
+    arguments["model_parameters"] = None
 
 
-def seeing_the_users_groups(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """Let a scheduler that DeepSpeed makes of an optimizer be made of what the user made, or would have made: where it
-    has a value or a function for each group, it has as many as there are groups then.
+def with_users_groups(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
+    """Have DeepSpeed make its scheduler with the user's optimizer, not with ours: it may have a value or a function for
+    each parameter group, as many as the user knows.
 
     Args:
         arguments: of ``deepspeed.initialize``; their ``lr_scheduler`` is replaced.
     """
-    given, block = arguments.get("lr_scheduler"), ds_config.get("scheduler")
+    scheduler, block = arguments.get("lr_scheduler"), ds_config.get("scheduler")
     options = (block.get("params") or {}) if isinstance(block, Mapping) else {}
-    if given is None and any(isinstance(value, (list, tuple)) for value in options.values()):
+    if scheduler is None and any(isinstance(value, (list, tuple)) for value in options.values()):
         name = block["type"]  # type: ignore[index]
 
-        def given(optimizer: Any) -> Any:
+        def scheduler(optimizer: Any) -> Any:
             return getattr(lr_schedules if hasattr(lr_schedules, name) else lr_scheduler, name)(optimizer, **options)
 
-    if callable(given):
-        arguments["lr_scheduler"] = lambda optimizer: given(getattr(optimizer, "users", optimizer))
+    if callable(scheduler):
+        arguments["lr_scheduler"] = lambda optimizer: scheduler(getattr(optimizer, "users", optimizer))
