@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import orthogonalization
-from benchmarks.kernels.cases import Case, Op, Settings, averages, packing, syrk
+from benchmarks.kernels.cases import Case, Op, Settings, adam_step, averages, packing, syrk
 from benchmarks.kernels.goals import goals, goals_table
-from benchmarks.kernels.layer_cases import adam_step, corrected_scaling, scaling
 from benchmarks.kernels.report import CsvFile, document, draw, table
 from benchmarks.kernels.shapes import MODELS, Model
 from benchmarks.kernels.solvers import IMPLEMENTATIONS, SOLVERS, solvers
@@ -58,8 +57,6 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Callab
         "syrk_accumulate_": [lambda dim=dim: [syrk(settings, dim)] for dim in sides],
         "symmetric_pack_into_": [lambda: list(packing(settings, model.name, factors))] * bool(factors),
         "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
-        "eigen_scale_dot": [lambda shape=shape: [scaling(settings, *shape)] for shape in gradients],
-        "corrected_scale_dot": [lambda shape=shape: [corrected_scaling(settings, *shape)] for shape in gradients],
         "adam_scale_": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
     }
     for op, parts in makers.items():

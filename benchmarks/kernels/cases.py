@@ -3,6 +3,7 @@
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,4 +203,40 @@ def averages(settings: Settings, name: str, dims: Sequence[int]) -> Case:
     return Case(
         "ema_update_", f"{name}, {len(dims)} factors", 12 * elements, 4 * elements,
         lambda op: op(state, sums, counts, counted, decays), error, {"foreach": foreach},
+    )  # fmt: skip
+
+
+def adam_step(settings: Settings, outputs: int, inputs: int, matrices: int = 1) -> Case:
+    """Adam's direction of several matrices, with the gradient left waiting for the moments."""
+    x_nOI, first_nOI, second_nOI = (settings.normal(matrices, outputs, inputs) for _ in range(3))
+    second_nOI = second_nOI.square()
+    updates = torch.full((matrices,), 10.0, device=settings.device)
+    usable = torch.ones(matrices, dtype=torch.bool, device=settings.device)
+    betas, eps = (0.9, 0.95), 1e-8
+    beta1, beta2 = betas
+    direction_nOI, waiting_nOI = torch.empty_like(x_nOI), torch.empty_like(x_nOI)
+    given = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI, updates, usable
+
+    def error(op: Op) -> tuple[float, float]:
+        x, first, second = x_nOI.double(), first_nOI.double(), second_nOI.double()
+        first, second = beta1 * first + (1 - beta1) * x, beta2 * second + (1 - beta2) * x.square()
+        ahead = beta1 * first / (1 - beta1**12) + (1 - beta1) * x / (1 - beta1**11)
+        wanted = ahead / ((second / (1 - beta2**11)).sqrt() + eps)
+        for out in (direction_nOI, waiting_nOI):
+            out.fill_(math.nan)
+        op(*given, betas=betas, eps=eps)
+        return max(worst(direction_nOI, wanted), worst(waiting_nOI, x)), 1e-5
+
+    def elementwise() -> Tensor:
+        first, second = torch.lerp(x_nOI, first_nOI, beta1), torch.lerp(x_nOI.square(), second_nOI, beta2)
+        steps = (updates + usable)[:, None, None]
+        root = (second / (1 - beta2**steps)).sqrt_().add_(eps)
+        ahead = first * (beta1 / (1 - beta1 ** (steps + 1))) + x_nOI * ((1 - beta1) / (1 - beta1**steps))
+        waiting_nOI.copy_(x_nOI)
+        return ahead.div_(root)
+
+    elements = matrices * outputs * inputs
+    return Case(
+        "adam_scale_", f"{matrices} x {outputs} x {inputs}", 20 * elements, 14 * elements,
+        lambda op: op(*given, betas=betas, eps=eps), error, {"elementwise": elementwise},
     )  # fmt: skip

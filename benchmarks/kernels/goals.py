@@ -45,7 +45,6 @@ GOALS = (
     Goal("symmetric_pack_into_", 0.85),
     Goal("symmetric_unpack_from", 0.85),
     Goal("ema_update_", 0.85),
-    Goal("eigen_scale_dot", 0.8),
 )
 
 

@@ -129,8 +129,6 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
         norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]]).T.contiguous()
         each: dict[str, Call] = {
             "syrk_accumulate_": ((torch.ones(packed_numel(side + 1)), x.to(dtype)), ones),
-            "eigen_scale_dot": ((x, _whole(rows).abs(), _whole(side).abs(), torch.tensor(1.0)), {}),
-            "corrected_scale_dot": ((x, first.abs(), torch.tensor(0.75), 2.0, 1.0), {}),
             "adam_scale_": ((out, waiting, *several, counted, flags, torch.tensor(0.5)), {**betas, "eps": 0.125}),
             "adam_fold_": ((several[1], several[2], counted, several[0], flags), betas),
             "finish_direction_": ((several[0], norm, size if rows > side else None, *vectors, 0.5), {}),
@@ -142,8 +140,7 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
 
 PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
-    **dict.fromkeys(("ema_update_", "eigen_scale_dot", "corrected_scale_dot"), DTYPES[:1]),
-    **dict.fromkeys(("adam_scale_", "adam_fold_", "finish_direction_"), DTYPES[:1]),
+    **dict.fromkeys(("ema_update_", "adam_scale_", "adam_fold_", "finish_direction_"), DTYPES[:1]),
 }
 """Every op that a backend compiles, and its dtypes."""
 

@@ -1,9 +1,7 @@
 """The op vocabulary that the other folders call: each op by the backend chosen for the device of its tensors.
 
 Per device type that is the best backend that can run, or the one that was asked for; the choice is the process's, as
-ops are called from below everything that knows a config. Contracts are in ``ops/reference.py``. Several matrices
-[n, O, I] at once divided by eigenvalues go to plain torch whatever was chosen: those kernels have no code for them, and
-launches cost more than passes over memory.
+ops are called from below everything that knows a config. Contracts are in ``ops/reference.py``.
 
 torch.compile sees registered ops, each with a fake kernel that gives shapes alone. Eager calls go past the
 registration, which would cost more than a small op.
@@ -29,9 +27,6 @@ SCHEMAS = {
     "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
     "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
     " -> Tensor",
-    "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping) -> (Tensor, Tensor)",
-    "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
-    " -> (Tensor, Tensor, Tensor)",
     "adam_scale_": "(Tensor(a!) direction_nOI, Tensor(b!) waiting_nOI, Tensor x_nOI, Tensor first_nOI, "
     "Tensor second_nOI, Tensor updates_n, Tensor usable_n, Tensor scale, float[] betas, float eps) -> ()",
     "adam_fold_": "(Tensor(a!) first_nOI, Tensor(b!) second_nOI, Tensor(c!) updates_n, Tensor waiting_nOI, "
@@ -58,7 +53,7 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""By name; best first. Those of a GPU share no op: products and divisions in Triton, many layers in one CUDA launch."""
+"""By name; best first. Those of a GPU share no op: products and Adam in Triton, many layers in one CUDA launch."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +144,6 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
 FAKES: dict[str, Callable[..., Any]] = {
     "symmetric_unpack_from": lambda packed, starts, dims: [packed.new_empty(n, n, dtype=torch.float32) for n in dims],
     "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
-    "eigen_scale_dot": lambda x_OI, *_: (torch.empty_like(x_OI), x_OI.new_empty(())),
-    "corrected_scale_dot": lambda x_OI, *_: (torch.empty_like(x_OI), torch.empty_like(x_OI), x_OI.new_empty(())),
 }
 """What an op returns, without values; the registered others return nothing."""
 _ops = torch.ops.ds_kfac
@@ -193,23 +186,20 @@ def _type_of(device: torch.device) -> str:
     return device.type
 
 
-def _by_device(specification: Op, *, stacks: bool = False) -> Op:
+def _by_device(specification: Op) -> Op:
     """The op as it was chosen for the device of its first argument, a tensor or a list of tensors.
 
     Args:
         specification: its name is the op's; its signature and docstring stay.
-        stacks: whether the op takes n matrices of one shape, too.
     """
-    op, of_stacks = specification.__name__, getattr(functional, specification.__name__) if stacks else None
+    op = specification.__name__
 
     @wraps(specification)
     def call(*arguments, **options):
-        first = arguments[0]
-        x = first if isinstance(first, Tensor) else first[0]
-        if of_stacks is not None and x.ndim > 2:
-            return of_stacks(*arguments, **options)
         if torch.compiler.is_compiling():
             return TRACED[op](*arguments, **options)
+        first = arguments[0]
+        x = first if isinstance(first, Tensor) else first[0]
         return chosen(_type_of(x.device)).ops[op][1](*arguments, **options)
 
     return cast(Op, call)
@@ -220,8 +210,6 @@ block_syrk_accumulate_ = _by_device(reference.block_syrk_accumulate_)
 symmetric_pack_into_ = _by_device(reference.symmetric_pack_into_)
 symmetric_unpack_from = _by_device(reference.symmetric_unpack_from)
 ema_update_ = _by_device(reference.ema_update_)
-eigen_scale_dot = _by_device(reference.eigen_scale_dot, stacks=True)
-corrected_scale_dot = _by_device(reference.corrected_scale_dot, stacks=True)
 adam_scale_ = _by_device(reference.adam_scale_)
 adam_fold_ = _by_device(reference.adam_fold_)
 finish_direction_ = _by_device(reference.finish_direction_)

@@ -161,21 +161,6 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Sc
     return sum_P.add_(_times_(lower.view(-1), scale))
 
 
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
-    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping))
-    return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
-
-
-def corrected_scale_dot(
-    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
-) -> tuple[Tensor, Tensor, Tensor]:
-    keep = decay if isinstance(decay, Tensor) else torch.full((), decay, device=x_OI.device)
-    averaged_OI = x_OI.square().mul_(each((1 - keep) * terms)).add_(second_OI * each(keep))
-    new_OI = torch.where(each(keep) < 1, averaged_OI, second_OI)  # 0 * inf is NaN
-    scaled_OI = x_OI / torch.add(new_OI, each(damping), out=averaged_OI)
-    return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
-
-
 def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,

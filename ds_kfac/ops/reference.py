@@ -91,39 +91,6 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Sc
     return sum_P.add_(scale * torch.cat(triangles))
 
 
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
-    """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping).
-
-    This op and the one below take n matrices of one shape as well: x [n, O, I], values [n, O] and
-    [n, I], scalars [n].
-
-    Returns scaled and the inner product of x and scaled, a fp32 scalar; of n matrices [n].
-    """
-    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping))
-    return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
-
-
-def corrected_scale_dot(
-    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take x into its second moment and divide by that: EKFAC's step.
-
-        new = r second + (1 - r) terms x^2        scaled = x / (new + damping)
-
-    Args:
-        second_OI: not changed.
-        decay: r, a float or a scalar on the device. 1 leaves the moment as it is whatever x holds, also NaN: so a
-            gradient that overflowed is kept out without asking the host.
-        terms: factor on x^2, to the units of the Fisher: loss terms over the squared loss scale.
-
-    Returns scaled, new, and the inner product as :func:`eigen_scale_dot`.
-    """
-    keep = each(torch.as_tensor(decay, device=x_OI.device))
-    new_OI = torch.where(keep < 1, keep * second_OI + (1 - keep) * each(terms) * x_OI.square(), second_OI)
-    scaled_OI = x_OI / (new_OI + each(damping))
-    return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
-
-
 def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,

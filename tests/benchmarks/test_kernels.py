@@ -20,10 +20,7 @@ from ds_kfac.ops.dispatch import Backend
 from tests.close import near
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
-TIMED = (
-    "syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
-    "eigen_scale_dot", "corrected_scale_dot", "adam_scale_",
-)  # fmt: skip
+TIMED = ("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "adam_scale_")
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32)
 
 
@@ -63,9 +60,9 @@ def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
 
 
 def test_a_wrong_implementation_has_no_speed_and_fails_the_command(run, monkeypatch):
-    broken = Backend("cpu", lambda: {"eigen_scale_dot": lambda x, *rest: (x, x.sum())})
+    broken = Backend("cpu", lambda: {"adam_scale_": lambda *_, **__: None})
     monkeypatch.setitem(kernels.BACKENDS, "broken", broken)
-    status, rows, page = run("--ops", "eigen_scale_dot")
+    status, rows, page = run("--ops", "adam_scale_")
     assert status == 1
     wrong = [row for row in rows if row["implementation"] == "broken"]
     assert len(wrong) == 2 and all(row["median_ms"] == row["gb_per_s"] == "" for row in wrong)
@@ -176,19 +173,19 @@ def test_rows_are_in_the_file_before_the_run_ends(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kernels, "draw", killed)
     with pytest.raises(KeyboardInterrupt):
-        run("--ops", "eigen_scale_dot")
+        run("--ops", "adam_scale_")
 
 
 def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(kernels.BACKENDS, "full", Backend("cpu", lambda: {"eigen_scale_dot": no_memory}))
+    monkeypatch.setitem(kernels.BACKENDS, "full", Backend("cpu", lambda: {"symmetric_pack_into_": no_memory}))
     monkeypatch.setattr(kernels, "adam_step", no_memory)
-    status, rows, page = run("--ops", "eigen_scale_dot", "adam_scale_")
+    status, rows, page = run("--ops", "symmetric_pack_into_", "adam_scale_")
     problems = {(row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]}
     text = "OutOfMemoryError: CUDA out of memory"
-    assert status == 1 and problems == {("eigen_scale_dot", "full"): text, ("not made", ""): text}
+    assert status == 1 and problems == {("symmetric_pack_into_", "full"): text, ("not made", ""): text}
     assert sum(bool(row["median_ms"]) for row in rows) == 4 and f"| full | **wrong**: {text} |" in page
 
 

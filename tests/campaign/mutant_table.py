@@ -72,10 +72,8 @@ _ROWS = [
      "view(rows, block, dim // block).permute(2, 0, 1)", _BASIC),
     ("unpack: diagonal doubled", _OPS, "lower_DD.tril(-1).T", "lower_DD.tril().T", _BASIC),
     ("unpack: upper triangle zero", _OPS, "lower_DD + lower_DD.tril(-1).T", "lower_DD", _BASIC),
-    ("eigen scale: damping dropped", _OPS, "values_I[..., None, :] + each(damping))", "values_I[..., None, :])",
-     _LAYER_OPS),
-    ("corrected scale: terms dropped", _OPS, "each((1 - keep) * terms)", "each(1 - keep)", _LAYER_OPS),
-    ("corrected scale: old moment not decayed", _OPS, "second_OI * each(keep)", "second_OI", _LAYER_OPS),
+    ("finish: a shift for the replacement", _OPS, "replacement_n.masked_fill(good, shift)",
+     "torch.full_like(replacement_n, shift)", _LAYER_OPS),
     # damping, scales, inverses
     ("relative damping is absolute", "directions/kfac_gradient.py", "damping * mean_n[:, None, None]", "damping",
      "tests/directions/test_precondition.py"),

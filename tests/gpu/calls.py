@@ -107,28 +107,6 @@ def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         )  # fmt: skip
 
 
-def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    """eigen_scale_dot and corrected_scale_dot."""
-    for (outputs, inputs), transposed in product(sizes.gradients, (False, True)):
-        x_OI, values_O, values_I = normal(device, outputs, inputs), normal(device, outputs), normal(device, inputs)
-        x_OI = laid_out(x_OI, "transposed") if transposed else x_OI
-        second_OI = normal(device, outputs, inputs, seed=1).square()
-        second_OI = laid_out(second_OI, "transposed") if transposed else second_OI
-        values_O, values_I = values_O.abs(), values_I.abs()
-        damping = torch.tensor(0.1, device=device) if transposed else 0.1
-        wanted = x_OI.double() / (torch.outer(values_O.double(), values_I.double()) + damping)
-        label = f"{outputs} x {inputs}{', transposed' if transposed else ''}"
-        arguments = (x_OI, values_O, values_I, damping)
-        both = [wanted, (x_OI.double() * wanted).sum()]
-        yield Call("eigen_scale_dot", label, arguments, both, lambda found, _: found, 1e-5)
-        decay = torch.tensor(0.9, device=device)
-        moment = decay.double() * second_OI.double() + (1 - decay.double()) * 2.0 * x_OI.double().square()
-        wanted = x_OI.double() / (moment + damping)
-        arguments = (x_OI, second_OI, decay, 2.0, damping)
-        three = [wanted, moment, (x_OI.double() * wanted).sum()]
-        yield Call("corrected_scale_dot", label, arguments, three, lambda found, _: found, 1e-5)
-
-
 def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     """A direction of two matrices, of which one may be unusable; then they are taken into their moments."""
     kinds = ((0.0, True, torch.float32), (7.0, True, torch.bfloat16), (3.0, False, torch.float16))

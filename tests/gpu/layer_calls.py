@@ -15,7 +15,6 @@ from tests.gpu.calls import (
     finish_calls,
     laid_out,
     normal,
-    scale_calls,
     syrk_calls,
     triangle,
 )  # fmt: skip
@@ -72,8 +71,6 @@ CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "symmetric_pack_into_": packing_calls,
     "symmetric_unpack_from": packing_calls,
     "ema_update_": average_calls,
-    "eigen_scale_dot": scale_calls,
-    "corrected_scale_dot": scale_calls,
     "adam_scale_": adam_calls,
     "adam_fold_": adam_calls,
     "finish_direction_": finish_calls,

@@ -23,31 +23,22 @@ Row = tuple[str, int, int]
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Elementwise kernels on an aligned and an odd shape; every shipped SYRK that a device of 90 has."""
-    for rows, columns in ((768, 3072), (768, 769), (3072, 64)):
-        x, number = torch.empty(rows, columns), torch.empty(())
-        values = torch.empty(rows), torch.empty(columns)
-        several, vector, flags = torch.empty(12, rows, columns), torch.empty(12), torch.empty(12, dtype=torch.bool)
-        waiting, betas = several.to(torch.bfloat16), (0.9, 0.99)
-        shape = f"{rows} x {columns}"
-        given = several, waiting, several, several, several, vector, flags, number
-        yield f"adam_scale_ {shape}", lambda g=given, b=betas: scale.adam_scale_(*g, betas=b, eps=1e-8)
-        fold = several, several, vector, waiting, flags
-        yield f"adam_fold_ {shape}", lambda g=fold, b=betas: scale.adam_fold_(*g, betas=b)
-        for sizes in ([None, "as it is"], [vector, "with sizes"]):
-            finish = several, vector, sizes[0], *[vector] * 4, 0.5
-            yield f"finish_direction_ {shape}, {sizes[1]}", lambda g=finish: scale.finish_direction_(*g)
-        yield f"eigen_scale {shape}", lambda x=x, v=values, n=number: scale.eigen_scale_dot(x, *v, n)
-        yield (
-            f"corrected_scale {shape}",
-            lambda x=x, n=number: scale.corrected_scale_dot(x, x.clone(), n, n, n),
-        )
+    """Elementwise kernels, which are the same for every shape; every shipped SYRK that a device of 90 has."""
+    x, vector, flags = torch.empty(12, 768, 3072), torch.empty(12), torch.empty(12, dtype=torch.bool)
+    waiting, betas = x.to(torch.bfloat16), (0.9, 0.99)
+    yield (
+        "adam_scale_",
+        lambda: scale.adam_scale_(x, waiting, x, x, x, vector, flags, torch.empty(()), betas=betas, eps=1e-8),
+    )
+    yield "adam_fold_", lambda: scale.adam_fold_(x, x, vector, waiting, flags, betas=betas)
+    yield "finish_direction_", lambda: scale.finish_direction_(x, vector, None, *[vector] * 4, 0.5)
+    yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, *[vector] * 6, 0.5)
     for dtype, family in ((torch.bfloat16, "sm_90"), (torch.float32, "fp32")):
-        x, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))
-        for config in dict.fromkeys((*SHIPPED[family], config_for(x, 90).plain())):
+        rows, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))
+        for config in dict.fromkeys((*SHIPPED[family], config_for(rows, 90).plain())):
             yield (
                 f"syrk {str(config).removeprefix('SyrkConfig')}",
-                lambda x=x, t=total, c=config: syrk.accumulate(t, x, None, c),
+                lambda x=rows, t=total, c=config: syrk.accumulate(t, x, None, c),
             )
 
 

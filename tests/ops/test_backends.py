@@ -45,18 +45,18 @@ def test_null_takes_the_best_per_op_and_torch_for_the_rest(monkeypatch):
     choice = dispatch.use(None, "cpu")
     name, implementation = choice.ops["ema_update_"]
     assert name == "fake" and implementation.__wrapped__ is ema_update_
-    assert choice.ops["eigen_scale_dot"][0] == "torch"
+    assert choice.ops["adam_scale_"][0] == "torch"
     assert set(choice.ops) == set(dispatch.OPS) and not choice.missing
 
 
 def test_what_runs_is_what_was_chosen(monkeypatch):
     called = []
-    offer(monkeypatch, lambda: {"eigen_scale_dot": lambda *a, **k: called.append(a)})
+    offer(monkeypatch, lambda: {"syrk_accumulate_": lambda *a, **k: called.append(a)})
     dispatch.use(None, "cpu")
-    dispatch.eigen_scale_dot(torch.ones(1, 1), torch.ones(1), torch.ones(1), 0.1)
+    dispatch.syrk_accumulate_(torch.ones(1), torch.ones(1, 1))
     assert len(called) == 1
     dispatch.use("torch", "cpu")
-    assert dispatch.eigen_scale_dot(torch.ones(1, 1), torch.ones(1), torch.ones(1), 1.0)[0].tolist() == [[0.5]]
+    assert dispatch.syrk_accumulate_(torch.ones(1), torch.ones(1, 1)).tolist() == [2.0]
     assert len(called) == 1
 
 

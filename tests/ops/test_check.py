@@ -78,20 +78,20 @@ def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
         return None
 
     offer(
-        monkeypatch, adam_scale_=off_by_one("adam_scale_", 1), ema_update_=crashes, eigen_scale_dot=returns_nothing,
-        corrected_scale_dot=functional.corrected_scale_dot,
+        monkeypatch, adam_scale_=off_by_one("adam_scale_", 1), ema_update_=crashes,
+        symmetric_unpack_from=returns_nothing, adam_fold_=functional.adam_fold_,
     )  # fmt: skip
     choice = dispatch.use(None, "cpu")
     by = {op: name for op, (name, _) in choice.ops.items()}
-    assert by == {op: "fake" if op == "corrected_scale_dot" else "torch" for op in dispatch.OPS}
-    assert set(choice.replaced) == {"adam_scale_", "ema_update_", "eigen_scale_dot"}
+    assert by == {op: "fake" if op == "adam_fold_" else "torch" for op in dispatch.OPS}
+    assert set(choice.replaced) == {"adam_scale_", "ema_update_", "symmetric_unpack_from"}
     assert (
         "adam_scale_ by fake is wrong: off by 1.0e-02 of the largest value, in float32"
         in choice.replaced["adam_scale_"]
     )
     assert "ema_update_ by fake fails: ema_update_ by the backend" in choice.replaced["ema_update_"]
     assert "not adam_scale_: adam_scale_ by fake is wrong" in str(choice)
-    assert set(notes()[0]) == {f"{op} by fake" for op in (*choice.replaced, "corrected_scale_dot")}
+    assert set(notes()[0]) == {f"{op} by fake" for op in (*choice.replaced, "adam_fold_")}
 
 
 def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
@@ -124,7 +124,7 @@ def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(mon
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    offer(monkeypatch, eigen_scale_dot=functional.eigen_scale_dot, adam_scale_=off_by_one("adam_scale_", 0))
+    offer(monkeypatch, adam_fold_=functional.adam_fold_, adam_scale_=off_by_one("adam_scale_", 0))
     with monkeypatch.context() as patch:
         patch.setattr(check, "check_alive", lost)
         with pytest.raises(RuntimeError, match="illegal memory access"):

@@ -28,8 +28,8 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
 
     numel, found = packed_numel(DIM), {}
     x, matrix = normal(515, DIM), normal(DIM, DIM)
-    values, averages, moments = normal(DIM).exp(), normal(numel), normal(DIM, DIM).square()
-    packed, counted, usable = torch.zeros(numel), torch.tensor([3.0, 5.0]), torch.tensor([True, False])
+    averages, packed = normal(numel), torch.zeros(numel)
+    counted, usable = torch.tensor([3.0, 5.0]), torch.tensor([True, False])
     several, scaled = (normal(2, DIM, DIM), normal(2, DIM, DIM).square()), normal(2, DIM, DIM)
     out, waiting = torch.empty(2, DIM, DIM), torch.empty(2, DIM, DIM, dtype=torch.bfloat16)
     calls = {
@@ -38,8 +38,6 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
         "symmetric_pack_into_": ((packed, [0], [matrix]), {}),
         "symmetric_unpack_from": ((normal(numel), [0], [DIM]), {}),
         "ema_update_": (([averages], [normal(numel)], [torch.ones(())], [torch.ones(())], [0.9]), {}),
-        "eigen_scale_dot": ((matrix, values, values, 0.1), {}),
-        "corrected_scale_dot": ((matrix, moments, 0.9, 2.0, 0.1), {}),
         "adam_scale_": (
             (out, waiting, normal(2, DIM, DIM), *several, counted, usable, 0.5),
             {"betas": (0.9, 0.99), "eps": 1e-8},
@@ -51,7 +49,7 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
     for op, (arguments, options) in calls.items():
         given = getattr(functional, op)(*arguments, **options)
         parts = [given] if isinstance(given, torch.Tensor) else list(given or ())
-        found[op] = [*parts, *(averages, moments, packed, out, waiting, *several, scaled, counted)]
+        found[op] = [*parts, *(averages, packed, out, waiting, *several, scaled, counted)]
     return {op: [part.clone() for part in parts] for op, parts in found.items()}
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds_kfac.ops import dispatch, functional, reference
+from ds_kfac.ops import functional, reference
 from ds_kfac.ops.functional import packed_numel
 from tests.close import close, exact
 
@@ -97,52 +97,6 @@ def test_ema_update_leaves_factors_without_rows_or_with_overflow_alone(ops):
     assert [float(k) for k in updates] == [0, 1, 3, 100, 1]
     for average, old, changed in zip(averages, before, used, strict=True):
         assert torch.equal(average, old) != bool(changed)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("rows", [1, 129])
-def test_eigen_scale_dot_against_float64(ops, rows, transposed, poisoned):
-    x, values_O, values_I = normal(rows, 7), normal(rows, seed=1).abs(), normal(7, seed=2).abs()
-    expected = x.double() / (torch.outer(values_O.double(), values_I.double()) + 0.1)
-    x = x.T.contiguous().T if transposed else x
-    for damping in (0.1, torch.tensor(0.1)):
-        scaled, dot = ops.eigen_scale_dot(x, values_O, values_I, damping)
-        close(scaled, expected, sums=4, scale=expected.abs())
-        close(dot, (x.double() * expected).sum(), sums=x.numel())
-
-
-def test_corrected_scale_dot_updates_and_divides(ops, poisoned):
-    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
-    moment = 0.9 * second.double() + 0.1 * 5 * x.double() ** 2
-    expected = x.double() / (moment + 0.01)
-    decay, terms = torch.tensor(0.9), torch.tensor(5.0)
-    before = second.clone()
-    scaled, new, dot = ops.corrected_scale_dot(x, second, decay, terms, 0.01)
-    assert torch.equal(second, before), "state is replaced, never changed in place"
-    close(new, moment, sums=4, scale=moment)
-    close(scaled, expected, sums=4, scale=expected.abs())
-    close(dot, (x.double() * expected).sum(), sums=x.numel())
-
-
-@pytest.mark.parametrize("decay", [1.0, torch.tensor(1.0)])
-def test_a_decay_of_one_keeps_the_second_moment_whatever_the_gradient(ops, decay, poisoned):
-    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
-    x[3, 4], x[5, 6] = float("inf"), float("nan")
-    assert torch.equal(ops.corrected_scale_dot(x, second, decay, 3.0, 0.1)[1], second)
-
-
-@pytest.mark.parametrize("op", ["eigen_scale_dot", "corrected_scale_dot"])
-def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
-    x, second = normal(3, 63, 7), normal(3, 63, 7, seed=1).abs()
-    values, numbers = (normal(3, 63, seed=2).abs(), normal(3, 7, seed=3).abs()), torch.tensor([0.5, 0.9, 1.0])
-    arguments = values if op == "eigen_scale_dot" else (second, numbers, 2 * numbers)
-    for source in (reference, functional, dispatch):
-        together = getattr(source, op)(x, *arguments, numbers / 10)
-        for index in range(3):
-            each = [argument[index] for argument in arguments]
-            alone = getattr(reference, op)(x[index], *each, numbers[index] / 10)
-            for part, expected in zip(together, alone, strict=True):
-                close(part[index], expected, sums=x[0].numel() if expected.ndim == 0 else 4)
 
 
 ADAM_SHAPES = [(1, 1, 1), (3, 2, 63), (2, 129, 2), (2, 257, 129)]  # the last in several pieces of work

@@ -13,9 +13,7 @@ import torch
 
 from ds_kfac.ops import check
 
-MODULES = dict.fromkeys(
-    ("eigen_scale_dot", "corrected_scale_dot", "adam_scale_", "adam_fold_", "finish_direction_"), "scale"
-)
+MODULES = dict.fromkeys(("adam_scale_", "adam_fold_", "finish_direction_"), "scale")
 MODULES["syrk_accumulate_"] = "syrk"
 """Op -> file."""
 

@@ -1,5 +1,4 @@
-"""Division of a layer's matrix by eigenvalues or by corrected ones, of n of one shape by Adam's moments, each in one
-pass; what goes with the latter.
+"""Of n matrices of one shape, each in one pass: division by Adam's moments, their update, and the size of a direction.
 
 At the top what all Triton kernels share. Shape suffixes: O, I the sides of a matrix, n matrices.
 """
@@ -22,13 +21,11 @@ INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 DEVICE_TYPE = None if INTERPRET else "cuda"
 """Where kernels run; None: anywhere."""
 WARPS = 8
-MAX_BLOCK_ROWS = 65535
+MAX_MATRICES = 65535
 """Of a launch."""
 FLAT_BLOCK = 2048
-"""Elements of a program, 8 a thread, where matrices are read in one piece."""
+"""Elements of a program, 8 a thread: matrices are read in one piece."""
 WAITING = (torch.float32, torch.bfloat16, torch.float16)
-BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
-"""Columns up to -> rows and columns of a program's block; 16 elements a thread."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
@@ -43,128 +40,6 @@ def scalar(value, IN_MEMORY: tl.constexpr):
         return tl.load(value).to(tl.float32)
     else:
         return value
-
-
-@triton.jit
-def store_dot(dot_ptr, products):
-    """This program's partial sum of ``products``."""
-    tl.store(dot_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(products))
-
-
-@triton.jit
-def place(rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Of this program's block: rows [BLOCK_ROWS, 1] (int64), columns [1, BLOCK_COLUMNS], what is inside the matrix."""
-    row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
-    column = (tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
-    return row.to(tl.int64), column, (row < rows) & (column < columns)
-
-
-def oriented(x_OI: Tensor) -> tuple[Tensor, bool]:
-    """A matrix, or its transpose, with columns of unit stride; and which. A rotation leaves its result transposed:
-    taken as it is, without a copy. Raises NotMadeFor: not fp32, or empty."""
-    if x_OI.dtype != torch.float32 or x_OI.ndim != 2 or not x_OI.numel():
-        raise NotMadeFor(f"expected a fp32 matrix that is not empty, got {x_OI.dtype} {tuple(x_OI.shape)}")
-    transposed = x_OI.stride(1) != 1 and x_OI.stride(0) == 1
-    return _along(x_OI.T if transposed else x_OI), transposed
-
-
-def _along(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def blocks_of(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, blocks along columns and along rows; and how large they are. Raises NotMadeFor: too many rows."""
-    rows, columns = next(shape for limit, shape in BLOCKS.items() if x.shape[1] <= limit)
-    grid = (triton.cdiv(x.shape[1], columns), triton.cdiv(x.shape[0], rows))
-    if grid[1] > MAX_BLOCK_ROWS:
-        raise NotMadeFor(f"expected at most {MAX_BLOCK_ROWS * rows} rows, got {tuple(x.shape)}")
-    return grid, {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": WARPS}
-
-
-@triton.jit(do_not_specialize=["rows"])
-def eigen_scale_kernel(
-    x_ptr, out_ptr, dot_ptr, row_values_ptr, column_values_ptr, damping, rows, columns, x_stride, out_stride,
-    DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    row_values = tl.load(row_values_ptr + row, mask=row < rows, other=1.0)
-    column_values = tl.load(column_values_ptr + column, mask=column < columns, other=1.0)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    scaled = x / (row_values * column_values + scalar(damping, DAMPING_IN_MEMORY))
-    tl.store(out_ptr + row * out_stride + column, scaled, mask=inside)
-    store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
-
-
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
-    """See ``ops/reference.py``. x_OI is fp32, either side may be the contiguous one; the result is laid out alike.
-
-    Deterministic: one partial sum a program, added up in order. Cost: 8 O I bytes.
-    """
-    if values_O.shape != x_OI.shape[:1] or values_I.shape != x_OI.shape[1:]:
-        raise ValueError(
-            f"eigen_scale_dot: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit "
-            f"{tuple(x_OI.shape)}"
-        )
-    check_device("eigen_scale_dot", (x_OI, values_O, values_I, damping), DEVICE_TYPE)
-    x, transposed = oriented(x_OI)
-    out, pair = torch.empty_like(x), (values_I, values_O) if transposed else (values_O, values_I)
-    row_values, column_values = (values.float().contiguous() for values in pair)
-    grid, options = blocks_of(x)
-    partial = torch.empty(grid[1] * grid[0], device=x.device)
-    with on_device_of(x):
-        eigen_scale_kernel[grid](
-            x, out, partial, row_values, column_values, damping, *x.shape, x.stride(0), out.stride(0),
-            DAMPING_IN_MEMORY=isinstance(damping, Tensor), **options,
-        )  # fmt: skip
-    return out.T if transposed else out, partial.sum()
-
-
-@triton.jit(do_not_specialize=["rows"])
-def corrected_scale_kernel(
-    x_ptr, second_ptr, new_ptr, out_ptr, dot_ptr, keep, terms, damping,
-    rows, columns, x_stride, second_stride, out_stride,
-    KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
-    DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    second = tl.load(second_ptr + row * second_stride + column, mask=inside, other=1.0)
-    r = scalar(keep, KEEP_IN_MEMORY)
-    averaged = r * second + (1.0 - r) * scalar(terms, TERMS_IN_MEMORY) * x * x
-    new = tl.where(r < 1.0, averaged, second)  # 0 * inf would be NaN
-    scaled = x / (new + scalar(damping, DAMPING_IN_MEMORY))
-    tl.store(new_ptr + row * out_stride + column, new, mask=inside)
-    tl.store(out_ptr + row * out_stride + column, scaled, mask=inside)
-    store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
-
-
-def corrected_scale_dot(
-    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ops/reference.py``. All fp32; results are laid out like the moments, of which either side may be the
-    contiguous one. x_OI is copied unless it is laid out alike. Cost: 16 O I bytes."""
-    if second_OI.shape != x_OI.shape:
-        raise ValueError(
-            f"corrected_scale_dot: second moments of {tuple(second_OI.shape)} do not fit {tuple(x_OI.shape)}"
-        )
-    check_device("corrected_scale_dot", (x_OI, second_OI, decay, terms, damping), DEVICE_TYPE)
-    second, transposed = oriented(second_OI)
-    if second.data_ptr() != second_OI.data_ptr() or x_OI.dtype != torch.float32:
-        raise NotMadeFor(f"corrected_scale_dot: expected fp32 with a contiguous side, got {of(x_OI, second_OI)}")
-    x = _along(x_OI.T if transposed else x_OI)
-    new, out = torch.empty(x.shape, device=x.device), torch.empty(x.shape, device=x.device)
-    grid, options = blocks_of(x)
-    partial = torch.empty(grid[1] * grid[0], device=x.device)
-    with on_device_of(x):
-        corrected_scale_kernel[grid](
-            x, second, new, out, partial, decay, terms, damping,
-            *x.shape, x.stride(0), second.stride(0), out.stride(0),
-            KEEP_IN_MEMORY=isinstance(decay, Tensor), TERMS_IN_MEMORY=isinstance(terms, Tensor),
-            DAMPING_IN_MEMORY=isinstance(damping, Tensor), **options,
-        )  # fmt: skip
-    return out.T if transposed else out, new.T if transposed else new, partial.sum()
 
 
 @triton.jit
@@ -308,7 +183,7 @@ def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ..
         raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {of(*matrices, *vectors)}")
     check_device(op, (*matrices, *vectors), DEVICE_TYPE)
     plain = all(x.dtype is torch.float32 and x.is_contiguous() for x in (*matrices, *vectors))
-    if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_BLOCK_ROWS:
+    if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_MATRICES:
         raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], got {of(*matrices, *vectors)}")
     if any(isinstance(number, Tensor) for number in numbers):
         raise NotMadeFor(f"{op}: expected betas, eps or shift as numbers, got tensors")
