@@ -2,7 +2,7 @@
 
 The picture and the table of docs/migrate/adamw.md:
 
-    python -m benchmarks.moving --out runs/moving            # 1,800 steps of the example's GPT a seed, on one thread
+    python -m benchmarks.moving --out runs/moving            # 1,800 steps of a small GPT a seed, on one thread
     python -m benchmarks.moving --out runs/moving --draw docs/migrate/moving.png
 
 A run that is there already is not made again.
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HALF = 300
+MODEL = ("--width", "64", "--blocks", "2", "--heads", "2")
+"""130 thousand parameters: a run is a minute or two."""
 ROOT = Path(__file__).parent.parent
 KINDS = ("adamw", "kfacadamw")
 OPTIMIZERS = {
@@ -56,7 +58,7 @@ def train(out: Path, name: str, kind: str, seed: int, *more: str, moves: bool = 
     config.write_text(json.dumps(config_of(kind, moves=moves)))
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     command = [sys.executable, str(ROOT / "examples/train_gpt.py"), "--deepspeed_config", str(config), "--name", name]
-    command += ["--out", str(out), "--steps", str(2 * HALF), "--seed", str(seed), "--no-plots", *more]
+    command += [*MODEL, "--out", str(out), "--steps", str(2 * HALF), "--seed", str(seed), "--no-plots", *more]
     subprocess.run(command, env={**os.environ, **job, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=True)
 
 

@@ -177,7 +177,9 @@ def saved_groups(
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     state = saved.get("optimizer")
     plain = isinstance(state, Mapping) and isinstance(state.get("param_groups"), list)  # not in 16 bits
-    return (state["param_groups"] if plain else None), saved.get(files.CLIENT_KEY) or {}
+    groups = [*state["param_groups"], *engine.basic_optimizer.param_groups] if plain else []
+    adams = all("betas" in group for group in groups) and all("exp_avg_sq" in x for x in state["state"].values())
+    return (state["param_groups"] if plain and adams else None), saved.get(files.CLIENT_KEY) or {}
 
 
 @contextmanager

@@ -196,8 +196,12 @@ class Factors:
         own = self.side(layer, side)
         if own.block == 0:
             return torch.eye(own.dim)
-        blocks = own.blocks(self._tensor(self._key(layer, side)).float())
+        blocks = own.blocks(self.packed(layer, side))
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
+
+    def packed(self, layer: str, side: str) -> Tensor:
+        """fp32, lower triangles of the blocks of a factor that is kept, as training has them."""
+        return self._tensor(self._key(layer, side)).float()
 
     def eigenbasis(self, layer: str, side: str) -> Eigenbasis:
         """Raises FactorsError where none was computed: of a factor that is zero, or beside a checkpoint."""

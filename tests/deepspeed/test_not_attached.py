@@ -132,8 +132,9 @@ def test_another_optimizers_checkpoint_says_what_to_do(tmp_path):
     found = run_ranks("tests.deepspeed.test_not_attached:foreign_worker", world=1, payload=str(tmp_path))[0]
     assert len(found) == 8
     for case, (text, same) in found.items():
-        assert text.startswith("CheckpointError") and "load_module_only=True, load_optimizer_states=False" in text, (
-            case,
-            text,
-        )
+        if case[0].endswith("z0"):  # moments of what both step by AdamW go on
+            assert text == "loaded", (case, text)
+        else:
+            remedy = "load_module_only=True, load_optimizer_states=False"
+            assert text.startswith("CheckpointError") and remedy in text, (case, text)
         assert same, f"{case}: the remedy has to work"
