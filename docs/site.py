@@ -4,8 +4,9 @@ A page of the site is below docs/, or README.md, or a file elsewhere that one of
 others: that one is at files/PATH, as a page if it is Markdown. Links are rewritten to where their target is; one that
 leads nowhere is left as it is, and ``mkdocs build --strict`` fails.
 
-Blocks of ```math and $`inline`$ ones, which GitHub typesets, become MathML, which browsers typeset by themselves: no script, and nothing is
-fetched. A picture leads to its file, in a box that scrolls. Docstrings are written for Sphinx: their roles go.
+Blocks of ```math and $`inline`$ ones, which GitHub typesets, become MathML, which browsers typeset by themselves: no
+script, and nothing is fetched. A picture leads to its file, in a box that scrolls. Docstrings are written for Sphinx:
+their roles go.
 """
 
 import os

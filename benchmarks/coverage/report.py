@@ -40,9 +40,9 @@ head, and ten of timm's models. For each: which part of its matrices K-FAC steps
 name is the `model_type` in a model's `config.json`; fine-tunes and sizes share it. A model that is not here, or a
 config of your own: `python -m ds_kfac check --model module:factory` prints the same before a run.
 
-A name below alone: all of its matrices are stepped, with curvature. A number is the part that is, in per cent, the second
-one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW and why, and what
-did not run, is in [the results](../benchmarks/results/coverage/models.md).
+A name below alone: all of its matrices are stepped, with curvature. A number is the part that is, in per cent, the
+second one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW
+and why, and what did not run, is in [the results](../benchmarks/results/coverage/models.md).
 
 ## In short
 """
@@ -95,7 +95,11 @@ def all_rows(found: Mapping[str, Any]) -> str:
     """benchmarks/results/coverage/models.md."""
     models = found["models"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines = [ROWS.format(count=len(models)), READING.format(steps=STEPS, rate=RATE), fill(MADE.format(versions=versions))]
+    lines = [
+        ROWS.format(count=len(models)),
+        READING.format(steps=STEPS, rate=RATE),
+        fill(MADE.format(versions=versions)),
+    ]
     head = ("architecture", "parameters", "stepped %", "with curvature %", "loss", "layers", "left to AdamW, and why")
     for task, rows in by_task(models).items():
         if rows:
