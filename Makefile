@@ -26,7 +26,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign check docs release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign check docs test-site release clean
 
 setup: $(STAMP)
 
@@ -141,6 +141,11 @@ $(VENV)/.docs: $(STAMP)
 
 docs: $(VENV)/.docs
 	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict; fi
+
+# the site's links, and its pages in a Chromium of the machine: width, search, navigation
+test-site: $(VENV)/.docs
+	$(BIN)/python -m pip install --quiet playwright || echo "test-site: playwright does not install here; no browser is asked"
+	$(BIN)/python -m pytest -rs tests/test_site.py tests/test_site_browser.py $(ARGS)
 
 # what a package index would get, below dist/
 release: $(STAMP)

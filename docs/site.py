@@ -6,7 +6,8 @@ leads nowhere is left as it is, and ``mkdocs build --strict`` fails.
 
 Blocks of ```math and $`inline`$ ones, which GitHub typesets, become MathML, which browsers typeset by themselves: no
 script, and nothing is fetched. A picture leads to its file, in a box that scrolls. Docstrings are written for Sphinx:
-their roles go."""
+their roles go.
+"""
 
 import os
 import re

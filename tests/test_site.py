@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks import ROOT
 
-NEEDS = ("mkdocs", "material", "mkdocstrings")
+NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, NEEDS)), reason="needs ds_kfac[docs], as `make docs` installs it"
 )
@@ -36,14 +36,17 @@ class Links(HTMLParser):
                 self.ids.add(value)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def built(folder: Path) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
                          text=True, timeout=300, check=False)  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("site"))
 
 
 def test_every_link_leads_somewhere(site):

@@ -41,8 +41,8 @@ name is the `model_type` in a model's `config.json`; fine-tunes and sizes share 
 config of your own: `python -m ds_kfac check --model module:factory` prints the same before a run.
 
 A name below alone: all of its matrices are stepped, with curvature. A number is the part that is, in per cent, the
-second one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW and
-why, and what did not run, is in [the results](../benchmarks/results/coverage/models.md).
+second one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW
+and why, and what did not run, is in [the results](../benchmarks/results/coverage/models.md).
 
 ## In short
 """

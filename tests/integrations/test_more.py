@@ -23,8 +23,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
     "zero_optimization": {"stage": 2}, "kfac": {"factor": {"update_interval": 2}, "burn_in": {"steps": 0}},
 }  # fmt: skip
-# DeepSpeed's op for CPU ranks is compiled for minutes, and in 0.18.9 gloo gathers lists alone (docs/notes/versions.md);
-# the line of ds_kfac.pth, as an installation would have it
+# DeepSpeed's op for CPU ranks is compiled for minutes, and in 0.18.9 gloo gathers lists alone
+# (docs/notes/versions.md); the line of ds_kfac.pth, as an installation would have it
 SITE = """
 import sys
 {pth}
