@@ -28,8 +28,7 @@ BATCHED_UP_TO = 512
 BATCH_NUMEL = 1 << 26
 """Most elements of a batch (256 MB in fp32); the solver's workspace is a multiple of it."""
 TOLERANCE = 1e-3
-"""Relative residual up to which a GPU's decomposition is accepted: far above fp32 rounding, far below what a wrong
-decomposition shows."""
+"""Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
 
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
@@ -206,8 +205,8 @@ def decomposed(blocks: Tensor) -> BlockEigh:
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], is_valid: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An attempt fails if it raises or
-    its result is not valid.
+    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An attempt fails by an error or an
+    invalid result.
 
     Args:
         is_valid: takes the result, gives bool [n].
@@ -262,8 +261,7 @@ def _loaded(device: torch.device) -> None:
 
 
 def load_solvers(device: torch.device) -> None:
-    """Load torch's CUDA solvers under a lock: their first call fails if two threads make it at once (pytorch issue
-    90613)."""
+    """Load torch's CUDA solvers under a lock: their first call fails if two threads make it (pytorch issue 90613)."""
     if device.type == "cuda":
         with _LOADING:
             _loaded(device)

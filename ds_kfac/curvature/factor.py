@@ -23,8 +23,7 @@ class Side:
 
     Attributes:
         dim: width D.
-        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last block is smaller if
-            ``dim`` is no multiple.
+        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last one may be smaller.
     """
 
     dim: int
@@ -158,8 +157,8 @@ class History:
 
     Attributes:
         last, before: fp32 [P]; None until there was such a value.
-        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value; stays on the computing device. None: to be
-            computed at the next comparison.
+        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value, on the computing device. None: not computed
+            yet.
     """
 
     side: Side
@@ -196,8 +195,7 @@ class KroneckerFactor:
         return cls(side, torch.zeros(side.numel, device=device), torch.zeros((), device=device))
 
     def usable(self) -> Tensor:
-        """Bool scalar: whether it can be decomposed. An identity can; a factor that is zero, not finite or without data
-        cannot.
+        """Bool scalar: whether it can be decomposed. An identity can; zero, non-finite or no data cannot.
 
         G is zero as long as the layers above pass no gradient, as with a zero-initialised output projection; relative
         damping would then be zero, too.
@@ -207,8 +205,7 @@ class KroneckerFactor:
         return (self.updates > 0) & torch.isfinite(self.packed_P).all() & (self.packed_P != 0).any()
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """The factor with its average on another device; the counter stays on the computing device, which reads it at
-        every update."""
+        """The factor with its average on another device; the counter stays on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
     @property

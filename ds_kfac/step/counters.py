@@ -44,8 +44,7 @@ def counters(job: Job) -> dict[str, float]:
 
 
 def events(job: Job, samples: int, more: Mapping[str, float]) -> list[tuple[str, float, int]]:
-    """(name, value, samples) for DeepSpeed's monitor: :func:`counters`, :func:`health` and ``more``, each name with
-    :data:`PREFIX` before it."""
+    """(PREFIX + name, value, samples) for DeepSpeed's monitor: :func:`counters`, :func:`health` and ``more``."""
     shown = {**counters(job), **health(job.preconditioners[0]), **more}
     return [(PREFIX + name, value, samples) for name, value in shown.items()]
 
@@ -60,8 +59,7 @@ def selected(job: Job) -> dict[str, float]:
 
 
 def constants(job: Job) -> dict[str, float]:
-    """Numbers that hold for a whole run: "lr_<kind>", the learning rate of a kind of parameters over the optimizer's,
-    where they differ."""
+    """Numbers that hold for a whole run: "lr_<kind>", a kind of parameters' rate over the optimizer's, if not 1."""
     kfac = job.preconditioners[0]
     rates = kfac.rule.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
@@ -106,8 +104,7 @@ def _of_channel(channel: Channel) -> dict[str, float]:
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """The part of a parameter that a rank holds: all of it, or at ZeRO-3 its chunk, flat, without the padding, whose
-    memory is uninitialised."""
+    """The part of a parameter that a rank holds: all, or at ZeRO-3 its flat chunk without the uninitialised padding."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

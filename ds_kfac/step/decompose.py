@@ -17,8 +17,7 @@ class _Job:
     """A submitted function and, once ``done``, its results or error.
 
     Attributes:
-        work: held until all its results are dropped, not until it returns: the GPU may still read tensors that it
-            refers to.
+        work: held until all its results are dropped, not until it returns: a GPU may still read its tensors.
         wanted: number of results that are not dropped yet.
         start, end: on a GPU, event in the submitting stream that it waits for; event in its own stream after its work.
     """
@@ -62,8 +61,7 @@ class Refresher:
         self._stop: Callable[[], Any] | None = None
 
     def submit(self, keys: Sequence[str], work: Callable[[], Sequence[Any]]) -> None:
-        """Run ``work`` once, without gradients; it returns a result for each key. An exception in it is raised by
-        :meth:`result`."""
+        """Run ``work`` once, without gradients; it returns a result for each key. :meth:`result` raises its errors."""
         again = [key for key in keys if key in self.jobs]
         assert not again, f"{', '.join(again)} is submitted twice"
         if not keys:

@@ -40,14 +40,12 @@ class FactorDraft:
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
         unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
             if nothing was averaged.
-        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: no contributor had a
-            row.
+        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         submitted: keys whose decompositions were started in the background.
         arriving: keys whose decompositions take effect in this step.
         results: key -> result of a decomposition that this rank made.
         scalars: name -> scalar, as exchanged by all ranks.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those that this rank made, after it those that
-            this rank's layers need.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
         failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
         unproven: keys whose layers failed the last proof of their rows. They are not decomposed, and no other factor
             waits for them.
@@ -252,8 +250,7 @@ class FactorUpdates:
     def _work(
         self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None
     ) -> Callable[[], list[Refreshed]]:
-        """A function that decomposes these factors, in this order. It may run later, on another thread or stream, so
-        all that it reads is bound now."""
+        """A function that decomposes these factors, in this order. It may run later, elsewhere, so all is bound now."""
         method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
@@ -294,8 +291,7 @@ class FactorUpdates:
     # what travels with the gradients
 
     def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor]]:
-        """Names of the scalars that each rank sends to all others in this step, by rank; and name -> scalar, for those
-        of this rank."""
+        """By rank, names of the scalars that it sends to all others in this step; this rank's, name -> scalar."""
         names = scalar_names(
             self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels,
             terms=self.config.preconditioner.eigenvalues == "corrected",
@@ -311,8 +307,7 @@ class FactorUpdates:
         return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
-        """Put new eigenbases or inverses for this rank's layers into the draft. Synchronises with the device in steps
-        in which they travel.
+        """Put new eigenbases or inverses for this rank's layers into the draft. Synchronises if they travel.
 
         Args:
             arrivals: what arrived of each of the delivery's parts.
@@ -342,8 +337,7 @@ class FactorUpdates:
             self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
 
     def redecomposed(self, step: int) -> FactorDraft:
-        """A draft in which every factor with data is decomposed from scratch, outside of a step: after loading a
-        checkpoint without eigenbases."""
+        """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         nothing = FactorsDue(frozenset(), frozenset())
         draft = FactorDraft(step, nothing, dict(self.factors), set(self.ready), dict(self.pending))
         draft.arriving = tuple(self.specs)

@@ -64,8 +64,7 @@ class Job:
         return drafts
 
     def commit(self, drafts: Sequence[StepDraft], *, applied: bool) -> None:
-        """Keep the drafts after the user's optimizer has stepped (``applied``), or drop them if the step was skipped.
-        Collective."""
+        """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective."""
         for kfac, draft in zip(self.preconditioners, drafts, strict=True):
             kfac.commit(draft, applied=applied)
 
