@@ -8,8 +8,9 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 """
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -139,7 +140,10 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
         for group in range(len(side.groups) if side.block > 1 else 0)
     ]
     solved: dict[tuple[int, int], BlockEigh] = {}
-    for batch in _batches([sides[number].groups[group] for number, group in places], requests):
+    if places:
+        load_solvers(requests[0].factor.packed_P.device)
+    widest = BATCHED_UP_TO if places and grouped(requests[0].factor.packed_P.device) else 0
+    for batch in batches([sides[number].groups[group] for number, group in places], widest=widest):
         members = [places[index] for index in batch]
         blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
         solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
@@ -160,21 +164,28 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     return results
 
 
-def _batches(shapes: Sequence[tuple[int, int]], requests: Sequence[Request]) -> list[list[int]]:
-    """Batches that are decomposed in one call each, as indices of ``shapes``: (n, b) of each group of blocks."""
-    if not shapes or not grouped(requests[0].factor.packed_P.device):
-        return [[index] for index in range(len(shapes))]
-    load_solvers(requests[0].factor.packed_P.device)
-    batches: list[list[int]] = []
-    filling: dict[int, list[int]] = {}  # width -> the batch that is not full yet
+def batches(
+    shapes: Sequence[tuple[int, int]], *, widest: float = math.inf, alone: Collection[int] = ()
+) -> list[list[int]]:
+    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most.
+
+    Args:
+        shapes: (n, b) of each group of blocks.
+        widest: wider blocks share no call.
+        alone: indices of groups that share no call.
+    """
+    calls: list[list[int]] = []
+    filling: dict[int, list[int]] = {}  # width -> the call that is not full yet
     for index, (count, width) in enumerate(shapes):
-        batch = filling.get(width, [])
-        numel = sum(shapes[other][0] for other in batch) * width**2
-        if not batch or width > BATCHED_UP_TO or numel + count * width**2 > BATCH_NUMEL:
-            batch = filling[width] = []
-            batches.append(batch)
-        batch.append(index)
-    return batches
+        call = filling.get(width, [])
+        blocks = count + sum(shapes[other][0] for other in call)
+        if not call or width > widest or index in alone or blocks * width**2 > BATCH_NUMEL:
+            call = []
+            calls.append(call)
+        call.append(index)
+        if index not in alone:
+            filling[width] = call
+    return calls
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:

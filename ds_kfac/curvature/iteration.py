@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import (
-    BATCH_NUMEL,
     TOLERANCE,
     Eigenbasis,
     Refreshed,
     Request,
+    batches,
     fp32_products,
     grouped,
     probe,
@@ -116,19 +116,10 @@ def _fits(request: Request) -> bool:
 
 
 def _batches(requests: dict[int, Request]) -> list[list[Place]]:
-    """Blocks of one width in a batch, up to :data:`BATCH_NUMEL` elements."""
-    batches: list[list[Place]] = []
-    filling: dict[int, tuple[list[Place], int]] = {}  # width -> the batch that is not full yet, and its blocks
-    for index, request in requests.items():
-        for group, (count, width) in enumerate(request.factor.side.groups):
-            batch, blocks = filling.get(width, ([], 0))
-            if not batch or request.alone or (blocks + count) * width**2 > BATCH_NUMEL:
-                batch, blocks = [], 0
-                batches.append(batch)
-            batch.append((index, group))
-            if not request.alone:
-                filling[width] = batch, blocks + count
-    return batches
+    places = [(index, group) for index, x in requests.items() for group in range(len(x.factor.side.groups))]
+    shapes = [requests[index].factor.side.groups[group] for index, group in places]
+    alone = {number for number, (index, _) in enumerate(places) if requests[index].alone}
+    return [[places[number] for number in call] for call in batches(shapes, alone=alone)]
 
 
 def _iterated(requests: dict[int, Request]) -> dict[int, Refreshed]:

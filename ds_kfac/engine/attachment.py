@@ -53,7 +53,8 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
-ZERO = "rows without a gradient"
+ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
+"""What the user was warned of, once each."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -77,7 +78,7 @@ class Attachment:
         self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
-        self._active, self._warned_of_outside, self._told = True, False, set[str]()
+        self._active, self._warned = True, set[str]()
         self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
@@ -271,12 +272,12 @@ class Attachment:
         """At a captured step, each warning once. Gradients that came only in other backwards than this engine's update
         no factor. One backward through several forwards may give G a wrong scale."""
         scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
-        if scaled and SEVERAL not in self._told:
-            self._told.add(SEVERAL)
+        if scaled and SEVERAL not in self._warned:
+            self._warned.add(SEVERAL)
             print(f"ds_kfac: WARNING: {SEVERAL}", file=sys.stderr, flush=True)
         outside = sum(capture.outside for capture in self._captures)
-        if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
-            self._warned_of_outside = True
+        if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
+            self._warned.add(OUTSIDE)
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls of layers, none of "
                 "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
@@ -287,8 +288,8 @@ class Attachment:
         """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
         kfacs, texts = self.job.preconditioners, []
         unfit = {name: why for kfac in kfacs for name, why in kfac.proving.unfit.items()}
-        if new := [(name, why) for name, why in unfit.items() if name not in self._told]:
-            self._told.update(name for name, _ in new)
+        if new := [(name, why) for name, why in unfit.items() if name not in self._warned]:
+            self._warned.update(name for name, _ in new)
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = self._share_without(unfit).curved_fraction
             texts.append(
@@ -297,8 +298,8 @@ class Attachment:
                 f"parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
             )
         zero = {name: part for kfac in kfacs for name, part in kfac.proving.zero.items()}
-        if zero and ZERO not in self._told:
-            self._told.add(ZERO)
+        if zero and ZERO not in self._warned:
+            self._warned.add(ZERO)
             layers = ", ".join(f"{name} {part}" for name, part in folded([(n, f"{x:.0%}") for n, x in zero.items()]))
             texts.append(
                 f"rows count whose gradient is zero to the last bit: {layers}. If they are padding that no mask shows, "
@@ -319,8 +320,7 @@ class Attachment:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
         with ExitStack() as stack:
-            if hasattr(torch.compiler, "set_stance"):  # torch 2.6
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)

@@ -64,15 +64,13 @@ def as_on_a_gpu(monkeypatch):
 
 
 def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
-    requests = [Request(factor(Side.dense(2), 0))]
     shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
-    calls = eigen._batches(shapes, requests)
-    assert sorted(calls) == [[0, 5], [1, 2, 7], [3], [4], [6]]
+    assert sorted(eigen.batches(shapes, widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 60**2)
-    assert sorted(eigen._batches(shapes, requests)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    assert sorted(eigen.batches(shapes, widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 4 * 60**2)
-    assert [1, 2] in eigen._batches(shapes, requests), "one that is too large by itself is not cut"
-    assert eigen._batches([], requests) == []
+    assert [1, 2] in eigen.batches(shapes, widest=64), "one that is too large by itself is not cut"
+    assert eigen.batches([]) == [] and eigen.batches(shapes[1:3], alone={1}) == [[0], [1]]
 
 
 # --- results ---

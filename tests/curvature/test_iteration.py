@@ -228,7 +228,7 @@ def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on
 
 
 def test_where_memory_ends_a_stack_ends(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(iteration, "BATCH_NUMEL", 2 * 20**2)
+    monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 20**2)
     asked = dict(enumerate(Request(factor(Side.dense(20), seed)) for seed in range(5)))
     assert iteration._batches(asked) == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)]]
 
