@@ -44,7 +44,7 @@ class Metrics:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
             iteration, from the last eigenbasis; cholesky, an inverse; diagonal; failed),
-            "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures" (old bases, inverses kept),
+            "refresh_retries" (failed attempts at a decomposition), "refresh_failures" (old bases, inverses kept),
             "parted_inputs" (groups of layers with one A that got different inputs here in a captured step, whose rows
             it then lacks).
         current: the last stage that began.

@@ -1,15 +1,16 @@
-"""Eigenbases: of a side, of a layer, how they are found, and what is done where a decomposition fails; and in which
-precision a step's products run.
+"""Eigenbases of a side and of a layer, their exact decomposition with its fallbacks, and the precision of a step's
+products.
 
-torch has no precision of a single fp32 product, only a switch of the process. Ours is held around a few products and
-given back, also after an error; what needs it exact at the same time, on another thread, holds the same lock.
+torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set around a few products
+and reset after them, also after an error. Another thread that needs exact products at that time holds the same lock.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -21,17 +22,17 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.ops.functional import block_product
 
 GROUPED = frozenset({"cuda"})
-"""Device types where matrices of one width are decomposed in one call: it is not filled by one small matrix."""
-STACKED_UP_TO = 512
-"""Widest that share a call. A batched call was 110 times as fast as one by one for 500 x [100, 100] in fp32, 32 to 75
-times for b = 33..128 in fp64 (pytorch issues 174674, 175585); wider ones fill the device. Not measured by us."""
-STACK_NUMEL = 1 << 26
-"""Elements of a stack at most (256 MB in fp32); the solver's workspace is a multiple of it."""
+"""Device types where matrices of one width are decomposed in one call: a small matrix alone leaves them idle."""
+BATCHED_UP_TO = 512
+"""Widest matrices that share a call; wider ones fill the device. A batched call was 110 times as fast as one by one for
+500 x [100, 100] in fp32, 32 to 75 times for b = 33..128 in fp64 (pytorch issues 174674, 175585). Not measured by us."""
+BATCH_NUMEL = 1 << 26
+"""Most elements of a batch (256 MB in fp32); the solver's workspace is a multiple of it."""
 TOLERANCE = 1e-3
-"""Of a decomposition by a GPU: far above fp32 rounding, far below what a wrong one shows."""
+"""Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
 
-Found = tuple[tuple[Tensor, Tensor] | None, int]
-"""(values [n, b], vectors [n, b, b]), None when every rung of the ladder failed; and attempts that failed."""
+BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
+"""((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
 T = TypeVar("T")
 
 
@@ -53,7 +54,7 @@ class Eigenbasis:
         return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
 
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
-        """With vectors as they are after travelling in ``dtype``; itself in fp32."""
+        """This eigenbasis with vectors rounded as by travelling in ``dtype``; itself if that is fp32."""
         if dtype is torch.float32:
             return self
         return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
@@ -61,8 +62,8 @@ class Eigenbasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher, G kron A: rows by G, columns by A; of a layer in groups see
-    :func:`product`."""
+    """The eigenbasis of a layer's Fisher G kron A: G's vectors act on the rows of dW, A's on its columns. Of a layer in
+    groups, see :func:`ds_kfac.ops.functional.block_product`."""
 
     G: Eigenbasis
     A: Eigenbasis
@@ -76,27 +77,28 @@ class LayerBasis:
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Every entry of both Q squared: how a diagonal of second moments leaves a basis."""
+        """Both Q with every entry squared. Its :meth:`restore` takes second moments, which are diagonal in this basis,
+        to the diagonal in the layer's own coordinates."""
         return LayerBasis(
             *(Eigenbasis(tuple(v.square() for v in side.vectors), side.values) for side in (self.G, self.A))
         )
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact decomposition of [n, b, b] in its own dtype and place; (values, vectors) in fp32."""
+    """Exact decomposition of [n, b, b], computed in its dtype and on its device; (values, vectors) in fp32."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.float().clamp(min=0), vectors.float().contiguous()
 
 
 @dataclass(frozen=True)
 class Refreshed(Generic[T]):
-    """What a refresh came to.
+    """Result of a refresh.
 
     Attributes:
-        basis: what ``METHODS`` says is kept; None when every rung of the ladder failed for some block.
-        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "diagonal" (of a
-            diagonal or identity side, nothing to decompose), "failed".
-        retries: rungs of the ladder that failed.
+        basis: the decomposition, see ``METHODS``; None if all attempts failed for some block.
+        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "diagonal" (nothing to
+            decompose: the side is diagonal or the identity), "failed".
+        retries: number of failed attempts.
     """
 
     basis: T | None
@@ -110,8 +112,9 @@ class Request:
 
     Attributes:
         partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
-        last: the eigenbasis to iterate from (``curvature/iteration.py``); None: by eigh.
-        alone: whether it is iterated by itself: other ranks have copies, and others beside it.
+        last: the eigenbasis to iterate from (``curvature/iteration.py``); None: decompose by eigh.
+        alone: whether it must not share a batch: other ranks decompose copies of this factor next to other factors, and
+            rounding may depend on the batch.
     """
 
     factor: KroneckerFactor
@@ -120,14 +123,15 @@ class Request:
     alone: bool = False
 
     def to(self, device: torch.device) -> "Request":
-        """With its factors there, where a last basis is."""
+        """The request with both factors on the device."""
         return replace(self, factor=self.factor.to(device), partner=self.partner and self.partner.to(device))
 
 
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors, in the order given. Synchronises with the device, as every decomposition does.
+    """Decompose factors by eigh; results in the order of the requests. Synchronises with the device.
 
-    On a CPU each by itself, so that a result does not depend on what else is decomposed; on a GPU small ones together.
+    On a CPU each block is decomposed by itself, so that its result does not depend on what else is decomposed. On a GPU
+    small blocks of one width share a call.
     """
     sides = [request.factor.side for request in requests]
     places = [
@@ -135,21 +139,24 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
         for number, side in enumerate(sides)
         for group in range(len(side.groups) if side.block > 1 else 0)
     ]
-    found: dict[tuple[int, int], Found] = {}
-    for call in _calls([sides[number].groups[group] for number, group in places], requests):
-        stack = [places[index] for index in call]
-        blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in stack]
-        found |= zip(stack, _together(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
+    solved: dict[tuple[int, int], BlockEigh] = {}
+    if places:
+        load_solvers(requests[0].factor.packed_P.device)
+    widest = BATCHED_UP_TO if places and grouped(requests[0].factor.packed_P.device) else 0
+    for batch in batches([sides[number].groups[group] for number, group in places], widest=widest):
+        members = [places[index] for index in batch]
+        blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
+        solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
     results: list[Refreshed] = []
     for number, (request, side) in enumerate(zip(requests, sides, strict=True)):
         if side.block < 2:  # no solver
-            kept = request.factor.packed_P
-            values = kept.clamp(min=0) if side.block else kept.new_ones(side.dim)
+            packed_P = request.factor.packed_P
+            values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))
             continue
-        own = [found[number, group] for group in range(len(side.groups))]
-        retries, pairs = sum(failures for _, failures in own), [pair for pair, _ in own if pair is not None]
-        if len(pairs) < len(own):
+        groups = [solved[number, group] for group in range(len(side.groups))]
+        retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
+        if len(pairs) < len(groups):
             results.append(Refreshed(None, "failed", retries))
             continue
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
@@ -157,93 +164,103 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     return results
 
 
-def _calls(shapes: Sequence[tuple[int, int]], requests: Sequence[Request]) -> list[list[int]]:
-    """Indices of the (n, b) that are decomposed together."""
-    if not shapes or not grouped(requests[0].factor.packed_P.device):
-        return [[index] for index in range(len(shapes))]
-    load_solvers(requests[0].factor.packed_P.device)
+def batches(
+    shapes: Sequence[tuple[int, int]], *, widest: float = math.inf, alone: Collection[int] = ()
+) -> list[list[int]]:
+    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most.
+
+    Args:
+        shapes: (n, b) of each group of blocks.
+        widest: wider blocks share no call.
+        alone: indices of groups that share no call.
+    """
     calls: list[list[int]] = []
-    filling: dict[int, list[int]] = {}
+    filling: dict[int, list[int]] = {}  # width -> the call that is not full yet
     for index, (count, width) in enumerate(shapes):
-        stack = filling.get(width, [])
-        numel = sum(shapes[other][0] for other in stack) * width**2
-        if not stack or width > STACKED_UP_TO or numel + count * width**2 > STACK_NUMEL:
-            stack = filling[width] = []
-            calls.append(stack)
-        stack.append(index)
+        call = filling.get(width, [])
+        blocks = count + sum(shapes[other][0] for other in call)
+        if not call or width > widest or index in alone or blocks * width**2 > BATCH_NUMEL:
+            call = []
+            calls.append(call)
+        call.append(index)
+        if index not in alone:
+            filling[width] = call
     return calls
 
 
-def _together(parts: Sequence[Tensor]) -> list[Found]:
-    """Of equally wide blocks in one call; those it fails for once more, each by itself."""
-    stack = torch.cat(list(parts))
+def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
+    """Decompose blocks of one width, [n_i, b, b] each, in one call; those that it fails for once more by themselves."""
+    blocks = torch.cat(list(parts))
     try:
-        values, vectors = eigh(stack)
-        right = _right(stack, values, vectors).cpu()
+        values, vectors = eigh(blocks)
+        valid = _is_valid(blocks, values, vectors).cpu()
     except RuntimeError:
         return [decomposed(part) for part in parts]
     sizes = [len(part) for part in parts]
-    split = zip(parts, right.split(sizes), values.split(sizes), vectors.split(sizes), strict=True)
-    # copies: a view would keep the whole stack in memory, and in checkpoints, as long as any of them
-    return [((own.clone(), of.clone()), 0) if bool(yes.all()) else decomposed(part) for part, yes, own, of in split]
+    split = zip(parts, valid.split(sizes), values.split(sizes), vectors.split(sizes), strict=True)
+    # copies: a view would keep the whole batch in memory, and in checkpoints, as long as any of them
+    return [((w.clone(), Q.clone()), 0) if bool(ok.all()) else decomposed(part) for part, ok, w, Q in split]
 
 
 def grouped(device: torch.device) -> bool:
-    """Whether small matrices are decomposed together on this device."""
+    """Whether small matrices share a call on this device."""
     return device.type in GROUPED
 
 
-def decomposed(blocks: Tensor) -> Found:
-    """Up the ladder of :func:`climb`. The input is checked by the caller (LAPACK returns NaN for NaN without a word,
-    cuSOLVER raises or does not)."""
-    return climb(blocks, eigh, functools.partial(_right, blocks))
+def decomposed(blocks: Tensor) -> BlockEigh:
+    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller has checked that the blocks are finite: LAPACK
+    silently returns NaN for NaN, and cuSOLVER may raise or not."""
+    return with_fallbacks(blocks, eigh, functools.partial(_is_valid, blocks))
 
 
-def climb(
-    blocks: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...]], right: Callable[..., Tensor]
+def with_fallbacks(
+    blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], is_valid: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """What is found of blocks as given, else in float64, else in float64 on the CPU, on their device; and how many of
-    these failed: raised, or found what cannot be right. None where all did. Synchronises once each.
+    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An attempt fails by an error or an
+    invalid result.
 
     Args:
-        right: of what was found, bool [n].
+        is_valid: takes the result, gives bool [n].
+
+    Returns the first valid result, on the device of ``blocks``, None if all attempts failed; and the number of failed
+    attempts. Synchronises once an attempt.
     """
-    device, ladder = blocks.device, [(blocks.device, blocks.dtype), (blocks.device, torch.float64)]
+    device, attempts = blocks.device, [(blocks.device, blocks.dtype), (blocks.device, torch.float64)]
     if device.type != "cpu":
-        ladder.append((torch.device("cpu"), torch.float64))
-    for failures, (place, dtype) in enumerate(ladder):
+        attempts.append((torch.device("cpu"), torch.float64))
+    for failures, (place, dtype) in enumerate(attempts):
         try:
-            found = tuple(part.to(device) for part in attempt(blocks.to(place, dtype)))
-            if bool(right(*found).all()):
-                return found, failures
-        except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next is more exact, smaller or elsewhere
+            result = tuple(part.to(device) for part in solve(blocks.to(place, dtype)))
+            if bool(is_valid(*result).all()):
+                return result, failures
+        except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next attempt is more exact or elsewhere
             continue
-    return None, len(ladder)
+    return None, len(attempts)
 
 
-def _right(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Bool [n]: whether a decomposition can be right."""
-    right = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
-    return right & credible(blocks, values, vectors) if blocks.device.type in GROUPED else right
+def _is_valid(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """Bool [n]: whether a decomposition is finite and, on a GPU, passes the residual check."""
+    finite = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
+    return finite & passes_residual_check(blocks, values, vectors) if grouped(blocks.device) else finite
 
 
 def probe(blocks: Tensor) -> Tensor:
-    """The vector that results are checked with, fp32 [b]: no pattern of its own."""
+    """A fixed vector for residual checks, fp32 [b], with no pattern that a factor could share."""
     return torch.cos(1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2)
 
 
-def credible(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Bool [n]: whether Q Q^T x = x and Q^T C x = diag(values) Q^T x, for one x (Freivalds' check).
 
     torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error (pytorch issue 192483).
-    Elementwise, O(b^2): no product that TF32 could touch.
+    Elementwise, O(b^2): no product that TF32 could round.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
-    right = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
+    orthogonal = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
     image = (blocks * x).sum(-1)
-    off = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
-    return right & (off.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
+    residual = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
+    return orthogonal & (residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
 
 
 _LOADING = threading.Lock()
@@ -255,25 +272,25 @@ def _loaded(device: torch.device) -> None:
 
 
 def load_solvers(device: torch.device) -> None:
-    """torch loads its CUDA solvers at the first call, and fails if two threads make it (pytorch issue 90613)."""
+    """Load torch's CUDA solvers under a lock: their first call fails if two threads make it (pytorch issue 90613)."""
     if device.type == "cuda":
         with _LOADING:
             _loaded(device)
 
 
 SWITCH = threading.RLock()
-"""Held while the switch is not what the process set; hold it where products must not see ours."""
+"""Held while the process's switch has our value. Code whose products need the process's own value holds it, too."""
 TF32_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Of the products that precondition a gradient.
+    """Precision of the products that precondition a gradient.
 
     Attributes:
         name: "highest" or "tf32".
-        products: fp32, or TF32, which rounds operands to 10 bits.
-        why: for people, where it is not what was asked for, or was not asked for.
+        products: fp32 ("ieee"), or TF32, which rounds operands to 10 bits.
+        why: text for the report if the config left the choice to us, or if it cannot be met here.
     """
 
     name: str = "highest"
@@ -288,26 +305,26 @@ class Precision:
 HIGHEST = Precision()
 
 
-def choose(asked: str | None, device: torch.device) -> Precision:
+def choose(requested: str | None, device: torch.device) -> Precision:
     """The precision of a run.
 
     Args:
-        asked: "highest", "tf32", or None: TF32 where the device has it.
+        requested: "highest", "tf32", or None: TF32 where the device has it.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
-    if asked is None:
+    if requested is None:
         return Precision("tf32", "tf32", why="chosen") if able else Precision(why="chosen: no TF32 here")
-    if asked == "highest":
+    if requested == "highest":
         return HIGHEST
     why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
-    return Precision(asked, "tf32" if able else "ieee", why)
+    return Precision(requested, "tf32" if able else "ieee", why)
 
 
 @contextmanager
 def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
     """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set.
 
-    What a process set for all backends at once is read, and given back, as set for products alone.
+    A value that the process set for all backends at once is read and restored as one set for products alone.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
@@ -322,7 +339,7 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
 
 
 class _OldSwitch:
-    """torch's before 2.9."""
+    """The switch of torch before 2.9, by the names of the new one."""
 
     NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
 

@@ -1,9 +1,8 @@
-"""A side of a layer's matrix, and the running second moment of its rows, the factor; for adaptive intervals its last
-two values: a factor that barely changes is captured and refreshed less often.
+"""A side of a layer's matrix, and its factor: the running second moment of that side's rows. For adaptive intervals a
+factor also has its last two values, as one that barely changes is captured and refreshed less often.
 
-Every kind of side is a block-diagonal matrix with blocks of one size: the side itself (dense), a part of it (blocked),
-1 (diagonal) or 0 (identity: nothing is kept). The lower triangles of the blocks follow each other in one flat fp32
-tensor.
+Every factor is block-diagonal with blocks of one width: the whole side (dense), a part of it (blocked), 1 (diagonal)
+or 0 (identity: nothing is stored). The lower triangles of the blocks follow each other in one flat fp32 tensor.
 
 Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of width b.
 """
@@ -20,12 +19,11 @@ from ds_kfac.ops.dispatch import block_syrk_accumulate_, ema_update_, symmetric_
 
 @dataclass(frozen=True)
 class Side:
-    """One side; plain values.
+    """Width and block structure of one side; plain values.
 
     Attributes:
         dim: width D.
-        block: width of the diagonal blocks; ``dim`` is dense, 1 diagonal, 0 identity. The last block is smaller where
-            ``dim`` is no multiple.
+        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last one may be smaller.
     """
 
     dim: int
@@ -45,21 +43,21 @@ class Side:
 
     @classmethod
     def blocks_of(cls, dim: int, longest: int) -> "Side":
-        """Blocks as even as possible, at most so long."""
+        """A side in blocks as even as possible, at most ``longest`` wide."""
         return cls(dim, -(-dim // -(-dim // longest)))
 
     def repeated(self, times: int) -> "Side":
-        """So many of this side after each other, every one with its own blocks."""
+        """This side ``times`` times in a row, as in a layer with groups; no block spans two of them."""
         if times == 1:
             return self
         block = self.block
-        while block and self.dim % block:  # a smaller last block would shift those of the next one
+        while block and self.dim % block:  # a smaller last block would shift the blocks of the next repetition
             block -= 1
         return Side(self.dim * times, block)
 
     @property
     def kind(self) -> str:
-        """For people: dense, blocks of b, diagonal, identity."""
+        """Its name in reports: dense, blocks of b, diagonal, identity."""
         if self.block == 0:
             return "identity"
         if self.block == self.dim:
@@ -68,7 +66,7 @@ class Side:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """(n, b): the full blocks, then the rest."""
+        """(n, b) of the full blocks, then of a smaller last block if there is one."""
         if self.block == 0:
             return ()
         full, rest = divmod(self.dim, self.block)
@@ -86,16 +84,16 @@ class Side:
 
     @property
     def basis_numel(self) -> int:
-        """Elements of its eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
+        """Elements of its eigenvectors, and multiplications to rotate one vector; 0 for a diagonal."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
         self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
     ) -> Tensor:
-        """Add ``scale`` times the rows' second moment, inside the blocks, to a packed fp32 sum.
+        """Add ``scale`` times x^T x, inside the blocks, to a packed fp32 sum.
 
         Args:
-            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``, [N, D - n] of a side that is n repeated.
+            x_ND: rows [N, D]; with ``ones_column`` [N, D - 1], or [N, D - n] for a side repeated n times.
             ones_column: [N, 1] of 1 (0 for a row that does not count), the input of the bias.
         """
         if self.block == 0:
@@ -138,29 +136,29 @@ class Side:
 
 @cache
 def _diagonal(width: int, device: torch.device) -> Tensor:
-    """Where a packed triangle has its diagonal."""
-    found = torch.arange(1, width + 1, device=device).cumsum(0) - 1
+    """Indices of the diagonal in a packed triangle."""
+    indices = torch.arange(1, width + 1, device=device).cumsum(0) - 1
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # once: other streams read it, too
-    return found
+        torch.cuda.current_stream(device).synchronize()  # once: the cached tensor is read from other streams, too
+    return indices
 
 
 SPIKE = 10.0
-"""A batch's trace over that of the running average, above which it is scaled down to it. From one batch to the next it
-changes by 7 at most in ordinary training, once the average stands on :data:`SETTLED` batches."""
+"""A batch's trace over the running average's; above it the batch is scaled down to it. In ordinary training the ratio
+is 7 at most, once the average stands on :data:`SETTLED` batches."""
 SETTLED = 10
 PIECE = 1 << 18
-"""Elements of which torch takes a norm: their squares are added up in fp32, with a relative error of 2e-6."""
+"""Elements in one norm of torch: their squares add up in fp32 with a relative error of 2e-6."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A factor as it was when it was last averaged, and before that; what a new one is compared with.
+    """A factor's last two values, with which the next one is compared.
 
     Attributes:
-        last, before: fp32 [P]; None until there were so many.
-        norms: fp32 [2], |last|_F and |before|_F, NaN where there is none; stays on the device of the arithmetic. None:
-            not known, found when it is next compared.
+        last, before: fp32 [P]; None until there was such a value.
+        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value, on the computing device. None: not computed
+            yet.
     """
 
     side: Side
@@ -169,8 +167,8 @@ class History:
     norms: Tensor | None = None
 
     def to(self, device: torch.device) -> "History":
-        """The values on another device; pinned if that is the host of a GPU."""
-        last, before = (None if kept is None else moved(kept, device) for kept in (self.last, self.before))
+        """The history with its values on another device, see :func:`moved`."""
+        last, before = (None if value is None else moved(value, device) for value in (self.last, self.before))
         return replace(self, last=last, before=before)
 
 
@@ -179,11 +177,11 @@ class KroneckerFactor:
     """One Kronecker factor, A or G. Never changed in place, so that a skipped step only has to drop the new one.
 
     Attributes:
-        side: width and structure.
+        side: its width and blocks.
         packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are offloaded.
-        updates: fp32 scalar on the device, batches averaged so far. A tensor, because whether a batch carried
-            any rows is known on the device only.
-        history: its last two values, for adaptive intervals; None if they are off.
+        updates: fp32 scalar on the device, number of averaged batches. A tensor, because only the device knows whether
+            a batch had any rows.
+        history: its last two values, for adaptive intervals; None if these are off.
     """
 
     side: Side
@@ -193,34 +191,35 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """A factor that has seen nothing; no identity start, it would take hundreds of updates to fade."""
+        """A factor before its first batch: zero, as an identity would take hundreds of updates to fade."""
         return cls(side, torch.zeros(side.numel, device=device), torch.zeros((), device=device))
 
     def usable(self) -> Tensor:
-        """Bool scalar: whether a decomposition makes sense. An identity always is, zero and no data are not.
+        """Bool scalar: whether it can be decomposed. An identity can; zero, non-finite or no data cannot.
 
-        G is zero as long as everything above a layer is, as with a zero-initialised output projection; relative
-        damping would then be zero too.
+        G is zero as long as the layers above pass no gradient, as with a zero-initialised output projection; relative
+        damping would then be zero, too.
         """
         if self.side.block == 0:
             return torch.ones((), dtype=torch.bool, device=self.packed_P.device)
         return (self.updates > 0) & torch.isfinite(self.packed_P).all() & (self.packed_P != 0).any()
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """With its average on another device; the counter stays where it is: every step asks for it."""
+        """The factor with its average on another device; the counter stays on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
     @property
     def nbytes(self) -> int:
-        """The history's last value is the average itself, unless that came back from another device."""
-        kept = [self.packed_P, self.updates]
+        """Bytes of all its tensors, each once: the history's last value is the average itself, unless that came back
+        from another device."""
+        tensors = [self.packed_P, self.updates]
         if self.history is not None:
-            kept += [x for x in (self.history.last, self.history.before, self.history.norms) if x is not None]
-        return sum({id(x): x.nbytes for x in kept}.values())
+            tensors += [x for x in (self.history.last, self.history.before, self.history.norms) if x is not None]
+        return sum({id(x): x.nbytes for x in tensors}.values())
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``; coming from a GPU to the host in pinned memory, without waiting."""
+    """The tensor on ``device``; from a GPU to the host in pinned memory. Does not wait for the copy."""
     if tensor.device.type == device.type or device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -236,20 +235,21 @@ def updated(
     device: torch.device,
     tolerance: float | None = None,
 ) -> tuple[list[KroneckerFactor], dict[int, Tensor], Tensor]:
-    """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
+    """Average a reduced batch into each factor. One call per operation for all factors.
 
     Args:
-        sums_P, counts, decays: see :func:`averaged`.
-        device: where they are and the arithmetic is done.
-        tolerance: of similarity; read for those with a history.
+        sums_P, counts, decays: see :func:`averaged`; on ``device``.
+        device: computes. A new factor's average lies where the old one's did.
+        tolerance: see :func:`compared`; read for factors with a history.
 
-    Returns also, for those with a history, by index, bool [2] on the device: whether the average is similar to its last
-    value and to the one before; and how many batches were scaled down, and how many had no row, [2].
+    Returns the new factors; index of a factor with a history -> bool [2] on the device: whether the new average is
+    similar to its last value, and to the one before; and fp32 [2]: number of batches that were scaled down, and of
+    batches without a row.
     """
-    new, excess = averaged([factor.to(device) for factor in factors], sums_P, counts, decays)
+    new, over = averaged([factor.to(device) for factor in factors], sums_P, counts, decays)
     unusual, similar = torch.zeros(2, device=device), {}
     if factors:
-        unusual = torch.stack([excess > 1, torch.stack(list(counts)) <= 0]).sum(dim=1)
+        unusual = torch.stack([over > 1, torch.stack(list(counts)) <= 0]).sum(dim=1)
     histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
     if tolerance is not None and histories:
         flags, pushed = compared(
@@ -271,55 +271,58 @@ def averaged(
     A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
     device, without a host synchronisation.
 
-    One gradient a thousand times too large would be a million times the average in G, and stay in it for sixty updates.
+    A gradient a thousand times too large would be a million times the average in G, and stay in it for sixty updates.
     So a batch counts for at most :data:`SPIKE` times the average's trace. A factor that has really grown so much is
-    followed all the same, by 1 + (1 - r) (SPIKE - 1) an update.
+    still followed, by a factor of 1 + (1 - r) (SPIKE - 1) an update.
 
     Args:
         sums_P: fp32 [P], packed sums of outer products over the global batch.
-        counts: fp32 scalars, numbers of summands.
+        counts: fp32 scalars, numbers of rows in each sum.
         decays: weight of the past in [0, 1).
 
-    Returns also by how much each batch was scaled down, fp32 [n], 1 for most: dividing by so many more summands scales
-    it. A batch without rows, or one that is not to count, is over nothing.
+    Returns the new factors, and fp32 [n]: by how much each batch was scaled down, 1 for most.
     """
     if not factors:
         return [], torch.ones(0)
     numbers = torch.stack(list(counts))
     usual, traces = (
-        torch.stack([factor.side.diagonal_of(x_P).sum() for factor, x_P in zip(factors, of, strict=True)])
-        for of in ([factor.packed_P for factor in factors], sums_P)
+        torch.stack([factor.side.diagonal_of(x_P).sum() for factor, x_P in zip(factors, packed, strict=True)])
+        for packed in ([factor.packed_P for factor in factors], sums_P)
     )
     means = torch.where(numbers > 0, traces / numbers.clamp(min=1), 0)
     over = excess(means, usual, torch.stack([factor.updates for factor in factors]))
     new = [replace(factor, packed_P=factor.packed_P.clone(), updates=factor.updates.clone()) for factor in factors]
+    # a larger count scales the batch down
     ema_update_([x.packed_P for x in new], sums_P, (numbers * over).unbind(), [x.updates for x in new], decays)
     return new, over
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """By how much sizes are over what a batch may count for, [..], at least 1; what is not finite is over nothing.
+    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it is not finite, or
+    the average is zero or too young to judge by.
 
     Args:
-        usual: size of the running average, which stands on so many ``updates``.
+        new: size of the batch.
+        usual: size of the running average.
+        updates: number of batches in the average.
     """
     over = new / (SPIKE * usual)
-    known = (updates >= SETTLED) & (usual > 0) & torch.isfinite(over)
-    return torch.where(known, over.clamp(min=1), torch.ones_like(over))
+    comparable = (updates >= SETTLED) & (usual > 0) & torch.isfinite(over)
+    return torch.where(comparable, over.clamp(min=1), torch.ones_like(over))
 
 
 def compared(
     histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
 ) -> tuple[Tensor, list[History]]:
-    """New values of several factors against their histories, all at once, without waiting for the device.
+    """Compare new values of n factors with their histories, in one go, without waiting for the device.
 
-    A value is similar to an old one if |new - old|_F < tolerance |old|_F: never if there is none, if it is zero, or if
-    something is not finite. Takes the memory of one more copy of the values.
+    A value is similar to an old one if |new - old|_F < tolerance |old|_F; never if there is no old value, if that is
+    zero, or if something is not finite. Needs memory for one more copy of the values.
 
     Args:
-        packed_P: fp32 [P] of each, on one device; kept, not copied.
+        packed_P: fp32 [P] for each factor, on one device; the new histories refer to them, without a copy.
 
-    Returns bool [n, 2]: similar to the last, similar to the one before; and the histories with the new values.
+    Returns bool [n, 2]: similar to the last value, similar to the one before; and the histories with the new values.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """
@@ -330,22 +333,22 @@ def compared(
         _differences(packed_P, [history.before for history in histories], sides),
     ]
     similar = (torch.stack(changes, dim=1) < tolerance * old) & old.isfinite()
-    kept = torch.stack([frobenius(packed_P, sides), old[:, 0]], dim=1).unbind()
+    norms = torch.stack([frobenius(packed_P, sides), old[:, 0]], dim=1).unbind()
     pushed = [
-        replace(history, last=packed, before=history.last, norms=own)
-        for history, packed, own in zip(histories, packed_P, kept, strict=True)
+        replace(history, last=packed, before=history.last, norms=pair)
+        for history, packed, pair in zip(histories, packed_P, norms, strict=True)
     ]
     return similar, pushed
 
 
 def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
-    """Frobenius norms of symmetric matrices, fp32 [n]: off the diagonal every packed element stands for two."""
+    """Frobenius norms of symmetric matrices, fp32 [n]; a packed element off the diagonal counts twice."""
     diagonals = [side.diagonal_of(packed) for side, packed in zip(sides, packed_P, strict=True)]
     return (2 * _squares(packed_P) - _squares(diagonals)).sqrt()
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of squares, fp32 [n]. In pieces, as torch's norm loses digits over millions of elements on a CPU."""
+    """Sums of squares, fp32 [n], in pieces: torch's norm over millions of elements loses digits on a CPU."""
     pieces = [tensor.split(PIECE) for tensor in tensors]
     squares = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts])).square()
     return torch.stack([part.sum() for part in squares.split([len(parts) for parts in pieces])])
@@ -353,17 +356,17 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def _differences(new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side]) -> Tensor:
     """|new - old|_F, fp32 [n]; NaN where there is no old value."""
-    known = [index for index, old in enumerate(old_P) if old is not None]
-    found = [torch.full((), float("nan"), device=new.device) for new in new_P]
-    if known:
-        changed = torch._foreach_sub([new_P[index] for index in known], [old for old in old_P if old is not None])
-        for index, norm in zip(known, frobenius(changed, [sides[index] for index in known]), strict=True):
-            found[index] = norm
-    return torch.stack(found)
+    present = [index for index, old in enumerate(old_P) if old is not None]
+    norms = [torch.full((), float("nan"), device=new.device) for new in new_P]
+    if present:
+        changed = torch._foreach_sub([new_P[index] for index in present], [old for old in old_P if old is not None])
+        for index, norm in zip(present, frobenius(changed, [sides[index] for index in present]), strict=True):
+            norms[index] = norm
+    return torch.stack(norms)
 
 
 def _norms(history: History, device: torch.device) -> Tensor:
-    """Those of the values that it has; found if they are not known, as after loading a checkpoint without them."""
+    """The history's norms, fp32 [2]; computed if they are missing, as after loading a checkpoint without them."""
     if history.norms is not None:
         return history.norms.to(device)
     none = torch.full((), float("nan"), device=device)

@@ -23,11 +23,11 @@ from ds_kfac.curvature.eigen import (
     TOLERANCE,
     Precision,
     Refreshed,
-    climb,
     fp32_products,
     grouped,
     load_solvers,
     probe,
+    with_fallbacks,
 )
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.dispatch import symmetric_pack_into_
@@ -37,8 +37,9 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
-"""What is added to a factor, of lambda and the means of the diagonals of this factor and of the layer's other one: A
-gets pi sqrt(lambda), G sqrt(lambda) / pi. "relative": lambda is times mean(A) mean(G), the partner's mean cancels."""
+"""Damping that is added to a factor, as a function of lambda and of the mean diagonals of this factor and its partner:
+pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative" multiplies lambda by mean(A) mean(G): the partner's mean
+cancels."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class DampedInverse:
 
     Attributes:
         blocks: fp32 [n, b, b] per group of equal blocks, symmetric to the bit; empty for a diagonal or an identity.
-        diagonal: fp32 [D] of a diagonal; else None. An identity has neither: its damping is a number, which is in its
-            partner's inverse.
+        diagonal: fp32 [D] for a diagonal side; else None. An identity has neither: its damped inverse is one number,
+            which its partner's inverse is multiplied by.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -63,19 +64,19 @@ class DampedInverse:
         return self.blocks if self.diagonal is None else (self.diagonal,)
 
     def rounded(self, dtype: torch.dtype) -> "DampedInverse":
-        """Itself: see :func:`packed`."""
+        """Itself: an inverse travels in fp32, see :func:`packed`."""
         return self
 
 
 def inverse_numel(side: Side) -> int:
-    """Elements of a side's inverse as it is kept, blocks whole; an identity has none."""
+    """Elements of a side's inverse with whole blocks, as a worker keeps it; an identity has none."""
     return sum(count * width**2 for count, width in side.groups)
 
 
 def packed(inverse: DampedInverse) -> Tensor:
-    """The lower triangles of all blocks, or the diagonal itself, as one flat fp32 tensor [P]: half of an eigenbasis.
+    """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half the size of an eigenbasis.
 
-    It travels in fp32 always. Rounding every entry to 16 bits would move the small eigenvalues, those of the sharpest
+    It always travels in fp32: rounding every entry to 16 bits would move small eigenvalues, those of the sharpest
     directions, below zero, and fp16 would overflow where a factor is small.
     """
     if not inverse.blocks:
@@ -88,16 +89,16 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
-    """Inverse of :func:`packed`, to the bit; a copy."""
+    """Undo :func:`packed`, to the bit; a copy."""
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
-    # blocks of width 1 are views of it
+    # side.blocks gives views of flat_P for width 1
     return DampedInverse(tuple(block.clone() if block.shape[-1] == 1 else block for block in side.blocks(flat_P)))
 
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher, G kron A: rows by G, columns by A."""
+    """The damped inverse of a layer's Fisher G kron A: G's acts on the rows of dW, A's on its columns."""
 
     G: DampedInverse
     A: DampedInverse
@@ -114,7 +115,7 @@ class LayerInverse:
         """V = G^-1 gradient A^-1, both damped, and <V, gradient>. Linear in the gradient. Cost: 2 O I (O + I) FLOPs.
 
         Args:
-            damping: of this step, for a layer of two identities: it has nothing that is refreshed.
+            damping: of this step. Only read if both sides are identities, as these have no inverse that holds it.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -127,12 +128,12 @@ class LayerInverse:
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
 ) -> Refreshed[DampedInverse]:
-    """Invert a usable factor. Synchronises with the device once per group of blocks and rung.
+    """Invert a usable factor. Synchronises with the device once per group of blocks and attempt.
 
     Args:
         factor: of a dense, blocked or diagonal side.
-        partner: the layer's other factor; None where it is elsewhere, which "relative" allows. An identity's own damped
-            inverse, a number, is taken into this one.
+        partner: the layer's other factor; None if another rank has it, which "relative" allows. If it is an identity,
+            its damped inverse, a number, multiplies this one.
     """
     side, mean = factor.side, _mean(factor)
     damp = FACTORED_DAMPING[damping_kind]
@@ -142,27 +143,27 @@ def refresh_inverse(
     if side.block == 1:
         return Refreshed(DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal")
     load_solvers(factor.packed_P.device)
-    found, retries = [], 0
+    inverses, retries = [], 0
     for blocks in side.blocks(factor.packed_P):
-        inverted, failed = climb(
+        inverted, failed = with_fallbacks(
             blocks,
-            lambda rung: (cholesky_inverse(rung, added=added, scale=scale),),
-            partial(_right, blocks, added=added, scale=scale),
+            lambda matrices: (cholesky_inverse(matrices, added=added, scale=scale),),
+            partial(_is_valid, blocks, added=added, scale=scale),
         )
         retries += failed
         if inverted is None:
             return Refreshed(None, "failed", retries)
-        found += inverted
-    # as receivers unpack it: cuSOLVER's two triangles differ in rounding
-    return Refreshed(from_packed(side, packed(DampedInverse(tuple(found)))), "cholesky", retries)
+        inverses += inverted
+    # packed and unpacked, as receivers get it: cuSOLVER's two triangles differ in rounding, and replicas must not
+    return Refreshed(from_packed(side, packed(DampedInverse(tuple(inverses)))), "cholesky", retries)
 
 
 def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
-    """scale (matrix + added I)^-1 of positive definite [n, b, b], computed in its dtype and place; fp32.
+    """scale (matrix + added I)^-1 for positive definite [n, b, b], computed in their dtype and on their device; fp32.
 
-    NaN where the decomposition failed: the caller looks for it anyway, and asking here would wait for the device. The
-    damping is added here, in the dtype of the rung: fp32 may round it away next to a large diagonal. Some processors
-    find a pivot of rounding's size then where others find none, so that counts as failed, too.
+    NaN where the Cholesky decomposition failed: the caller checks for NaN anyway, and a check here would wait for the
+    device. The damping is added in the dtype of the attempt, as fp32 may round it away next to a large diagonal. A
+    pivot of the size of rounding counts as failed: whether one is found depends on the processor.
     """
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
@@ -176,19 +177,21 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     return inverse.masked_fill_(failed[:, None, None], torch.nan).float()
 
 
-def _right(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar) -> Tensor:
-    right = torch.isfinite(inverse).flatten(1).all(-1)
-    return right & credible(blocks, inverse, added=added, scale=scale) if grouped(blocks.device) else right
+def _is_valid(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar) -> Tensor:
+    finite = torch.isfinite(inverse).flatten(1).all(-1)
+    if not grouped(blocks.device):
+        return finite
+    return finite & passes_residual_check(blocks, inverse, added=added, scale=scale)
 
 
-def credible(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
-    """Bool [n]: whether (C + added I) inverse x = scale x for one x, as ``eigensolver.credible``."""
+def passes_residual_check(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
+    """Bool [n]: whether (C + added I) inverse x = scale x for one x; elementwise, as the check of an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
-    off = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
-    return off.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(dim=-1)
+    residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
+    return residual.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(dim=-1)
 
 
 def _mean(factor: KroneckerFactor) -> Tensor:
-    """Of the diagonal of the whole side; 1 for an identity."""
+    """Mean of a factor's diagonal; 1 for an identity."""
     return factor.side.diagonal_of(factor.packed_P).mean() if factor.side.block else factor.packed_P.new_ones(())

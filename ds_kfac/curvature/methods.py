@@ -1,7 +1,7 @@
-"""What is kept of a factor, ``preconditioner.method``: one line of ``METHODS`` each.
+"""Methods of decomposing a factor, ``preconditioner.method``: one line of ``METHODS`` each.
 
-A method says how a factor is decomposed, what that costs, how the result travels, is saved and read again, and how the
-two results of a layer precondition its gradient. Everything else knows it by its interface.
+A method defines how a factor is decomposed and at what cost, how the decomposition travels, is saved and read again,
+and how a layer's two decompositions precondition its gradient. All other code uses this interface alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,23 +27,23 @@ from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
 
 class Decomposition(Protocol):
-    """What a decomposition of a factor leaves: an eigenbasis, a damped inverse."""
+    """Result of decomposing a factor: an eigenbasis, or a damped inverse."""
 
     @property
     def nbytes(self) -> int: ...
 
     def rounded(self, dtype: torch.dtype) -> Any:
-        """As it is after travelling in ``dtype``."""
+        """The decomposition rounded as by travelling in ``dtype``."""
 
 
 @dataclass(frozen=True)
 class DecompositionPart:
-    """One flat tensor of what is kept, as it travels and is saved.
+    """One tensor of a decomposition, flat, as it travels and is saved.
 
     Attributes:
-        kind: its name in counters of bytes and in files.
-        numel: elements of a side's.
-        flat: the tensor.
+        kind: its name in byte counters and in files.
+        numel: side -> number of elements.
+        flat: decomposition -> the tensor.
         halved: whether it may travel in 16 bits.
     """
 
@@ -57,17 +57,17 @@ class Method:
     """A line of :data:`METHODS`.
 
     Attributes:
-        words: several of what is kept, for people.
-        solver: what decomposes, for people.
-        solver_flops: of a dense side of width D, in D^3.
-        solver_seconds: which table of the cost model has its seconds.
-        step_flops: of one step from the last result, in D^3; 0: every refresh is by ``solver``. Where a device has a
-            rate for it, so are all refreshes after the burn-in but one in ``exact_every``.
-        product_flops: of preconditioning a gradient [O, I], in O I (O + I).
-        passes, calls: over the gradient and of kernels, for the same.
-        parts: how it travels.
+        words: name of its decompositions in reports, in the plural.
+        solver: name of its solver in reports.
+        solver_flops: FLOPs to decompose a dense side of width D, over D^3.
+        solver_seconds: name of the cost model's table of the solver's seconds.
+        step_flops: FLOPs of one step from the last decomposition, over D^3; 0: every refresh uses the solver. Else, on
+            devices with a rate for such steps, only the burn-in and one refresh in ``exact_every`` do.
+        product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
+        passes, calls: passes over the gradient, and kernels, to precondition it.
+        parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether the damping, and that of a partner that is the identity, is part of what is kept.
+        damps_identity: whether a decomposition includes the damping, also that of a partner that is the identity.
     """
 
     words: str
@@ -81,11 +81,11 @@ class Method:
     rotates = damps_identity = False
 
     def numel(self, side: Side) -> int:
-        """fp32 elements a gradient worker keeps of a side."""
+        """fp32 elements of a side's decomposition, as a gradient worker keeps it."""
         raise NotImplementedError
 
     def wire_numel(self, side: Side) -> int:
-        """Elements of a side's on the wire."""
+        """Elements of a side's decomposition on the wire."""
         return sum(part.numel(side) for part in self.parts)
 
     def paired(self, damping_kind: str) -> bool:
@@ -93,24 +93,24 @@ class Method:
         return False
 
     def identity(self, side: Side, device: torch.device) -> Any:
-        """Of a side that is the identity."""
+        """The decomposition of a side that is the identity."""
         raise NotImplementedError
 
     def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
-        """In the order given. Synchronises with the device.
+        """Decompose factors; results in the order of the requests. Synchronises with the device.
 
         Args:
-            options: ``damping`` at this step and ``damping_kind`` where they are part of what is kept.
+            options: with :attr:`damps_identity` the step's ``damping``, and ``damping_kind``; else none.
         """
         raise NotImplementedError
 
     def joined(self, side: Side, *flats: Any) -> Any:
-        """Inverse of ``parts``: flat tensors, None for those without elements."""
+        """A decomposition from the flat tensors of ``parts``; None for one without elements."""
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """What preconditions the layer: a :class:`LayerBasis`, in which gradients are rotated, or an object with
-        ``precondition`` as :class:`LayerInverse`."""
+        """The preconditioner of a layer, from its two decompositions: a :class:`LayerBasis`, into which gradients are
+        rotated, or an object with a ``precondition`` like :class:`LayerInverse`'s."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ class _Eigen(Method):
     words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
     parts = (
         DecompositionPart("eigenvectors", lambda side: side.basis_numel, _flat, True),
-        # in fp32 always, their range is too wide
+        # always in fp32: their range is too wide for 16 bits
         DecompositionPart("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
     )
     rotates = True
@@ -145,8 +145,7 @@ class _Eigen(Method):
 
 
 class _Iterated(_Eigen):
-    """What "eigen" is on a GPU for a rule that keeps moments in the eigenbasis: they rotate along, and their bases are
-    in every checkpoint."""
+    """Method "eigen" on a GPU, for a rule that keeps moments in the eigenbasis and rotates them into each new one."""
 
     solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
     step_flops, exact_every = STEP_FLOPS, EXACT_EVERY

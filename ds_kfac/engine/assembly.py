@@ -1,4 +1,4 @@
-"""From an engine to its :class:`Job`: its domains, their layers, a plan for each, and what preconditions them."""
+"""From an engine to its :class:`Job`: the engine's domains, and each one's layers, plan and preconditioner."""
 
 import os
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule, experts: ExpertRows | None
 ) -> tuple[Job, tuple[Scan, ...]]:
-    """Collective. Returns the job, tested, and what was found in each of its domains. Raises on every rank: ValueError
-    if there is nothing to precondition, or no plan; RuntimeError if the self-test failed."""
+    """The job of an engine, self-tested, and the scan of each of its domains. Collective. Raises on every rank:
+    ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)
     costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
-    # one stage may have no layers, or too little memory
+    # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if several else nullcontext
@@ -70,9 +70,10 @@ def assembled(
 
 
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
-    """Build what is missing and check it. A backend that was asked for and cannot run on some rank is an error on all
-    of them; one that was not, and an op that is wrong on some rank, is used nowhere then: replicas that round
-    differently would drift apart."""
+    """Build and check the backends of operations. If one that the config names cannot run on some rank, that is an
+    error on all of them. A backend that it does not name, or an op that computes wrongly on some rank, is then used on
+    no
+    rank: replicas that round differently would drift apart."""
     name, device = config.ops.backend, torch.device(engine.device).type
     error = RuntimeError if name is None else ValueError
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
@@ -86,15 +87,15 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
 
 
 def _engine_view(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:
-    """A domain's layers and where the engine keeps their gradients."""
+    """A domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(found.layers)]
-    own_ids = {id(parameter) for parameter in ours}
+    our_ids = {id(parameter) for parameter in ours}
     return EngineView(
         model=engine.module,
         layers=found.layers,
         layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
-        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,
@@ -103,7 +104,7 @@ def _engine_view(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, exp
 
 
 def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> EngineFacts:
-    """What a plan has to know of the engine."""
+    """The facts about the engine that its plan depends on."""
     layout = view.layout
     return EngineFacts(
         world=layout.world,
@@ -119,24 +120,25 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
 
 
 def _sequence(engine: Any) -> int:
-    """So many consecutive ranks have the parts of one sequence; all ranks where they are not consecutive. Collective
-    under sequence parallelism."""
+    """Number of consecutive ranks that hold the parts of one sequence; of all ranks if they are not consecutive.
+    Collective under sequence parallelism."""
     size = engine.sequence_parallel_size
     if size == 1:
         return 1
     every = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
-    mine = [every.index(rank) for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)]
-    first = min(mine)
-    consecutive = sorted(mine) == list(range(first, first + size)) and first % size == 0
+    places = [every.index(rank) for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)]
+    first = min(places)
+    consecutive = sorted(places) == list(range(first, first + size)) and first % size == 0
     return size if all(gathered(consecutive)) else len(every)
 
 
 def _node(device: torch.device) -> tuple[int, int]:
-    """Ranks of a node, as the launcher says, and the cores they share; one rank where nodes differ. Collective."""
+    """(ranks of a node, as the launcher says; how many of them its cores can run at once, 0 if all of them). (1, 0) if
+    nodes differ. Collective."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
-    mine = size, at_once if device.type == "cpu" and size > at_once else 0
-    return mine if len(set(gathered(mine))) == 1 else (1, 0)
+    node = size, at_once if device.type == "cpu" and size > at_once else 0
+    return node if len(set(gathered(node))) == 1 else (1, 0)
 
 
 def _costs(device: torch.device) -> CostModel:
@@ -146,10 +148,10 @@ def _costs(device: torch.device) -> CostModel:
 
 
 def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
-    """The layers of each domain that has some; what was skipped, in the first of them."""
+    """The domains that have layers, each with its part of the scan; the first one's has all skipped modules."""
     pairs: list[tuple[Domain, Scan]] = []
     for domain in domains:
-        layers, shards = [], domain.shard[1]  # so many tensor-parallel ranks have a part of a layer, or a copy
+        layers, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
         for layer in (layer for layer in found.layers if layer.weight in domain.names):
             cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
             layers.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
@@ -159,7 +161,7 @@ def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Sca
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:
-    """The config of each domain here: they share a rank's memory budget as their layers need it."""
+    """A config for each of this rank's domains; their layers' needs divide the memory budget."""
     budget = config.assignment.memory_budget_gb
     if budget is None or len(views) == 1:
         return [config] * len(views)
@@ -173,10 +175,13 @@ def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig
 
 
 def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
-    """What tensor-parallel ranks have copies of must be treated alike by all of them, though its owners differ. So all
-    that depends on an owner is alike for copies: they have the rows of all ranks, rounded as what travels
-    (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and no offsets. Collective under tensor
-    parallelism; raises ValueError on every rank if plans differ in what is left."""
+    """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer differently.
+    Collective under tensor parallelism.
+
+    The copies' owners differ from plan to plan, so nothing about a copy may depend on its owner: it has the rows of all
+    ranks, is rounded as if it travelled (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and has no
+    offset. What is left is the dtype on the wire and the lag, which are compared here.
+    """
     if views[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "

@@ -1,10 +1,10 @@
 """K-FAC at work in one engine: six wrapped attributes of the instance, and module hooks. No class is patched.
 
-``_take_model_step`` is where gradients are averaged but not yet checked, clipped or stepped, in every stage;
-``backward`` measures the scale of the output gradients; the checkpoint methods carry our state; ``destroy`` detaches.
-``forward`` runs captured steps without torch.compile: traced, every hook would break the graph in a loop of torch's
-own, after which torch leaves the module uncompiled for good. So all other steps run the graphs that they would without
-K-FAC.
+- ``_take_model_step``: in every ZeRO stage gradients are averaged here, but not yet checked, clipped or stepped.
+- ``backward`` measures the scale of the output gradients.
+- ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in a loop of torch's
+  own, after which torch leaves the module uncompiled for good. All other steps run the same graphs as without K-FAC.
+- ``save_checkpoint`` and ``load_checkpoint`` carry our state; ``destroy`` detaches.
 """
 
 import os
@@ -53,15 +53,16 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
-ZERO = "rows without a gradient"
+ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
+"""What the user was warned of, once each."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
 
 def attached(model: Any) -> "Attachment | None":
-    """What is attached to the engine of a model, for whoever has the model alone, such as a callback."""
-    found = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
-    return found() if found else None
+    """The attachment to a model's engine; None if there is none. For code that has the model only, as callbacks do."""
+    reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
+    return reference() if reference else None
 
 
 class Attachment:
@@ -69,15 +70,15 @@ class Attachment:
 
     Attributes:
         job: the preconditioners of this rank's domains.
-        given: the config as it was given; ``preconditioner.config`` has its nulls answered.
-        report: what was attached, in words; ``kfac.report`` says how much of it is printed.
+        given: the config as the user gave it; in ``preconditioner.config`` every null has its chosen value.
+        report: text that describes what was attached; the key ``report`` decides how much of it is printed.
     """
 
     def __init__(
         self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
-        self._active, self._warned_of_outside, self._told = True, False, set[str]()
+        self._active, self._warned = True, set[str]()
         self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
@@ -117,7 +118,7 @@ class Attachment:
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
-        """That of the dense layers; the only one without experts."""
+        """The preconditioner of the dense layers; without experts the only one."""
         return self.job.preconditioners[0]
 
     @property
@@ -129,14 +130,15 @@ class Attachment:
         return counters(self.job)
 
     def log_line(self) -> dict[str, float]:
-        """The few numbers that belong into a line of a framework's logs, by the monitor's names: how far a step goes,
-        how far eigenvalues are spread, and what went wrong, where something has. Nothing with ``"report": "none"``.
-        Reads device scalars: at logged steps only."""
+        """A few numbers for a line of a framework's logs, by the monitor's names: the size of a step, the spread of
+        eigenvalues, and failures that have occurred. Empty with ``"report": "none"``. Reads scalars from the device:
+        call it at logged steps only."""
         return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
 
     def log_constants(self) -> dict[str, float]:
-        """What belongs there once, with the first line: the shares of the trained matrix parameters in K-FAC's layers,
-        and in those with curvature, and rates over the optimizer's lr. Nothing with ``"report": "none"``."""
+        """Numbers for the first line of a framework's logs, as they hold for the whole run: the fractions of the
+        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates over the
+        optimizer's. Empty with ``"report": "none"``."""
         return {PREFIX + name: value for name, value in self._constants().items()} if self._reports else {}
 
     def _constants(self) -> dict[str, float]:
@@ -144,7 +146,7 @@ class Attachment:
 
     @property
     def read_batch(self) -> ReadBatch:
-        """Says which rows of a batch count and how many loss terms it has; set your own function."""
+        """Function that says which rows of a batch count and how many loss terms it has; may be replaced."""
         return self.preconditioner.capture.read_batch
 
     @read_batch.setter
@@ -154,7 +156,7 @@ class Attachment:
 
     @property
     def sampler(self) -> Sampler:
-        """Draws labels and forms the loss of a Monte-Carlo Fisher; set your own function."""
+        """Function that draws labels and forms the loss of a Monte-Carlo Fisher; may be replaced."""
         return self._sampling().sampler
 
     @sampler.setter
@@ -162,7 +164,8 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self) -> None:
-        """Monte-Carlo Fisher without ``engine.backward``: call it between forward and ``loss.backward()``."""
+        """Sample the Monte-Carlo Fisher's gradients; only for programs that call ``loss.backward()`` in place of
+        ``engine.backward(loss)``: call it between the forward and that."""
         self._sampling().sample()
 
     def _sampling(self) -> LossSampling:
@@ -189,15 +192,15 @@ class Attachment:
         begin_from(self.job, Factors.load(path))
 
     def detach(self) -> None:
-        """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
+        """Restore the engine: remove hooks, wrappers, thread and our process group. May be called twice.
 
-        Local, so that it cannot wait for a rank that is gone; between steps. ``engine.destroy()`` does it first.
+        Call it between steps. Local, so that it cannot wait for a rank that is gone. ``engine.destroy()`` calls it.
         """
         if not self._active:
             return
         self._active = False
         for name, (ours, previous) in self._previous.items():
-            # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
+            # if someone has wrapped ours since, it stays in their chain and only passes calls through
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
@@ -211,7 +214,7 @@ class Attachment:
         self.job.close()
 
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Also what an engine does that is garbage."""
+        """DeepSpeed also calls ``destroy`` when an engine is garbage-collected."""
         self.detach()
         return original(*args, **kwargs)
 
@@ -219,7 +222,7 @@ class Attachment:
         return {name for kfac in self.job.preconditioners for name in with_hooks(kfac)}
 
     def _tell_of_new_hooks(self) -> None:
-        """At the first captured step: of those on gradients that the user has added since attach."""
+        """Warn once, at the first captured step, of hooks on gradients that the user has added since attach."""
         before, self._hooked = self._hooked, None
         if before is not None and (new := self._with_hooks() - before):
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
@@ -259,7 +262,8 @@ class Attachment:
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
             result = original(*args, **kwargs)
-        # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
+        # a GradScaler skips the step without telling the engine; only its falling scale shows that. Reading the scale
+        # costs no wait: the scaler has synchronised already
         skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
         applied = engine.was_step_applied() and not skipped
         self.job.commit(drafts, applied=applied)
@@ -274,15 +278,15 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each once: without a gradient that counts the user means a backward that is not our own;
-        of one that was of several forwards, the scale of G may be wrong."""
+        """At a captured step, each warning once. Gradients that came only in other backwards than this engine's update
+        no factor. One backward through several forwards may give G a wrong scale."""
         scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
-        if scaled and SEVERAL not in self._told:
-            self._told.add(SEVERAL)
+        if scaled and SEVERAL not in self._warned:
+            self._warned.add(SEVERAL)
             print(f"ds_kfac: WARNING: {SEVERAL}", file=sys.stderr, flush=True)
         outside = sum(capture.outside for capture in self._captures)
-        if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
-            self._warned_of_outside = True
+        if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
+            self._warned.add(OUTSIDE)
             logger.warning(
                 f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls of layers, none of "
                 "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
@@ -290,11 +294,11 @@ class Attachment:
             )
 
     def _tell(self) -> None:
-        """What the proof has found, of each layer once: in the report of all ranks, and in the log of one."""
+        """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
         kfacs, texts = self.job.preconditioners, []
         unfit = {name: why for kfac in kfacs for name, why in kfac.proving.unfit.items()}
-        if new := [(name, why) for name, why in unfit.items() if name not in self._told]:
-            self._told.update(name for name, _ in new)
+        if new := [(name, why) for name, why in unfit.items() if name not in self._warned]:
+            self._warned.update(name for name, _ in new)
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = self._share_without(unfit).curved_fraction
             texts.append(
@@ -303,8 +307,8 @@ class Attachment:
                 f"parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
             )
         zero = {name: part for kfac in kfacs for name, part in kfac.proving.zero.items()}
-        if zero and ZERO not in self._told:
-            self._told.add(ZERO)
+        if zero and ZERO not in self._warned:
+            self._warned.add(ZERO)
             layers = ", ".join(f"{name} {part}" for name, part in folded([(n, f"{x:.0%}") for n, x in zero.items()]))
             texts.append(
                 f"rows count whose gradient is zero to the last bit: {layers}. If they are padding that no mask shows, "
@@ -316,17 +320,16 @@ class Attachment:
                 print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
     def _share_without(self, unfit: Collection[str]) -> Share:
-        """What is stepped, and with curvature, if these layers have none."""
-        alone = [layer if layer.name not in unfit else replace(layer, A=Side.identity(layer.A.dim),
-                 G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
-        return share_of(self.engine.module, replace(self._found, layers=tuple(alone)))
+        """The shares of parameters that are stepped, and have curvature, if the ``unfit`` layers have none."""
+        layers = [layer if layer.name not in unfit else replace(layer, A=Side.identity(layer.A.dim),
+                  G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
+        return share_of(self.engine.module, replace(self._found, layers=tuple(layers)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
         with ExitStack() as stack:
-            if hasattr(torch.compiler, "set_stance"):  # torch 2.6
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)
@@ -340,7 +343,7 @@ class Attachment:
             if not any(capture.active for capture in self._captures) or not loss.requires_grad:
                 return original(loss, *args, **kwargs)
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-            # The caller who switches that off has already divided by the micro-batches.
+            # a caller who switches that off has divided the loss by the number of micro-batches
             divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
             if self.sampling is not None:
                 self.sampling.sample(loss)
@@ -361,31 +364,30 @@ class Attachment:
 
 
 def _groups(engine: Any, job: Job) -> dict[str, int]:
-    """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other
-    parameters and one client_state, nothing."""
+    """Parameter name -> number of its optimizer group, if K-FAC's layers decide the groups. Empty with several pipeline
+    stages: they have different parameters, but share the client_state that this is saved in."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    held = [
-        layout for kfac in job.preconditioners for layout in (kfac.engine_view.layout, kfac.engine_view.other_params)
-    ]
-    return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
+    views = [kfac.engine_view for kfac in job.preconditioners]
+    layouts = [layout for view in views for layout in (view.layout, view.other_params)]
+    return {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
 
 
 @contextmanager
 def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
-    """Around DeepSpeed's step, which then neither clips nor reports the norm of what K-FAC made of the gradients.
+    """Wraps DeepSpeed's step, which then neither clips preconditioned gradients nor reports their norm.
 
-    For rules that clip raw gradients: the bound is the user's "gradient_clipping", on the norm of all of them. K-FAC
-    preconditions what is left, and kl-clip bounds the step; other parameters' gradients are clipped here, by the same
-    factor.
+    For rules that clip raw gradients by the user's "gradient_clipping", a bound on the norm of all of them: K-FAC
+    has preconditioned clipped gradients, and kl-clip bounds its step; other parameters' gradients are clipped here, by
+    the same factor. Afterwards the engine reports the raw norm.
     """
     if draft.norm is None:
         yield
         return
     engine = kfac.layout.engine
     kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, device=kfac.device))
-    norm = (draft.norm / kfac.layout.grad_scale()).float()  # now: the scale may change in the step
+    norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
     with kfac.layout.unclipped():
         yield
     if engine.was_step_applied() and engine.get_global_grad_norm() is not None:

@@ -1,8 +1,8 @@
 """BatchRamp: a batch that grows during training, in place of a rate that decays.
 
-Where a gradient is mostly noise, twice the batch at sqrt 2 times the rate makes the same progress for the same samples
-in half of the steps; late in training it mostly is. So the schedule counts samples, not steps, and the rate is the
-schedule's times sqrt(batch / first batch).
+Late in training a gradient is mostly noise. Then twice the batch at sqrt 2 times the rate makes the same progress with
+the same samples, in half of the steps. So the schedule counts samples, not steps, and the rate is the schedule's times
+sqrt(batch / first batch).
 
 Sources: McCandlish et al. 2018 (arXiv:1812.06162) for noise and batches; Malladi et al. 2022 (arXiv:2205.10287) for the
 square root; Meterez et al. 2025 (arXiv:2510.14717) for a batch in place of a decay.
@@ -22,8 +22,9 @@ STATE = "batch_ramp"
 
 
 class BatchRamp:
-    """Doubles the batch by more micro-batches a step, and stands in the place of the engine's learning-rate scheduler,
-    which it steps once for every batch of the first size: its ``total_num_steps`` stay those of a constant batch.
+    """Doubles the batch by taking more micro-batches a step. It takes the place of the engine's learning-rate
+    scheduler,
+    and steps that once for every batch of the first size: ``total_num_steps`` is the same as with a constant batch.
 
         engine, _, _, _ = ds_kfac.initialize(...)
         ds_kfac.BatchRamp(engine, largest=512, at=[1_000_000, 2_000_000])
@@ -31,16 +32,16 @@ class BatchRamp:
             engine.backward(engine(batch))
             engine.step()
 
-    DeepSpeed's checkpoints hold its state beside the scheduler's. A rate that is set by hand between two steps is the
-    rate from then on, with the batch as it is, and grows with it.
+    DeepSpeed's checkpoints hold its state beside the scheduler's. A rate that is set by hand between two steps holds
+    from then on for the present batch, and grows with it.
 
     Args:
-        engine: made by DeepSpeed, which counts its micro-batches, between two steps.
-        largest: samples of a step, over all ranks, that it does not go beyond.
-        at: samples so far after which it doubles, ascending.
+        engine: a DeepSpeed engine between two steps, which counts its micro-batches itself.
+        largest: most samples of a step, over all ranks.
+        at: numbers of samples since the start of the run after which the batch doubles, ascending.
 
     Attributes:
-        first, batch: samples of a step at first and now.
+        first, batch: samples of the first step, and of a step now.
 
     Raises:
         ValueError: ``largest`` is below twice the batch, ``at`` does not ascend or has more doublings than ``largest``
@@ -72,13 +73,13 @@ class BatchRamp:
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp"
         if caller_sets_boundaries(engine):
-            return "the caller says where a step ends (Accelerate does), so that no batch can grow here"
+            return "the caller decides where a step ends, as Accelerate does, so BatchRamp cannot change the batch size"
         if engine.micro_steps % engine.gradient_accumulation_steps() and not isinstance(engine, PipelineEngine):
             return "the engine is in the middle of a step; call it after engine.step()"
         return None
 
     def __getattr__(self, name: str) -> Any:
-        """Of the schedule, such as its largest rates."""
+        """The schedule's attributes, such as its largest rates."""
         if name.startswith("__") or vars(self).get("inner") is None:
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -89,50 +90,54 @@ class BatchRamp:
 
     @property
     def gain(self) -> float:
-        """What the schedule's rate is multiplied by."""
+        """Factor on the schedule's rate."""
         return math.sqrt(self.batch / self.first)
 
     def step(self, *args: Any, **named: Any) -> None:
-        """DeepSpeed calls it after a step that was applied. With arguments, such as a number of samples or a metric,
-        the schedule is stepped once, with them."""
+        """Called by DeepSpeed after an applied step. With arguments, such as a number of samples or a metric, the
+        schedule is stepped once, with these."""
         if caller_sets_boundaries(self.engine):
             raise RuntimeError(
-                "ds_kfac: BatchRamp: the caller says where a step ends (set_gradient_accumulation_boundary), so the "
-                "batch does not grow, and DeepSpeed would divide the loss as if it did; train without a ramp"
+                "ds_kfac: BatchRamp: the caller decides where a step ends (set_gradient_accumulation_boundary), so the "
+                "batch would not grow, but DeepSpeed would divide the loss as if it did; train without a ramp"
             )
         self._take_over()
-        self._set_rates(1.0)  # a schedule may go on from the rate as it was
+        self._set_rates(1.0)  # some schedules compute the next rate from the current one, without our factor
         if self.inner is not None:
             for _ in range(1 if args or named else self.batch // self.first):
                 self.inner.step(*args, **named)
         self.rates = self._rates()
         if 2 * self.batch <= self.largest and self._is_due() and self._is_boundary(2 * self.batch):
-            self.engine.global_samples -= self.batch  # it will add the new batch for the step that ends
-            if isinstance(getattr(self.engine, "total_loss", None), Tensor):  # and divide the step's loss by it
+            # for the step that ends DeepSpeed will add the new batch, twice the old one, to global_samples, and divide
+            # the logged loss by twice as many micro-batches
+            self.engine.global_samples -= self.batch
+            if isinstance(getattr(self.engine, "total_loss", None), Tensor):
                 self.engine.total_loss *= 2
             self._set_batch(2 * self.batch)
         self._set_rates(self.gain)
 
     def _is_due(self) -> bool:
         doublings = round(math.log2(self.batch / self.first))
-        samples = self.engine.global_samples + self.batch  # of the step that ends, too
+        samples = self.engine.global_samples + self.batch  # with the step that ends
         return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
-        """Whether DeepSpeed, which counts micro-batches from the start on, would end the next step after all of its."""
+        """Whether a step of this batch would begin on a multiple of its micro-batches. DeepSpeed counts micro-batches
+        from the start of the run, and would else end the next step too early."""
         if isinstance(self.engine, PipelineEngine):
             return True
         return (self.engine.micro_steps + 1) % (batch // self._micro_batch) == 0
 
     @property
     def _micro_batch(self) -> int:
-        """Samples of all ranks."""
+        """Samples of a micro-batch, over all ranks."""
         return self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
 
     def _set_batch(self, batch: int) -> None:
         self.engine.set_train_batch_size(batch)
         self.batch = batch
-        if hasattr(self.engine.optimizer, "gradient_accumulation_steps"):  # with offload it decides what is a norm
+        # with offload ZeRO has a copy of the number, and takes norms at the last micro-batch by it
+        if hasattr(self.engine.optimizer, "gradient_accumulation_steps"):
             self.engine.optimizer.gradient_accumulation_steps = self.engine.gradient_accumulation_steps()
 
     def _rates(self) -> list[Any]:
@@ -140,18 +145,18 @@ class BatchRamp:
         return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def _take_over(self) -> None:
-        """A rate that someone has set since the last step is what it is from now on."""
+        """Adopt rates that the user has set since the last step."""
         for index, (group, rate, ours) in enumerate(zip(self._groups, self.rates, self._written, strict=False)):
             new = group["lr"]
-            if isinstance(new, Tensor):  # on a device, where it is not asked
+            if isinstance(new, Tensor):  # compared on its device, without waiting for it
                 self.rates[index] = torch.where(new == ours, rate, new / self.gain)
             elif new != ours:
                 self.rates[index] = new / self.gain
 
     def _set_rates(self, gain: float) -> None:
-        """Of groups that were there at the last step."""
+        """Write the rates times ``gain`` into the groups; a group added since the last step keeps its own."""
         for group, rate in zip(self._groups, self.rates, strict=False):
-            if isinstance(group["lr"], Tensor):  # whose memory a recorded graph may know
+            if isinstance(group["lr"], Tensor):  # in place: a captured CUDA graph may read this memory
                 group["lr"].copy_(rate * gain)
             else:
                 group["lr"] = rate * gain
@@ -163,33 +168,33 @@ class BatchRamp:
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's, so that it also loads without a ramp, and ours."""
+        """The schedule's state with ours beside it, so that it also loads without a ramp."""
         self._take_over()
         self._written = self._rates()
-        own = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
-        return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: own}
+        ramp = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
+        return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: ramp}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Also of a checkpoint without a ramp: it begins there.
+        """Continue from :meth:`state_dict`, or from the state of a checkpoint without a ramp: the ramp begins there.
 
         Raises:
-            ValueError: its batch cannot be had with this number of ranks; nothing was changed.
+            ValueError: this number of ranks cannot have the saved batch; nothing was changed.
         """
         schedule = dict(state or {})
-        own = schedule.pop(STATE, None)
-        if own and own["batch"] % self._micro_batch:
+        ramp = schedule.pop(STATE, None)
+        if ramp and ramp["batch"] % self._micro_batch:
             raise ValueError(
-                f"ds_kfac: BatchRamp: the checkpoint's batch is {own['batch']} samples, which {self._micro_batch} (a "
+                f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which {self._micro_batch} (a "
                 "micro-batch of all ranks) does not divide: load it with another number of ranks or "
                 "train_micro_batch_size_per_gpu"
             )
         if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)
-        if not own:
-            self.rates = []  # the optimizer's, which may be loaded later
+        if not ramp:
+            self.rates = []  # read at the next step: the optimizer's rates may be loaded after this
             return
-        self.first, self.rates = own["first"], list(own["rates"])
-        self._set_batch(own["batch"])
-        if not isinstance(self.engine, PipelineEngine):  # a step begins
-            self.engine.micro_steps = own["micro"] - own["micro"] % self.engine.gradient_accumulation_steps()
+        self.first, self.rates = ramp["first"], list(ramp["rates"])
+        self._set_batch(ramp["batch"])
+        if not isinstance(self.engine, PipelineEngine):  # the next micro-batch is the first of a step
+            self.engine.micro_steps = ramp["micro"] - ramp["micro"] % self.engine.gradient_accumulation_steps()
         self._set_rates(self.gain)

@@ -1,4 +1,4 @@
-"""``python -m ds_kfac doctor``: in eleven lines, whether this environment will work, and what mends it."""
+"""``python -m ds_kfac doctor``: whether this environment will work, and how to fix it if not, in eleven lines."""
 
 import os
 import shutil
@@ -19,10 +19,10 @@ from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
 
-Found = tuple[str, str]
-"""What was found, and what is to be done; "" where all is well."""
+Answer = tuple[str, str]
+"""(what is there, what to do about it or "")"""
 NEEDS = ("torch>=2.8", f"deepspeed>={OLDEST}")
-"""Where ds_kfac itself is not installed but imported from its sources."""
+"""Requirements if ds_kfac is not installed but imported from its sources, where no metadata lists them."""
 TESTED_RANGES = {
     "torch": ("2.8.0", "2.15.0"),
     "deepspeed": (TESTED[0], TESTED[-1]),
@@ -33,16 +33,16 @@ TESTED_RANGES = {
 
 
 def doctor(_: object = None) -> str:
-    """A line for each of :data:`QUESTIONS`, and first of all the answer."""
-    found = {name: ask() for name, ask in QUESTIONS.items()}
-    wrong = [name for name, (_, remedy) in found.items() if remedy]
-    answer = f"to be mended: {', '.join(wrong)}" if wrong else "this environment will work"
-    width = max(map(len, found))
-    lines = [f"  {name:{width}}  {what}{f' -> {remedy}' if remedy else ''}" for name, (what, remedy) in found.items()]
-    return "\n".join([f"ds_kfac doctor: {answer}", *lines])
+    """The verdict, then a line for each of :data:`QUESTIONS`."""
+    answers = {name: ask() for name, ask in QUESTIONS.items()}
+    wrong = [name for name, (_, remedy) in answers.items() if remedy]
+    verdict = f"to be mended: {', '.join(wrong)}" if wrong else "this environment will work"
+    width = max(map(len, answers))
+    lines = [f"  {name:{width}}  {what}{f' -> {remedy}' if remedy else ''}" for name, (what, remedy) in answers.items()]
+    return "\n".join([f"ds_kfac doctor: {verdict}", *lines])
 
 
-def _package(name: str) -> Found:
+def _package(name: str) -> Answer:
     try:
         listed = requires("ds_kfac") or NEEDS
     except PackageNotFoundError:
@@ -57,24 +57,24 @@ def _package(name: str) -> Found:
 
 
 def _with_range(name: str, has: str) -> str:
-    """A version, and whether it lies in what was tested."""
+    """A version, and whether it lies in the tested range."""
     oldest, newest = TESTED_RANGES[name]
     release = [Version(each).release for each in (oldest, has, newest)]
     return f"{name} {has}, {'inside' if release == sorted(release) else 'outside of'} the tested {oldest} to {newest}"
 
 
-def _others() -> Found:
-    """Packages that ds_kfac does not need."""
-    found = []
+def _others() -> Answer:
+    """Optional packages."""
+    texts = []
     for name in ("triton", "transformers"):
         try:
-            found.append(_with_range(name, version(name)))
+            texts.append(_with_range(name, version(name)))
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    return "; ".join(found), ""
+            texts.append(f"no {name}")
+    return "; ".join(texts), ""
 
 
-def _device() -> Found:
+def _device() -> Answer:
     kind, count = get_accelerator().device_name(), get_accelerator().device_count()
     if kind == "cpu":
         seen = torch.cuda.is_available()
@@ -86,14 +86,14 @@ def _device() -> Found:
     return f"{what}{f'; ds_kfac runs in plain torch here: {problem}' if problem else ''}", "" if count else "no device"
 
 
-def _communication() -> Found:
+def _communication() -> Answer:
     backend = get_accelerator().communication_backend_name()
     name = "gloo" if get_accelerator().device_name() == "cpu" else backend
     has = torch.distributed.is_available() and getattr(torch.distributed, f"is_{name}_available", lambda: True)()
     return name, "" if has else f"this build of torch has no {name}: install another one"
 
 
-def _compiler() -> Found:
+def _compiler() -> Answer:
     path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     ninja = shutil.which("ninja")
     missing = [] if path else ["a C++ compiler (apt install g++)"]
@@ -101,7 +101,7 @@ def _compiler() -> Found:
     return f"{path}, {ninja}", f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else ""
 
 
-def _cache() -> Found:
+def _cache() -> Answer:
     root = extensions_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -115,14 +115,14 @@ def _cache() -> Found:
     return f"{root}, writable", ""
 
 
-def _shm() -> Found:
+def _shm() -> Answer:
     if get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
         return "not needed", ""
     later = f'compiled at the first start, for minutes, unless deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
     return "compiled" if is_compiled() else later, ""
 
 
-def _launcher() -> Found:
+def _launcher() -> Answer:
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and world is None:
         return "none in this shell: `deepspeed train.py` or torchrun start ranks; without, a script is one rank", ""
@@ -133,7 +133,7 @@ def _launcher() -> Found:
     return what, f"{', '.join(lacking)} not set: unset RANK and WORLD_SIZE, or set them all" if lacking else ""
 
 
-def _enabled() -> Found:
+def _enabled() -> Answer:
     word = os.environ.get("DS_KFAC", "")
     if not word:
         return "DS_KFAC is not set: scripts need `python -m ds_kfac run`, DS_KFAC=1 or import ds_kfac", ""
@@ -144,7 +144,7 @@ def _enabled() -> Found:
     )
 
 
-QUESTIONS: dict[str, Callable[[], Found]] = {
+QUESTIONS: dict[str, Callable[[], Answer]] = {
     "torch": lambda: _package("torch"),
     "deepspeed": lambda: _package("deepspeed"),
     "also here": _others,

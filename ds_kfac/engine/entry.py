@@ -1,6 +1,6 @@
 """Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize), attach (to an engine).
 
-What they attach is a :class:`Job`: an engine's domains, their layers, a plan for each, and what preconditions them.
+They attach a :class:`Job`: a preconditioner, with its layers and its plan, for each of an engine's domains.
 """
 
 import base64
@@ -41,16 +41,16 @@ from ds_kfac.schedule.polynomial_decay import PolynomialDecay
 from ds_kfac.zero.deepspeed_versions import STEP
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
-"""DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
+"""DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours only warns."""
 _enabled: bool | None = None
-"""What :func:`enable` or :func:`disable` has said; before, the environment is asked each time."""
+"""Set by :func:`enable` and :func:`disable`. None: neither was called, and the environment decides."""
 _unattached: str | None = (
     "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the launcher or the "
     "trainer a DeepSpeed config"
 )
-"""Why no engine has K-FAC so far; None once one has, or was not to have it."""
+"""Why no engine has K-FAC so far; None once one has it, or a config said "enabled": false."""
 YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
-"""What ``DS_KFAC`` may be."""
+"""Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
     'not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
@@ -58,7 +58,7 @@ NOT_ENABLED = (
 )
 
 on_attached: list[Callable[[], None]] = []
-"""Called by :func:`initialize` once an engine has K-FAC, for doors above this folder."""
+"""Called by :func:`initialize` once an engine has K-FAC; integrations, which must not be imported here, add theirs."""
 NO_MODEL = (
     "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
     'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
@@ -89,14 +89,14 @@ def initialize(
     config_params: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has a "kfac" block. An
-    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log. Where no
+    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log. If no
     launcher has started the process, as in a notebook, it becomes a job of one rank.
 
     Args:
-        args: of a command line, whose ``deepspeed_config`` names the config if ``config`` does not.
-        model: what is trained.
-        optimizer: an object, :class:`ds_kfac.KFACAdamW` among them; None: of the config.
-        model_parameters: those that are trained, or groups of them; needed with an optimizer of the config.
+        args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not given.
+        model: the model to train.
+        optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's optimizer.
+        model_parameters: trained parameters, or groups of them; needed if the optimizer is the config's.
         config: DeepSpeed config, a dict or a file.
 
     Returns engine, optimizer, data loader and scheduler, the last two None where there is none.
@@ -110,7 +110,7 @@ def initialize(
     if dist_init_required is not False:
         start_alone()
     warn_of_compilation()
-    # DeepSpeed looks a scheduler's type up here
+    # DeepSpeed looks up a config's scheduler type in this module
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     bound = inspect.signature(_plain_initialize).bind(**given)
     source = _config_source(bound.arguments) or {}
@@ -121,7 +121,8 @@ def initialize(
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
         if trains_nothing(bound.arguments.get("model")):
-            # such as the reference model of older TRLs, whose config is the trained one's; DeepSpeed knows no KFACAdamW
+            # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
+            # and would refuse it, so the frozen model gets no optimizer
             bound.arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
         elif rule.optimizer_type is not None:
             rule.install(bound.arguments, parsed, source)
@@ -135,15 +136,15 @@ def initialize(
     if block is None and _rule_of(engine).optimizer_type is not None:
         block = {}
     if block is None:
-        _known(NOT_NAMED)
+        _remember(NOT_NAMED)
         watch_loads(engine)
-        if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another one has it
+        if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another engine has K-FAC
             warn(f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says that it is meant')
     elif without_optimizer(engine):
         logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
     elif attach(engine, block) is None:
         watch_loads(engine)
-        _known(None)
+        _remember(None)
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
     else:
         for tell in on_attached:
@@ -151,48 +152,49 @@ def initialize(
     return result
 
 
-def _known(why: str | None) -> None:
-    """What became of an engine; one with K-FAC settles it."""
+def _remember(why: str | None) -> None:
+    """Note why an engine has no K-FAC, unless an earlier one has settled the question."""
     global _unattached
     _unattached = None if _unattached is None else why
 
 
 def unattached() -> str | None:
-    """Why no engine of this process has had K-FAC, although it is enabled; None where nothing is amiss."""
-    asked = ds_kfac_startup.asked() if _enabled is None else _enabled
-    return _unattached if asked else None
+    """Why no engine of this process has had K-FAC although it is enabled; None if one has, or it is not enabled."""
+    wanted = ds_kfac_startup.asked() if _enabled is None else _enabled
+    return _unattached if wanted else None
 
 
 def enabled() -> bool:
-    """Whether ``deepspeed.initialize`` is to attach: as :func:`enable` and :func:`disable` say, else as ``DS_KFAC``
-    does now: a script may have set it after it imported ds_kfac. ValueError as of :func:`asked_for`."""
+    """Whether ``deepspeed.initialize`` is to attach: set by :func:`enable` or :func:`disable`, else by ``DS_KFAC`` as
+    it is now, as a script may set it after importing ds_kfac. Raises ValueError as :func:`asked_for` does."""
     return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 
 
 def asked_for(word: str) -> bool:
-    """Whether ``DS_KFAC`` in the environment asks for K-FAC; ValueError for another word than those of YES and NO."""
+    """Whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word in neither YES nor NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of {', '.join(filter(None, NO))}")
     return word.strip().lower() in YES
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` ours, for code that calls it itself (HF Trainer, Accelerate, Lightning).
+    """Make ``deepspeed.initialize`` attach K-FAC, for code that calls it itself (HF Trainer, Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. A program that ends without an engine
-    that has K-FAC says so on rank 0.
+    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If the program ends and no engine had
+    K-FAC, rank 0 says so.
     """
     global _enabled
     warn_of_compilation()
-    if deepspeed.initialize is _plain_initialize:  # someone gave it back; a wrapper of ours is never wrapped
+    # someone put DeepSpeed's function back; a wrapper around ours stays, as ours must not be wrapped twice
+    if deepspeed.initialize is _plain_initialize:
         deepspeed.initialize = _our_initialize
     _enabled = True
     ds_kfac_startup.watch()
 
 
 def disable() -> None:
-    """Undo :func:`enable`: ``deepspeed.initialize`` passes through, and warns of a "kfac" block. Only a KFACAdamW is
-    attached to in any case: nobody else knows it."""
+    """Undo :func:`enable`: ``deepspeed.initialize`` only warns of a "kfac" block. An engine with KFACAdamW is attached
+    to in any case, as DeepSpeed alone cannot step it."""
     global _enabled
     _enabled = False
 
@@ -202,14 +204,14 @@ def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
     source, optimizer = _config_source(bound.arguments) or {}, bound.arguments.get("optimizer")
     rule = rule_in(source, optimizer)
-    if enabled() or rule.optimizer_type is not None:  # by its name or as an object, which DeepSpeed alone would refuse
+    if enabled() or rule.optimizer_type is not None:  # KFACAdamW, by name or as an object: DeepSpeed would refuse it
         return initialize(*args, **kwargs)
     check_objects(bound.arguments, source, rule)
     if is_factory(optimizer):
         when_made(bound.arguments, source)
     result = _plain_initialize(*bound.args, **bound.kwargs)
     block = find_block(result[0].config)
-    if _rule_of(result[0]).optimizer_type is not None:  # DeepSpeed alone could not step it
+    if _rule_of(result[0]).optimizer_type is not None:  # a function made a KFACAdamW
         attach(result[0], {} if block is None else block)
         for tell in on_attached:
             tell()
@@ -230,7 +232,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         engine: a DeepSpeedEngine that has not started a step.
         config: the "kfac" block; None takes it from the engine's config.
 
-    Returns the attachment, also found as ``engine.kfac``; the existing one if there is one; None if the block says
+    Returns the attachment, which is also ``engine.kfac``; the existing one if there is one; None if the block says
     ``"enabled": false``.
 
     Raises:
@@ -276,7 +278,7 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The DeepSpeed config as DeepSpeed will read it: a dict, a file or base64; None if it is none of them."""
+    """The DeepSpeed config from a dict, a file or base64, as DeepSpeed will read it; None if it is none of these."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):

@@ -1,13 +1,13 @@
 """Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
-Before each true backward of a due step there is one of that loss: one extra backward through the micro-batch's graph,
-invisible to DeepSpeed, for the gradients of layer outputs only. The user's own is bit-identical to what it is without.
+In a step that captures, each true backward is preceded by a backward of that loss through the same graph. It computes
+only the gradients of layer outputs, DeepSpeed does not see it, and the user's backward gives the same bits as without.
 
-``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. What would still see the
-pass is switched off for its duration: the hooks that ``engine.forward`` puts on its outputs. At stage 3 it would also
-have to fetch and release weights behind the back of DeepSpeed's parameter coordinator: refused at attach.
+``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. The hooks that
+``engine.forward`` puts on its outputs would, so they are switched off meanwhile. At stage 3 the extra backward would
+also have to fetch and release weights unknown to DeepSpeed's parameter coordinator: refused at attach.
 
-The user's hook is a :class:`ds_kfac.model.samplers.Sampler`.
+Users can replace the :class:`ds_kfac.model.samplers.Sampler`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss.
+    """Keeps each forward's prediction until its backward, and gives the capture gradients of a sampled loss.
 
     Attributes:
         sampler: draws labels and forms the loss.
@@ -84,9 +84,15 @@ class LossSampling:
                 self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor | None = None) -> None:
-        """Draw for every forward that waits for its backward, run the extra one, add its statistics. Forwards on which
-        ``loss``, where the true backward starts, does not depend go on waiting. Raises ValueError if no forward was
-        seen in this step, or the graph does not allow a second backward."""
+        """Draw labels for every forward that waits for its backward, run the extra backward and add its statistics.
+
+        Args:
+            loss: where the true backward starts. Forwards that it does not depend on go on waiting. None: all are
+                sampled.
+
+        Raises:
+            ValueError: no forward was seen in this step, or the graph does not allow a second backward.
+        """
         capture = self.kfac.capture
         if not capture.active:
             return
@@ -106,16 +112,15 @@ class LossSampling:
         if self._step != self.kfac.steps:
             self._step, self._drawn = self.kfac.steps, 0
         losses = [self._sampled(forward) for forward in forwards]
-        # about the loss scale, so that 16-bit gradients are neither lost nor too large
         with torch.enable_grad():
-            total = torch.stack(losses).sum()  # each a mean over its own terms
+            total = torch.stack(losses).sum()  # each is a mean over its own terms
+        # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
         scale = self.kfac.layout.manual_scale()
         seed = torch.as_tensor(scale, dtype=torch.float32, device=total.device).reshape(())
         capture.add_sampled(calls, self._gradients(total, [call.edge for call in calls if call.edge], seed), seed)
 
     def _gradients(self, loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
-        """Of ``loss * seed`` at ``edges``, where outputs' gradients arrive; None where it does not reach. ``seed``
-        arrives as it is, whatever loss scale and accumulation there is."""
+        """Gradients of ``loss * seed`` at ``edges``, edges of layer outputs; None where the loss does not reach."""
         if not loss.requires_grad or not edges:
             return [None] * len(edges)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(loss.grad_fn)):
@@ -138,8 +143,8 @@ class LossSampling:
 
     @torch.enable_grad()
     def _sampled(self, forward: Forward) -> Tensor:
-        """A loss on labels drawn from a forward's prediction: the same when a run is resumed, others on every rank and
-        in every step and forward."""
+        """A loss on labels drawn from a forward's prediction. The generator is seeded by step, forward and rank: a
+        resumed run draws the same labels."""
         prediction = self._predictions.pop(forward)
         info = forward.info
         if forward.terms is None:
@@ -149,9 +154,9 @@ class LossSampling:
         return self.sampler(prediction, info, self._generator).float()
 
     def check(self) -> None:
-        """At a step. In a due one without a sample this rank has no statistics, which is said once: its batch may have
-        been skipped, and what stops one rank stops the job. Raises ValueError if none was ever drawn on this rank, so
-        that the program lacks it."""
+        """At a step that captures, warn once if nothing was sampled: this rank then has no statistics. It is no error,
+        as the rank's batch may have been skipped, and an error on one rank stops the job. Raises ValueError if nothing
+        was ever sampled on this rank: then the program lacks the call."""
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
@@ -162,4 +167,6 @@ class LossSampling:
             if not self._warned:
                 logger.warning(f"ds_kfac: rank {self.kfac.rank} has no statistics in step {self.kfac.steps}: {text}")
             self._warned = True
-        self._predictions.clear()  # of forwards without a backward: a hook on their own graph may hold the key
+        # predictions of forwards without a backward: a hook on their graph may hold the key, so weak keys do not drop
+        # it
+        self._predictions.clear()

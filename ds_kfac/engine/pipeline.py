@@ -1,5 +1,5 @@
-"""A pipeline's instructions, as the capture has to see them: several forwards may lie between a micro-batch's forward
-and its backward, and no ``engine.backward`` announces that."""
+"""Announces a pipeline's backward passes to the capture: no ``engine.backward`` does, and other micro-batches' forwards
+may run between a micro-batch's forward and its backward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +16,14 @@ from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
-    """The table with every backward pass of a micro-batch announced to the capture, with the forward that it is of, so
-    that recomputations find it; in one piece where a stage has several outputs.
+    """The engine's table of instructions, in which a micro-batch's backward pass is announced to the capture with its
+    forward, so that recomputations are attributed to that. Several outputs get one backward, see :func:`joined`.
 
-    The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
+    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function directly, and other stages
+    start from a received gradient.
     """
     table, captures = getattr(engine, INSTRUCTIONS), [kfac.capture for kfac in job.preconditioners]
-    forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, of each capture
+    forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, one for each capture
 
     def forward(self: Any, buffer_id: int) -> None:
         table[ForwardPass](self, buffer_id)
@@ -38,11 +39,11 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
             if job.active:
                 scale = job.preconditioners[0].layout.manual_scale()
                 if not isinstance(scale, torch.Tensor):
-                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
+                    scale = torch.full((), scale, device=self.device)  # a kernel fills it: no copy to wait for
                 for capture in captures:
                     capture.begin_backward(scale / self.gradient_accumulation_steps())
-                for capture, own in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none of a forward that raised
-                    capture.repeats(own)
+                for capture, its in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none if the forward raised
+                    capture.repeats(its)
                 stack.enter_context(joined(self, buffer_id))
             table[BackwardPass](self, buffer_id)
 
@@ -50,7 +51,7 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
 
 
 class _Joined(Function):
-    """A scalar whose gradient with respect to the outputs of a stage is what the next stage has sent."""
+    """A scalar whose gradients with respect to a stage's outputs are those that the next stage has sent."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -64,8 +65,8 @@ class _Joined(Function):
 
 @contextmanager
 def joined(engine: Any, buffer_id: int) -> Iterator[None]:
-    """Around a backward pass: DeepSpeed runs one for each floating output of a stage, and a layer before them would get
-    its gradient in parts, whose squares are not that of their sum. Here it gets one output in their place."""
+    """Wraps a backward pass: DeepSpeed runs one for each floating output of a stage, so a layer would get its gradient
+    in parts, and the sum of their squares is not the square of their sum. Here one scalar output takes their place."""
     outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
     floating = [output for output in outputs if output.is_floating_point()] if isinstance(outputs, tuple) else []
     if len(floating) < 2:

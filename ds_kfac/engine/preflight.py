@@ -1,5 +1,5 @@
-"""What is done and said before DeepSpeed builds an engine: a job of one rank where there is no launcher, and reasons
-where DeepSpeed's own errors name none."""
+"""Checks before DeepSpeed builds an engine, with reasons where DeepSpeed's own errors give none; and a job of one rank
+for a process that no launcher has started."""
 
 import os
 import socket
@@ -34,15 +34,15 @@ NOT_PASSED_ON = (
 
 
 OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""What launchers set in the environment of every rank."""
+"""Environment variables that launchers set for every rank."""
 OF_OTHERS = (
     "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV",
 )  # fmt: skip
-"""What MPI, AzureML and SageMaker set, which DeepSpeed asks where :data:`OF_RANK` is missing."""
+"""Variables of MPI, AzureML and SageMaker, which DeepSpeed reads if :data:`OF_RANK` are missing."""
 
 
 def alone() -> bool:
-    """Whether this process is one that no launcher has started, as in a notebook, and has no process group yet."""
+    """Whether no launcher has started this process, as in a notebook, and it has no process group yet."""
     if any(name in os.environ for name in (*OF_RANK, *OF_OTHERS)) or deepspeed.comm.is_initialized():
         return False
     tasks = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"))
@@ -51,7 +51,7 @@ def alone() -> bool:
 
 
 def start_alone() -> None:
-    """Where this process is :func:`alone`, make it the one rank of a job, and say so: by the variables of a launcher,
+    """If this process is :func:`alone`, make it the only rank of a job, and print that: sets a launcher's variables,
     with a free port. One rank sends nothing, so DeepSpeed need not compile :data:`COMPILED` for it."""
     if not alone():
         return
@@ -69,27 +69,27 @@ def start_alone() -> None:
 
 
 def warn(text: str) -> None:
-    """By the first rank, to standard error itself: frameworks set the level of DeepSpeed's logger to their own."""
+    """Warn on rank 0, on standard error: frameworks may silence DeepSpeed's logger."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if (torch.distributed.get_rank() if ranks else int(os.environ.get("RANK") or 0)) == 0:
         print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def extensions_root() -> Path:
-    """Where torch and DeepSpeed build at first use."""
+    """Folder in which torch and DeepSpeed build extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def is_compiled() -> bool:
-    """Whether there is a :data:`COMPILED`."""
+    """Whether :data:`COMPILED` has been built on this machine."""
     root = extensions_root()
     return any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}")))
 
 
 @cache
 def warn_of_compilation() -> None:
-    """Once: DeepSpeed compiles at a first start on a CPU; a run killed meanwhile leaves a lock, for which later ones
-    wait for ever."""
+    """Warn once that DeepSpeed compiles at its first start on a CPU. A run killed meanwhile leaves a lock that blocks
+    others."""
     first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
     if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
         return
@@ -102,12 +102,12 @@ def warn_of_compilation() -> None:
 
 
 OWN_KEYS = ("report",)
-"""May differ from rank to rank: what a rank prints."""
+"""Keys that may differ between ranks: they only decide what a rank prints."""
 
 
 def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block's values are not the same on all of them: plans would differ, and
-    ranks wait for each other. Collective."""
+    """Raise ValueError on every rank if the block differs between ranks: their plans would differ, and ranks would wait
+    for each other for ever. Collective."""
     values = {block: getattr(config, block) for block in KFACConfig.model_fields}
     flat = {
         f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
@@ -116,7 +116,7 @@ def check_config(config: KFACConfig) -> None:
     }
     everyone = gathered({key: value for key, value in flat.items() if key not in OWN_KEYS})
     for key, value in everyone[0].items():
-        rank = next((rank for rank, own in enumerate(everyone) if own[key] != value), None)
+        rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)
         if rank is not None:
             raise ValueError(
                 f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, {everyone[rank][key]} on rank "
@@ -125,7 +125,7 @@ def check_config(config: KFACConfig) -> None:
 
 
 def check_tensors(model: Any) -> None:
-    """Raise ValueError for weights that DeepSpeed cannot send as bytes: its own error names no reason."""
+    """Raise ValueError for weights that DeepSpeed cannot broadcast: its own error names neither them nor a reason."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         if not parameter.ndim:
             raise ValueError(
@@ -141,19 +141,20 @@ def check_tensors(model: Any) -> None:
 
 
 def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Of an engine that something else will train than the optimizer object that was made for its parameters.
+    """Find out whether a KFACAdamW object was made for this engine's parameters, but something else will train them.
 
     Args:
-        arguments: of ``deepspeed.initialize``; an iterator among them becomes a list.
-        rule: of the engine.
+        arguments: arguments of ``deepspeed.initialize``; iterators among them become lists, so that both can read them.
+        source: DeepSpeed config.
+        rule: the engine's update rule.
 
     Raises:
-        ValueError: K-FAC's own object is not used. Only a warning where the config names the same optimizer.
+        ValueError: there is such an object. If the config names KFACAdamW, too, this is only a warning.
     """
     optimizer, given = arguments.get("optimizer"), arguments.get("model_parameters")
     of_config = optimizer is None and "optimizer" in source
     if rule.given(optimizer) or not (of_config or hasattr(optimizer, "param_groups")):
-        return  # it is used; or nothing is trained, or a function makes what trains
+        return  # the object is used; or nothing is trained; or a function makes the optimizer
     if isinstance(given, Iterator):
         given = arguments["model_parameters"] = list(given)
     for group in given if isinstance(given, list | tuple) else ():
@@ -164,7 +165,7 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
     else:
         given = optimizer.param_groups  # type: ignore[union-attr]
     trained = [parameter for parameter in tensors_of(given) if parameter.requires_grad]
-    if count := max(own.unstepped(trained) for own in DIRECTIONS):
+    if count := max(other.unstepped(trained) for other in DIRECTIONS):
         text = NOT_PASSED_ON.format(count=count)
         if rule.optimizer_type is None:
             raise ValueError(f"ds_kfac: {text}")
@@ -172,17 +173,18 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
 
 
 def trains_nothing(model: Any) -> bool:
-    """Whether all of a model is frozen; a pipeline's stage may be, while others train."""
-    known = isinstance(model, nn.Module) and not isinstance(model, deepspeed.pipe.PipelineModule)
-    return known and not any(parameter.requires_grad for parameter in model.parameters())
+    """Whether a whole model is frozen. False for a pipeline: its other stages may train."""
+    if not isinstance(model, nn.Module) or isinstance(model, deepspeed.pipe.PipelineModule):
+        return False
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @contextmanager
 def saying_how_to_launch() -> Iterator[None]:
-    """Around what makes the process group: where no launcher has set the variables of a rank, DeepSpeed looks for MPI.
+    """Wraps the call that makes the process group: if no launcher has set a rank's variables, DeepSpeed asks MPI.
 
     Raises:
-        RuntimeError: it has looked, and mpi4py is not there.
+        RuntimeError: DeepSpeed asked, and mpi4py is not installed.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""Engine modes, and combinations of one with the config, in which K-FAC would be wrong or silently off: one table,
-asked of an engine or of a DeepSpeed config alone. Both answer the same questions."""
+"""Engine modes, and combinations with the config, in which K-FAC would be wrong or silently off. One table, which is
+asked of an engine, or of a DeepSpeed config alone."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -23,22 +23,23 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.registry import is_waiting, tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
-"""Optimizers that average gradients themselves."""
+"""Optimizers that average gradients themselves, compressed."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What decides on a refusal.
+    """Facts by which a refusal is decided.
 
     Attributes:
-        config: with its nulls answered.
-        own: the optimizer that the update rule has of its own, by name.
-        optimizer: class or type of the innermost one; empty: the engine cannot train.
+        config: the "kfac" block, every null replaced by its chosen value.
+        own: name of the update rule's own optimizer; None if it preconditions for another one.
+        optimizer: class or type of the innermost optimizer; empty: the engine cannot train.
         compressed: whether gradients are not averaged before the step.
-        parameters, autocast: dtype of the model, and of torch_autocast; None: off.
+        parameters: dtype of the model.
+        autocast: dtype of torch_autocast; None: off.
         computes_norms: whether ZeRO computes gradient norms.
-        engine: DeepSpeed's; None: there is only a config, and all below is not known to apply.
-        sharded, sequence: whether a tensor-parallel and a sequence-parallel group have several ranks.
+        engine: DeepSpeed's; None: there is only a config, and the fields below keep their defaults.
+        sharded, sequence: whether the tensor-parallel, or the sequence-parallel, group has several ranks.
     """
 
     config: KFACConfig
@@ -71,22 +72,22 @@ class Context:
 
     @property
     def mixtures(self) -> list[Any]:
-        """Those that AutoEP has put into the engine's model."""
+        """Mixtures of experts that AutoEP has put into the engine's model."""
         return [] if self.engine is None else [module for module in self.engine.module.modules() if is_autoep(module)]
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Whether an engine cannot train. At ZeRO-3 it has what gathers its parameters in an optimizer's place, in bf16
-    what keeps master weights, around a dummy."""
+    """Whether an engine cannot train. In the optimizer's place ZeRO-3 then has the object that gathers parameters, and
+    bf16 a keeper of master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
 
 def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
-    """``config``, ``own``: see :class:`Context`."""
+    """The facts of an engine. ``config``, ``own``: see :class:`Context`."""
     name = "" if without_optimizer(engine) else type(engine.basic_optimizer).__name__
     pipeline = isinstance(engine, PipelineEngine)
-    # a pipeline reduces by an instruction of its own
+    # a pipeline reduces by an instruction, not in the backward
     averages = engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
     offload = deepspeed_versions.offload(engine)
     return Context(
@@ -113,8 +114,8 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
 
 
 def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None) -> Context:
-    """Of the data-parallel engine that DeepSpeed would build. ``stage``: in place of the config's. Raises ValueError
-    for a stage or a dtype that does not exist."""
+    """The facts of the data-parallel engine that a config would make. ``stage``: overrides the config's.
+    Raises ValueError for a stage or a dtype that does not exist."""
     optimizer, zero = block(ds_config, "optimizer"), block(ds_config, "zero_optimization")
     name, offload = str(optimizer.get("type") or ""), block(zero, "offload_optimizer")
     stage = zero.get("stage", 0) if stage is None else stage
@@ -151,7 +152,7 @@ def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
-    """dtype in which a config's gradients are accumulated; None: the model's. Raises ValueError if there is none."""
+    """dtype in which gradients are accumulated, by the config; None: the model's. ValueError for an unknown one."""
     return _dtype(block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype")
 
 
@@ -181,7 +182,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
-        "only DeepSpeed's plain PipelineEngine is known: train with its default schedule",
+        "only DeepSpeed's plain PipelineEngine is supported: train with its default schedule",
     ),
     "pipeline with a model axis": (
         lambda e: e.pipeline and e.engine.is_model_parallel,
@@ -304,16 +305,15 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "as shards (Megatron's)",
     ),
 }
-"""Mode or combination -> when it applies, and why not and what to change. Read by attach and by the estimator.
+"""Mode or combination -> (whether it applies, why it is refused and what to change). Read by attach and the estimator.
 
-The first is asked on every rank, in this order; it may be collective where there is an engine.
+Every rank asks them in this order, as some are collective if there is an engine.
 """
 
 
 def refused(context: Context) -> list[str]:
-    """What is refused, and what to change; the same of an engine and of the config that makes it. Collective where
-    there is an engine."""
-    if not context.optimizer:  # the others ask the optimizer
+    """What is refused, and what to change: the same for an engine and its config. Collective if there is an engine."""
+    if not context.optimizer:  # other refusals read the optimizer
         return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
 

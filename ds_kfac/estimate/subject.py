@@ -94,11 +94,11 @@ class Trace(TorchFunctionMode):
         self.units = len(first) if first.is_floating_point() else first.numel()
         modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
         for name, module in modules.items():
-            for parameter, lies in multiplied(module).items():
+            for parameter, layout in multiplied(module).items():
                 weight = module._parameters[parameter]
-                shape = lies.shape(parameter_shape(weight))
+                shape = layout.shape(parameter_shape(weight))
                 if len(shape) == 3:
-                    outputs = shape[-1] if lies.transposed else shape[-2]
+                    outputs = shape[-1] if layout.transposed else shape[-2]
                     self._sides[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
         seen, handles = SharedInputs(modules), []
 

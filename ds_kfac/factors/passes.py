@@ -108,7 +108,7 @@ class Passes:
     def capture(self, layers: Iterable[LayerSpec], weight_sharing: str) -> Capture:
         """Hooks for :meth:`over`."""
         rows = RowSums(weight_sharing, positions=False, divided=self.fisher != "monte_carlo")
-        return Capture(self.model, layers, lambda: self.seed, rows=rows, asked=True, read_batch=self._read_batch)
+        return Capture(self.model, layers, lambda: self.seed, rows=rows, on_demand=True, read_batch=self._read_batch)
 
     def over(
         self, what: str, capture: Capture, keys: frozenset[str], progress: Progress,

@@ -1,5 +1,5 @@
-"""Which calls of layers count, and in which factor: what of a call waits for its gradient; layers that see the same
-input, such as q, k, v or gate, up, which are found by tensor identity, and verified from then on."""
+"""Which calls of layers count, and in which factor. Layers that see the same input, such as q, k, v or gate, up, share
+one A: they are found by tensor identity, and checked from then on. A call's rows wait until its gradient arrives."""
 
 import logging
 from collections import Counter
@@ -19,25 +19,25 @@ from ds_kfac.model.uses import Uses
 logger = logging.getLogger("ds_kfac")
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
-"""Memory and version of a tensor, not the Python object: ZeRO-3 hands every module a view of its own."""
+"""(storage, offset, shape, stride, version) of a tensor. Not the Python object: ZeRO-3 makes views."""
 
 
 def _same(a: Fingerprint, b: Fingerprint) -> bool:
-    # memory that was given back may hold another tensor by now
+    # freed memory may hold another tensor by now
     return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
 
 
 class SharedInputs:
-    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+    """Observes the inputs of captured calls: first it finds groups of layers that share them, then it checks these.
 
-    The rows of a group's A are those of the layer of it that is called first in a forward.
+    A group's A gets the rows of the layer that is called first in a forward.
 
     Args:
         candidates: names of layers that may form groups; none: it does nothing.
 
     Attributes:
-        found: layer -> number of each of its inputs so far; layers with equal ones share them.
-        broken: groups in use that did not hold in this step.
+        found: layer -> numbers of its inputs so far; layers with equal numbers share their inputs.
+        broken: groups in use whose layers got different inputs, or gradients of different calls, in this step.
     """
 
     def __init__(self, candidates: Collection[str] = ()) -> None:
@@ -45,14 +45,14 @@ class SharedInputs:
         self.broken: set[tuple[str, ...]] = set()
         self._watched = frozenset(candidates)
         self.found: dict[str, tuple[int, ...]] = {}
-        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
+        self._inputs: list[tuple[int, Fingerprint]] = []  # (number, input) in this micro-batch
         self._total = 0
-        self._group: dict[str, tuple[str, ...]] = {}
-        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
-        self._counts: Counter[str] = Counter()
-        self._giving: dict[tuple[str, ...], str] = {}
-        self._called = set[str]()  # in this step
-        # calls in this step that a gradient came to, and whether it is not zero to the last bit
+        self._group: dict[str, tuple[str, ...]] = {}  # layer -> its group
+        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # group -> input of the first n-th call of a layer
+        self._counts: Counter[str] = Counter()  # layer -> calls in this micro-batch
+        self._giving: dict[tuple[str, ...], str] = {}  # group -> layer whose rows count in this micro-batch
+        self._called = set[str]()  # layers called in this step
+        # layer -> its calls in this step to which a gradient came, and whether that is not zero to the last bit
         self._arrived: dict[str, list[tuple[Forward, Tensor | None]]] = {}
 
     def begin_step(self) -> None:
@@ -63,35 +63,35 @@ class SharedInputs:
         return layer in self._group
 
     def arrived(self, call: Call, alive: Tensor | None) -> None:
-        """A gradient came to a call. Heads on one trunk get the same input, but not always gradients of it. ``alive``:
-        whether it is not zero to the last bit, as that of a loss times 0."""
+        """A gradient came to a call: heads on one trunk share an input, but some may get no gradient. ``alive``: bool
+        scalar, whether it is not zero to the last bit, as a loss times 0 gives."""
         if call.layer.name in self._watched and not call.arrived:
             call.arrived = True
             self._arrived.setdefault(call.layer.name, []).append((call.forward, alive))
 
     def end_step(self) -> dict[tuple[str, ...], Tensor]:
-        """A group is broken where gradients came to other calls of one of its layers than of another. Of the others:
-        whether gradients that are not zero did, bool scalars."""
-        found = {}
+        """Mark groups as broken whose layers got gradients of different calls. For each other group: whether its layers
+        differ in which of these gradients are zero, a bool scalar on the device."""
+        differ = {}
         for group in set(self._group.values()):
-            calls = [self._arrived.get(name, []) for name in group if name in self._called]
-            counts = [Counter(forward for forward, _ in own) for own in calls]
-            if any(own != counts[0] for own in counts):
+            layers = [self._arrived.get(name, []) for name in group if name in self._called]
+            counts = [Counter(forward for forward, _ in calls) for calls in layers]
+            if any(count != counts[0] for count in counts):
                 self.broken.add(group)
-            elif len(calls) > 1 and group not in self.broken:
-                place = {forward: at for at, forward in enumerate(counts[0])}  # a backward may be of several
-                ordered = [sorted(own, key=lambda call: place[call[0]]) for own in calls]
-                flags = [[alive for _, alive in own if alive is not None] for own in ordered]
-                if all(0 < len(own) == len(calls[0]) for own in flags):
-                    alive_LC = torch.stack([torch.stack(own) for own in flags])
-                    found[group] = (alive_LC != alive_LC[0]).any()
-        return found
+            elif len(layers) > 1 and group not in self.broken:
+                place = {forward: at for at, forward in enumerate(counts[0])}  # a backward may be of several forwards
+                ordered = [sorted(calls, key=lambda call: place[call[0]]) for calls in layers]
+                flags = [[alive for _, alive in calls if alive is not None] for calls in ordered]
+                if all(0 < len(row) == len(layers[0]) for row in flags):
+                    alive_LC = torch.stack([torch.stack(row) for row in flags])
+                    differ[group] = (alive_LC != alive_LC[0]).any()
+        return differ
 
     @property
     def shown(self) -> dict[str, tuple[int, ...]]:
-        """:attr:`found`, and to which of a layer's calls gradients came that are not zero, as negative numbers. Waits
-        for the device."""
-        arrived = [(name, *call) for name, own in self._arrived.items() for call in own]
+        """:attr:`found`, with a negative number for each of a layer's calls that got a gradient other than zero: layers
+        share A only if these agree, too. Waits for the device."""
+        arrived = [(name, *call) for name, layer_calls in self._arrived.items() for call in layer_calls]
         number = {forward: -1 - at for at, forward in enumerate(dict.fromkeys(forward for _, forward, _ in arrived))}
         calls = [(name, forward, alive) for name, forward, alive in arrived if alive is not None]
         alive = torch.stack([alive for *_, alive in calls]).tolist() if calls else []
@@ -99,21 +99,21 @@ class SharedInputs:
         for (name, forward, _), is_alive in zip(calls, alive, strict=True):
             if is_alive and name in reached:
                 reached[name].append(number[forward])
-        return {name: (*own, *sorted(reached[name])) for name, own in self.found.items()}
+        return {name: (*numbers, *sorted(reached[name])) for name, numbers in self.found.items()}
 
     def key(self, layer: LayerSpec) -> str:
-        """Of the factor that a layer's inputs are for."""
+        """Key of the factor to which a layer's inputs go."""
         group = self._group.get(layer.name)
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
     def gives(self, layer: LayerSpec) -> bool:
-        """Whether the rows of this call of a layer are to be counted for its group."""
+        """Whether this layer's calls give their rows to A: without a group always, else if it is called first."""
         group = self._group.get(layer.name)
         return self._giving.setdefault(group, layer.name) == layer.name if group else layer.shares is None
 
     def see(self, layer: str, x: Tensor) -> None:
-        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
-        group is broken."""
+        """A layer was called with ``x``. Its group is broken if another of its layers was called with something
+        else."""
         if layer not in self._watched:
             return
         self._called.add(layer)
@@ -133,18 +133,18 @@ class SharedInputs:
             self.broken.add(self._group[layer])
 
     def begin_batch(self) -> None:
-        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
+        """Begin another micro-batch, also if the last one was abandoned half way."""
         self._inputs, self._counts, self._calls, self._giving = [], Counter(), {}, {}
 
     def end_batch(self) -> None:
-        """A group is broken where those of its layers that were called were not called equally often."""
+        """Mark groups as broken whose layers were not called equally often; a layer without a call does not matter."""
         for group, seen in self._calls.items():
             if any(0 < self._counts[name] < len(seen) for name in group):
                 self.broken.add(group)
         self.begin_batch()
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; from now on every batch is checked against these groups."""
+        """End the search; from now on check every batch against these groups."""
         self.searching = False
         self.broken.clear()
         self._group = {name: tuple(group) for group in groups for name in group}
@@ -154,8 +154,12 @@ class SharedInputs:
 
 
 def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``: layer -> what has
-    to be equal too, such as its side. ``found``: of every rank."""
+    """Groups of layers that share their inputs on all ranks.
+
+    Args:
+        found: :attr:`SharedInputs.shown` of every rank.
+        kinds: layer -> other properties that must be equal in a group, such as its side; gives the order of layers.
+    """
     groups: dict[tuple, list[str]] = {}
     for layer, kind in kinds.items():
         inputs = tuple(rank.get(layer, ()) for rank in found)
@@ -165,28 +169,28 @@ def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, o
 
 
 class StepSums:
-    """The sums of a step, and what waits for its gradient to be added to them.
+    """A step's batch sums, to which a call's rows are added when its gradient arrives.
 
     Args:
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
-        fallback_seed: the scale of a backward whose own is not known.
-        asked: whether A is summed with the gradients.
+        fallback_seed: gives the scale of a backward for which none was measured.
+        on_demand: whether A is summed when the gradient comes, not in the forward.
 
     Attributes:
-        sums: factor key -> rows of the step so far; missing where there are none.
-        keys: of the factors that are summed.
-        proof, uses: of the step, if it proves; uses of weights are noted while it is entered.
-        failed: layer name -> what a hook raised; such a layer has no rows any more.
-        counted: calls whose gradients came.
-        seed: by what the gradients of this backward are scaled, if that was measured.
-        losses: what the loss of this backward is the sum of, if that is known.
-        arrived: calls of this backward with an input to be released after it.
+        sums: factor key -> sum of the step so far; missing if there is none.
+        keys: keys of the factors that are summed.
+        proof, uses: in a step that proves, the proof, and a recorder of where weights are used; else None.
+        failed: layer name -> error that a hook raised; such a layer has no rows any more.
+        counted: number of calls whose gradients came.
+        seed: factor on the gradients of this backward, if it was measured.
+        losses: terms that this backward's loss is the sum of, if they are known.
+        arrived: calls of this backward whose input is to be released after it.
     """
 
     def __init__(
-        self, rows: RowSums, inputs: SharedInputs, fallback_seed: Callable[[], Tensor | float], *, asked: bool
+        self, rows: RowSums, inputs: SharedInputs, fallback_seed: Callable[[], Tensor | float], *, on_demand: bool
     ) -> None:
-        self.rows, self.inputs, self.asked, self._fallback_seed = rows, inputs, asked, fallback_seed
+        self.rows, self.inputs, self.on_demand, self._fallback_seed = rows, inputs, on_demand, fallback_seed
         self.sums: dict[str, BatchSum] = {}
         self.keys = frozenset[str]()
         self.proof: Proof | None = None
@@ -198,39 +202,39 @@ class StepSums:
         self.arrived: list[Call] = []
 
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
-        """What of a call's input waits for its gradient."""
+        """Let a call keep what its gradient will need: the sum for A, or the input."""
         of_gradients, layer = call.kind.needs_gradients, call.layer
-        call.late = makes_A and not of_gradients and (call.recomputed or self.asked or call.rows.late)
-        if call.late or self.asked or (of_gradients and (makes_A or call.proof is not None)):
+        call.late = makes_A and not of_gradients and (call.recomputed or self.on_demand or call.rows.late)
+        if call.late or self.on_demand or (of_gradients and (makes_A or call.proof is not None)):
             call.x = x
         if not makes_A or call.late or of_gradients or not x.numel():
             return
         if layer.name in call.forward.summed and x.numel() <= layer.A.numel:
-            call.x, call.late = x.clone(), True  # someone may change it in place
+            call.x, call.late = x.clone(), True  # a clone, as x may be changed in place
             return
         call.forward.summed.add(layer.name)
         call.waiting = BatchSum.empty(layer.A.numel, x.device)
         self.rows.add_input(call, x, call.waiting)
 
     def add(self, call: Call, gradient: Tensor, seed: Tensor | float | None = None) -> None:
-        """Rows of both sides; a call with an empty batch has none. ``seed``: where none was measured."""
+        """A call's gradient came: add the rows of both sides. ``seed``: its scale if none was measured."""
         self.counted += 1
-        layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
+        layer, of_gradients = call.layer, call.kind.needs_gradients  # whether A, too, is made of gradients
         A, G = call.key_A, layer.keys[1]
         makes_A, makes_G = "A" in call.sides and A in self.keys, "G" in call.sides and G in self.keys
-        # of factors that need no gradient it may be the input
-        rows = gradient if self.asked and not makes_G and not of_gradients else call.gradient_of(gradient)
+        # on demand, "gradient" may be the input for a call whose factor needs no gradient
+        rows = gradient if self.on_demand and not makes_G and not of_gradients else call.gradient_of(gradient)
         if call.proof is not None:
             call.probed_G = call.proof.see_gradient(call, rows)
-        alive = None if self.asked or not gradient.numel() else rows.any()
+        alive = None if self.on_demand or not gradient.numel() else rows.any()
         self.inputs.arrived(call, alive)
         if call.waiting is not None and A in self.keys:
             self._count_input(call, call.waiting, alive)
         elif call.late and call.x is not None and call.x.numel() and A in self.keys:
-            own = BatchSum.empty(layer.A.numel, gradient.device)
-            self.rows.add_input(call, call.x, own)
-            self._count_input(call, own, alive)
-        call.waiting, call.late = None, False  # once, whatever the backwards
+            batch = BatchSum.empty(layer.A.numel, gradient.device)
+            self.rows.add_input(call, call.x, batch)
+            self._count_input(call, batch, alive)
+        call.waiting, call.late = None, False  # A counts once, however many backwards there are
         if gradient.numel() and (makes_A and call.x is not None if of_gradients else makes_G):
             call.forward.take(self.losses)
             if seed is not None and call.forward.terms is None and self.seed is None:
@@ -251,20 +255,20 @@ class StepSums:
         elif call.x is not None:
             self.arrived.append(call)
 
-    def _count_input(self, call: Call, own: BatchSum, alive: Tensor | None) -> None:
-        """A call's sum goes to that of the step; nothing of it where its gradient is zero to the last bit."""
+    def _count_input(self, call: Call, batch: BatchSum, alive: Tensor | None) -> None:
+        """Add a call's sum to the step's, or nothing if its gradient is zero to the last bit."""
         if alive is not None:
-            own.sum_P.masked_fill_(~alive, 0.0)
-            own.count.mul_(alive)
+            batch.sum_P.masked_fill_(~alive, 0.0)
+            batch.count.mul_(alive)
         if call.proof is not None:
             call.proof.counted_input(call, self.rows.weight_sharing, alive)
-        total = self.sums.setdefault(call.key_A, own)
-        if total is not own:
-            total.sum_P.add_(own.sum_P)
-            total.count.add_(own.count)
+        total = self.sums.setdefault(call.key_A, batch)
+        if total is not batch:
+            total.sum_P.add_(batch.sum_P)
+            total.count.add_(batch.count)
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
-        """A hook raised: the layer has no rows from here on, and none of this step."""
+        """A hook raised: the layer has no rows in this step, nor in later ones."""
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name} ({layer.kind}) are not known, so it is left without curvature from "
@@ -274,5 +278,5 @@ class StepSums:
             self.sums.pop(key, None)
 
     def used(self, layer: str) -> str:
-        """Where a layer's weight is, in words; "" if that was not noted."""
+        """Text that says where a layer's weight is used; "" if that was not recorded."""
         return "" if self.uses is None else self.uses.of(layer)

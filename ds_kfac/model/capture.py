@@ -1,22 +1,22 @@
 """Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them (docs/capture.md).
 
-A is summed in the forward hook and waits in the call, a sum and not the inputs, for the gradient of the layer's output;
-both are counted when it arrives. What never gets one, or one that is zero to the last bit, is never counted. From the
-second call of a layer on, what waits is the sum or a copy of the inputs, whichever is smaller.
+The forward hook sums A, and the call keeps the sum, not the inputs, until the gradient of the layer's output arrives;
+then both A and G count. A call whose gradient never arrives, or is zero to the last bit, does not count. From the
+second call of a layer on, the call keeps the sum or a copy of the inputs, whichever is smaller.
 
-**Own backwards.** An engine's statistics are of its own loss, not of a generator's that goes through its discriminator.
-Own is a backward that the engine announced; one that the model runs inside its own forward, as DeepSpeed's tiled loss
-does; or, as long as the engine never announced any, one outside of all engines' announced ones through a forward whose
-inputs came from no other graph: a plain ``loss.backward()``. And only a backward that accumulates the layer's weight:
-autograd.grad, for forces or a penalty, does not.
+**Own backwards.** An engine's statistics are of its own loss, not of a generator's loss that passes its discriminator.
+Its own backwards are those that the engine announced, and those that the model runs inside its forward, as DeepSpeed's
+tiled loss does. As long as the engine has announced none, a plain ``loss.backward()`` is its own, too, if no engine is
+in an announced backward and the forward's inputs have no graph. A backward that does not accumulate into the layer's
+weight, such as autograd.grad for forces or a penalty, never counts.
 
-Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
+**Activation checkpointing** runs a forward twice. Reentrant: the first run has gradients disabled, and is ignored.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
 a forward inside a backward sums A only once its gradient arrives.
 
-torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
-With a Monte-Carlo Fisher the gradients of a sampled loss are fed in, for calls in :attr:`Capture.pending`.
-No exception leaves a hook: it would stop one rank in a backward that the others finish.
+torch.compile traces a hook up to its first condition, where steps that do not capture return. With a Monte-Carlo Fisher
+the gradients come from a sampled loss, for the calls in :attr:`Capture.pending`. No exception leaves a hook: it would
+stop one rank in a backward that the others finish.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -44,26 +44,26 @@ class Capture(StepSums):
     """Installs the hooks; they return at once unless :attr:`active`.
 
     Args:
-        fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
+        fallback_seed: gives the scale of a backward that was not announced by :meth:`begin_backward`.
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
         sampled: whether G comes from a sampled loss instead of the true one.
-        asked: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls: A is summed
-            with the gradients, so that sums of some layers can leave before those of others begin.
-        info_of: a micro-batch's information -> that of a module's call in it, where they differ.
+        on_demand: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls. A is
+            summed when a gradient comes, so that some layers' sums can be sent before others' begin.
+        info_of: (module name, a micro-batch's information) -> information of that module's call, where they differ.
 
     Attributes:
-        pending: calls without gradients yet, of all forwards; filled only if ``sampled`` or ``asked``.
-        forward: the model's last one.
-        measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
-            and of recomputations; None: they are not counted.
-        counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
-        several: whether a backward was ever of several forwards whose losses the model did not return.
+        pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
+        forward: the model's last forward.
+        measured: layer name -> [rows of first runs, rows of recomputations] since the last step on this rank, summed or
+            not; None: they are not counted.
+        counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
+        several: whether some backward was of several forwards whose losses the model did not return.
         seen: layers called in this step with an input that has elements.
-        every_row: layers that no mask is of: all of their rows count.
+        every_row: layers whose masks belong to other rows: all their rows count.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """Whose own backward is running, of all engines of the process."""
+    """Captures whose own backward is running, of all engines in the process."""
 
     def __init__(
         self,
@@ -74,21 +74,23 @@ class Capture(StepSums):
         rows: RowSums | None = None,
         inputs: SharedInputs | None = None,
         sampled: bool = False,
-        asked: bool = False,
+        on_demand: bool = False,
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        super().__init__(rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed, asked=asked)
-        self.active, self._model, self.sampled = False, model, sampled or asked
+        super().__init__(
+            rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed, on_demand=on_demand
+        )
+        self.active, self._model, self.sampled = False, model, sampled or on_demand
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
         self.measured: dict[str, list[int]] | None = None
         self.outside = 0
-        self._announced, self.forward = False, Forward()  # whether any own backward ever was
-        self._running: Forward | None = None  # whose gradients come in this backward
+        self._announced, self.forward = False, Forward()  # whether a backward was ever announced
+        self._running: Forward | None = None  # the forward whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self._inside = False  # the model's forward runs
-        self._means, self.several = set[Forward](), False  # forwards of this backward
+        self._inside = False  # whether the model's forward runs
+        self._means, self.several = set[Forward](), False  # forwards that this backward went through
         self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
         self._hook_model(model)
@@ -101,10 +103,10 @@ class Capture(StepSums):
             modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
             if not layer.product:
                 for module in modules.values():
-                    self._hook_layer(layer, module, model)
+                    self._hook_layer(layer, module)
                 continue
             owners |= modules
-            if isinstance(modules[layer.module], nn.Linear):  # maybe called as a function, by a method around it
+            if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
                 around = layer.module.rpartition(".")[0]
                 owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
             counts[parameters[layer.weight]] = layer.part[1]
@@ -113,18 +115,18 @@ class Capture(StepSums):
         if counts:
             self._products = Products(counts, self._product)
             for module in owners.values():
-                self._hook_owner(self._products, module, model)
+                self._hook_owner(self._products, module)
 
     def begin_step(
         self, keys: frozenset[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
     ) -> None:
-        """Make ready for the captures of a step; forgets what came since the last one.
+        """Prepare for a step; forgets all calls since the last one.
 
         Args:
-            keys: factors that are due and that this rank contributes to; None: the hooks rest.
+            keys: keys of the factors that this rank captures in the step; None: the hooks do nothing.
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
-            proof: adds up the rows of all layers, to be compared with their gradients.
+            proof: gets the rows of all layers, to compare them with the gradients.
         """
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
@@ -146,13 +148,13 @@ class Capture(StepSums):
 
     @contextmanager
     def own_backward(self, loss: Tensor | None = None, *, retain_graph: bool = False) -> Iterator[None]:
-        """Around a backward of the engine's loss, also where nothing is captured: its gradients, and no others, count.
-        Closes the micro-batch. ``retain_graph``: a second backward through the graph may follow."""
+        """Wraps an own backward, in steps without capture, too; afterwards the micro-batch is closed. ``retain_graph``:
+        a second backward through the graph may follow."""
         self._announced = True
         self.losses = losses_in(loss) if self.active and loss is not None and loss.grad_fn is not None else None
         self._backwards.append(self)
         if self.active and self._products is not None:
-            self._products.enter(self._model)  # functions that checkpointing runs again may be no module's call
+            self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
         try:
             yield
         finally:
@@ -164,20 +166,20 @@ class Capture(StepSums):
             self.end_backward()
 
     def begin_backward(self, seed: Tensor) -> None:
-        """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
+        """The gradient that reached the user's loss: the factor on all gradients of this backward."""
         self.seed = seed.detach().float()
 
     def repeats(self, forward: Forward) -> None:
-        """The backward that begins is that of this forward: what it recomputes are its calls."""
+        """The next backward belongs to this forward: recomputed calls are its calls."""
         self._running = forward
 
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
-        # a mean over the terms of several, if G's scale is not taken at losses that the model returned
+        # one backward through several means: G's scale is only right if it was measured at losses the model returned
         self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
         self._means.clear()
         self.seed = self.losses = self._running = None
-        self._inside = False  # of a forward that raised
+        self._inside = False  # still set if the forward raised
         self.rows.counted.clear()
         for call in self.arrived:
             call.x = None
@@ -185,9 +187,9 @@ class Capture(StepSums):
         self.inputs.end_batch()
 
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
-        """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
+        """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
         self.seed = seed
-        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # a backward's order
             if gradient is not None:
                 self.add(call, gradient)
         done = set(map(id, calls))
@@ -195,28 +197,29 @@ class Capture(StepSums):
         self.end_backward()
 
     # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition.
-    # What it must not see is marked here, not where it is defined: that would import torch's compiler with ds_kfac
+    # torch.compiler.disable is called here, not as a decorator: that would import torch's compiler with ds_kfac.
+    # A copied module carries the hooks along, so each compares its module with the one that it was installed on.
 
-    def _hook_model(self, own: nn.Module) -> None:
+    def _hook_model(self, model: nn.Module) -> None:
         begin_batch, end_batch = map(torch.compiler.disable, (self._begin_batch, self._end_batch))
 
         def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
             if torch.is_grad_enabled() and self.active:
-                begin_batch(module is own, arguments, keywords)
+                begin_batch(module is model, arguments, keywords)
 
         def end(module: nn.Module, arguments: tuple, output: Any) -> None:
             if torch.is_grad_enabled() and self.active:
-                end_batch(module is own, output)
+                end_batch(module is model, output)
 
-        self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
-        self._handles.append(own.register_forward_hook(end))
+        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        self._handles.append(model.register_forward_hook(end))
 
-    def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if not own or torch._C._current_graph_task_id() != -1:
+    def _begin_batch(self, is_ours: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if not is_ours or torch._C._current_graph_task_id() != -1:
             return
-        if self._products is not None:  # of a forward that raised
+        if self._products is not None:  # still entered if the last forward raised
             self._products.leave(None)
-        if self.rows.counted:  # a loss.backward() that nobody closed
+        if self.rows.counted:  # after a plain loss.backward(), which nothing closes
             self.end_backward()
         self._inside = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
@@ -225,24 +228,24 @@ class Capture(StepSums):
         self.inputs.begin_batch()
         self._masks.begin()
 
-    def _end_batch(self, own: bool, output: Any) -> None:
-        if own and torch._C._current_graph_task_id() == -1:
+    def _end_batch(self, is_ours: bool, output: Any) -> None:
+        if is_ours and torch._C._current_graph_task_id() == -1:
             self._inside = False
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
-    def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
+    def _hook_layer(self, layer: LayerSpec, ours: nn.Module) -> None:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if torch.is_grad_enabled() and self.active:
                 capture(module, inputs, named, output)
 
         @torch.compiler.disable
         def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            weight: Any = module._parameters.get("weight")  # as an attribute ZeRO-3 would fetch it
-            if module is not own or not (weight is None or weight.requires_grad):
+            weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
+            if module is not ours or not (weight is None or weight.requires_grad):
                 return
             try:
-                if isinstance(output, tuple):  # Megatron's linears return their bias too
+                if isinstance(output, tuple):  # Megatron's linears return their bias, too
                     output = output[0]
                 if output.requires_grad:
                     x = inputs[0] if inputs else next(iter(named.values()))
@@ -251,19 +254,19 @@ class Capture(StepSums):
             except Exception as error:
                 self.fail(layer, error)
 
-        # Before hooks of others, which may make something else of its output. After ZeRO-3's where autograd is asked:
-        # it fetches weights for a backward through the output, and gives them back after that
-        self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=not self.sampled))
+        # before the hooks of others, which may replace the output; but if autograd.grad is called on the output, after
+        # ZeRO-3's, which wraps the output in a function that fetches and releases the weights of its backward
+        self._handles.append(ours.register_forward_hook(hook, with_kwargs=True, prepend=not self.sampled))
 
     def _called(
         self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, sides: str = "AG",
         select: slice | Tensor | None = None, columns: slice | None = None,
-        lay: Callable[[Tensor], Tensor] | None = None, picked: bool = False,
+        to_rows: Callable[[Tensor], Tensor] | None = None, picked: bool = False,
     ) -> None:  # fmt: skip
-        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` and
-        :class:`ds_kfac.model.products.Product` for the others."""
+        """A layer was called with ``x`` and returned ``output``. Other arguments: see
+        :class:`ds_kfac.model.rows.Call` and :class:`ds_kfac.model.products.Product`."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
-        if (recomputed and self.sampled) or layer.name in self.failed:  # the first run's calls are those sampled
+        if (recomputed and self.sampled) or layer.name in self.failed:  # sampled gradients go to the first run's calls
             return
         if x.numel():
             self.seen.add(layer.name)
@@ -276,38 +279,39 @@ class Capture(StepSums):
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
-        if not (select is columns is lay is None):
+        if not (select is columns is to_rows is None):
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else x.shape[:-1].numel())
         if not captured and self.proof is None:
             return
-        # several may have run before the backward of this one, with other masks
+        # other forwards, with other masks, may have run since this recomputation's first run
         forward = self._running if recomputed and self._running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
         if layer.name in self.every_row:
             info = replace(info, rows=None, encoder_rows=None)
-        if stacked or picked or info.places:  # picked: maybe for a single expert
+        if stacked or picked or info.places:  # picked: rows of one expert, maybe the only one on this rank
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced)
         if select is None and not kind.images:
             forward.has(rows, shape)
-        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns, lay)
-        call.proof, call.proves = self.proof, "G" in sides and not self.sampled
+        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
+        call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
         self.keep(call, x, makes_A=makes_A)
-        # An in-place activation replaces the grad_fn of a view, which the output of a Linear with bias is; the node of
-        # the viewed tensor stays
+        # the output of a Linear with bias is a view; an in-place activation replaces a view's grad_fn, but not that of
+        # its base
         base = output._base
         origin = base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output
         assert origin.grad_fn is not None, "the output requires no gradient"
         if self.sampled:
-            if call.proof is not None:  # of the true loss; another object, as no node may hold one with an edge
+            # the proof needs the true loss's gradient; a copy of the call, as a node must not hold an edge to itself
+            if call.proof is not None:
                 hook = partial(
                     self._on_gradient, replace(call, waiting=None, late=False, sides="", proves=True), origin.output_nr
                 )
@@ -315,28 +319,28 @@ class Capture(StepSums):
             call.edge = GradientEdge(origin.grad_fn, origin.output_nr)
             self.pending.append(call)
             return
-        # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
-        # accumulation steps, and a full backward hook breaks with in-place activations.
+        # a prehook of the node: a tensor hook would run before DeepSpeed divides an engine output's gradient by the
+        # accumulation steps, and a full backward hook breaks with in-place activations
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         assert self.measured is not None
         self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
-    def _hook_owner(self, products: Products, own: nn.Module, model: nn.Module) -> None:
-        """Products are seen while a captured forward, or a recomputation, of a module runs."""
+    def _hook_owner(self, products: Products, ours: nn.Module) -> None:
+        """Observe products while a captured forward, or a recomputation, of a module runs."""
         begin, end = map(torch.compiler.disable, (products.enter, products.leave))
 
         def enter(module: nn.Module, inputs: tuple) -> None:
-            if torch.is_grad_enabled() and self.active and module is own:
+            if torch.is_grad_enabled() and self.active and module is ours:
                 begin(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
             if torch.is_grad_enabled() and self.active:
                 end(module)
 
-        self._handles.append(own.register_forward_pre_hook(enter))
-        self._handles.append(own.register_forward_hook(leave, always_call=True))
+        self._handles.append(ours.register_forward_pre_hook(enter))
+        self._handles.append(ours.register_forward_hook(leave, always_call=True))
 
     def _product(self, product: Product) -> None:
         try:
@@ -346,31 +350,31 @@ class Capture(StepSums):
                 self.fail(layer, error)
 
     def _multiplied(self, product: Product) -> None:
-        """Of a stack whose layers have one A: all rows at once are those of the first."""
-        layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
+        """Turn a product into calls of its layers. A stack's shared A gets all rows from its first layer."""
+        layers, x, output = self._stacks[id(product.param)], product.x, product.output
         stacked, first = len(layers) > 1, layers[0]
+        named: dict[str, Any] = {"to_rows": product.to_rows, "picked": product.picked}
         module = self._model.get_submodule(first.module)
         if product.window is not None or LAYERS[first.kind].images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 self._called(first, module, x, output)
             return
-        if first.bias is not None and not product.biased:  # it has another gradient than the rows say
+        if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
         other = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
-        if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have
+        if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # not the sides that were read from the code
             return
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay, picked=product.picked)
+            self._called(first, module, x, output, sides="A", select=product.rows, **named)
         for entry, select in product.entries:
             layer = layers[entry]
             if stacked and self.measured is not None:
                 self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]))
             if not stacked and select is EVERY:
-                self._called(layer, module, x, output, columns=product.columns, lay=lay)
+                self._called(layer, module, x, output, columns=product.columns, **named)
             else:
-                sides = "G" if shared else "AG"
-                self._called(layer, module, x, output, sides=sides, select=select, lay=lay, picked=product.picked)
+                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, **named)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards

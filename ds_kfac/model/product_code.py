@@ -1,9 +1,10 @@
-"""Which matrices a module multiplies rows by: read from its code, before training.
+"""Which matrices a module multiplies rows by: read from its source code, before training.
 
-:func:`multiplied` reads which of its parameters a module's class multiplies something by, and how the matrix lies:
-[O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``, [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and
-grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``); in ``einsum`` dimensions that are
-summed over are one side, those of the output the other. :func:`lent` reads which weights of modules inside it takes.
+:func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout of the matrix in
+them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O] in ``x @ self.w``, ``bmm``, ``addmm``
+and grouped products. In a stack [E, ..] each entry is a matrix (``linear(x, self.w[e])``). In ``einsum`` the dimensions
+that are summed over are one side, those of the output the other. :func:`borrowed_weights` finds weights of its children
+that a module multiplies by itself.
 """
 
 import ast
@@ -21,26 +22,27 @@ from torch import nn
 from ds_kfac.model.layers import parameter_shape
 
 MAKES = ("__init__", "_init", "init", "reset", "_reset", "_tie", "tie", "_load", "load", "extra_repr", "__repr__")
-"""How functions begin that make a module, and do not run it."""
+"""Beginnings of names of functions that set up a module, and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
 BOUNDS = {"clamp", "clip"}
 COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"} | BOUNDS
-"""Some in another dtype, or with some elements bounded: those that are not have the gradient of the copy."""
+"""Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be clamped; the others
+have the gradient of the copy."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 
 
-class Lies(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How a matrix lies in a parameter.
 
     Attributes:
-        transposed: [I, O], not [O, I].
-        first: how many of the parameter's dimensions are the first of these sides, the others are the second; 0: the
-            last two are the sides, and a third one before them counts a stack.
-        stack: how many matrices follow each other along the first dimension.
+        transposed: it is [I, O], not [O, I].
+        first: number of leading dimensions that together are the first side; all others are the second. 0: the last two
+            dimensions are the sides, and a third one before them numbers the matrices of a stack.
+        stack: number of matrices that follow each other along the first dimension.
     """
 
     transposed: bool
@@ -48,7 +50,7 @@ class Lies(NamedTuple):
     stack: int = 1
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Sides of the matrix, or the number of a stack and its sides, of a parameter of that shape."""
+        """Shape [first side, second side] of the matrix in such a parameter; [matrices, .., ..] of a stack."""
         if self.first:
             return prod(parameter[: self.first]), prod(parameter[self.first :])
         if self.stack > 1:
@@ -56,46 +58,52 @@ class Lies(NamedTuple):
         return parameter
 
 
-def multiplied(module: nn.Module) -> Mapping[str, Lies]:
-    """Names of a module's own parameters that its code multiplies rows by, in the order of the code."""
+def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
+    """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of the code."""
     kind: Any = type(module)
     count: Any = getattr(module, "moe_num_experts", None)
-    found: dict[str, Lies]
+    found: dict[str, MatrixLayout]
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        found = dict.fromkeys(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), Lies(False))
+        found = dict.fromkeys(
+            ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), MatrixLayout(False)
+        )
     elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
-        found = {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+        found = {
+            "w1": MatrixLayout(False, stack=count),
+            "v1": MatrixLayout(False, stack=count),
+            "w2": MatrixLayout(True, stack=count),
+        }
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
-        found = dict.fromkeys(("w1", "w3", "w2"), Lies(False))
+        found = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     else:
         found = {}
         unclear: set[str] = set()
         parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
-        for name, lies, other, letters in _every_product(kind):
-            if name not in parameters or other in parameters:  # of two parameters: as in a penalty, no rows of a batch
+        for name, layout, other, letters in _every_product(kind):
+            if name not in parameters or other in parameters:  # two parameters, as in a penalty: no rows of a batch
                 continue
-            if letters and len(parameter_shape(module._parameters[name])) != letters:  # an einsum with one of a stack
-                lies = Lies(lies.transposed)
-            if found.setdefault(name, lies).first != lies.first:
-                unclear.add(name)  # one matrix here, another one there
-        return {name: lies for name, lies in found.items() if name not in unclear}
-    return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
+            if letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with an entry of a stack
+                layout = MatrixLayout(layout.transposed)
+            if found.setdefault(name, layout).first != layout.first:
+                unclear.add(name)  # the code uses the parameter as two different matrices
+        return {name: layout for name, layout in found.items() if name not in unclear}
+    return {name: layout for name, layout in found.items() if module._parameters.get(name) is not None}
 
 
-def lent(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Modules inside of one whose weights its code multiplies by itself, or hands to a function; and whether each is
-    called, too, as modules are."""
+def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Children whose weights a module's code multiplies by itself, or passes to a function; and whether it also calls
+    them."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [(module.out_proj, False)]
     kind: Any = type(module)
     if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
         return [(gate, False)]
-    children = [(module._modules.get(name), called) for name, called in _lent(kind).items()]
+    children = [(module._modules.get(name), called) for name, called in _borrowed(kind).items()]
     return [(child, called) for child, called in children if child is not None]
 
 
 @cache
-def _lent(kind: Any) -> Mapping[str, bool]:
+def _borrowed(kind: Any) -> Mapping[str, bool]:
     """Name of a child -> whether it is called, too."""
     taken: set[str] = set()
     called: set[str] = set()
@@ -116,11 +124,10 @@ def _lent(kind: Any) -> Mapping[str, bool]:
 
 
 def convolves(module: nn.Module) -> bool:
-    """Whether the code of a convolution that has a forward of its own convolves with its weight itself, and not with a
-    standardized one."""
+    """Whether a convolution with a forward of its own convolves with the weight as it is, e.g. not standardized."""
     kinds = type(module).__mro__
-    known = next(place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__)
-    return any(map(_convolves, kinds[:known]))
+    torchs = next(place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__)
+    return any(map(_convolves, kinds[:torchs]))
 
 
 @cache
@@ -140,13 +147,13 @@ def _convolves(kind: Any) -> bool:
 
 
 def reads(module: nn.Module, parameter: str) -> bool:
-    """Whether the code of a module does something with a parameter that it holds, as far as there is code."""
+    """Whether a module's code reads its parameter; True if there is no code to tell."""
     functions = list(functions_of(type(module)))
     return not functions or any(name == parameter for function in functions for name, _ in _reads(function))
 
 
 def _reads(function: Function) -> Iterator[tuple[str, ast.AST]]:
-    """(NAME, what has it as its part) of every ``self.NAME`` that a function reads."""
+    """(NAME, the syntax node around it) of every ``self.NAME`` that a function reads."""
     own = own_name(function)
     if function.name.startswith(MAKES):
         return
@@ -157,7 +164,7 @@ def _reads(function: Function) -> Iterator[tuple[str, ast.AST]]:
 
 
 def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
-    """The code of a class and of those that it comes from, or of it ``alone``, as far as there is a source."""
+    """Functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is found."""
     for base in (kind,) if alone else kind.__mro__:
         if base is nn.Module:
             return
@@ -171,7 +178,7 @@ def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
 
 @lru_cache(maxsize=8)
 def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
-    """Qualified name -> code, of a file's classes: read once, where inspect reads the file again for each."""
+    """Qualified name -> code of a file's classes. Cached, as inspect would read the file again for each class."""
     found: dict[str, ast.ClassDef] = {}
     waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
     while waiting:
@@ -186,8 +193,8 @@ def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
 
 
 def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
-    """What a piece of code is a view of, or a copy in another dtype, and whether it is transposed: ``self.w[e].T`` is
-    ``self.w``, transposed."""
+    """The expression that a view, or a copy in another dtype, is taken of, and whether it is transposed: ``self.w`` and
+    True for ``self.w[e].T``."""
     transposed = False
     while not child_of(node, own):
         how = node.func if isinstance(node, ast.Call) else node
@@ -201,7 +208,7 @@ def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """(variable, what it is set to)."""
+    """(variable, expression) of simple assignments."""
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
@@ -212,29 +219,29 @@ def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
 
 
 def _arguments(function: Function) -> list[ast.arg]:
-    """Those that are given by their place."""
+    """Arguments that can be given by position."""
     return [*function.args.posonlyargs, *function.args.args]
 
 
 def own_name(function: Function) -> str:
-    """What a method calls its module."""
+    """Name of a method's first argument, usually "self"."""
     return next((argument.arg for argument in _arguments(function)), "")
 
 
 def child_of(node: ast.expr, own: str) -> str:
     """NAME of ``self.NAME``, else ""."""
-    known = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
-    return node.attr if known and isinstance(node, ast.Attribute) else ""
+    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
+    return node.attr if of_self and isinstance(node, ast.Attribute) else ""
 
 
 @cache
-def _every_product(kind: Any) -> tuple[tuple[str, Lies, str, int], ...]:
+def _every_product(kind: Any) -> tuple[tuple[str, MatrixLayout, str, int], ...]:
     return tuple(product for function in functions_of(kind) for product in _products(function))
 
 
-def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
-    """(attribute, how it lies, the other operand if that is an attribute too, its dimensions in an einsum or 0) of the
-    products in a function's code, in its order."""
+def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]]:
+    """Products in a function's code, in its order: (attribute, its layout, the other operand if that is an attribute,
+    too, else "", number of its dimensions in an einsum, else 0)."""
     own, local = own_name(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether transposed
 
     def parameter(node: ast.expr | None) -> tuple[str, bool] | None:
@@ -245,7 +252,7 @@ def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
         return (name, before != transposed) if name else None
 
     def other(node: ast.expr | None) -> str:
-        """None of what is looked up, and of a variable only if it is never anything else."""
+        """The attribute that an operand is; "" for a row looked up in a table, or a variable with several values."""
         if node is None or (found := parameter(node)) is None or looks_up(node):
             return ""
         held, _ = _viewed(node, own)
@@ -273,7 +280,7 @@ def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
                 for place, operand in enumerate(arguments[1:]):
                     found, sums = parameter(operand), contraction(str(arguments[0].value), place)
                     if found is not None and not found[1] and sums is not None:
-                        yield found[0], sums.lies, other(arguments[2 - place]), sums.dims
+                        yield found[0], sums.layout, other(arguments[2 - place]), sums.dims
             elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
                 left, right = node.func.value, arguments[0]
             elif name in LINEAR | RIGHT and len(arguments) > 1:
@@ -284,13 +291,13 @@ def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
             elif name in ADDED and len(arguments) > 2:
                 left, right = arguments[1:3]
         if (found := parameter(right)) is not None:
-            yield found[0], Lies(found[1] == linear), other(left), 0
+            yield found[0], MatrixLayout(found[1] == linear), other(left), 0
         if not linear and (found := parameter(left)) is not None:
-            yield found[0], Lies(found[1]), other(right), 0
+            yield found[0], MatrixLayout(found[1]), other(right), 0
 
 
 def indices(node: ast.Subscript) -> list[ast.expr]:
-    """What takes a dimension away, or picks along it: no slices, None and "..."."""
+    """Indices that remove a dimension, or pick along it: all but slices, None and "..."."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # -1
     return [
@@ -311,16 +318,16 @@ def name_of(function: ast.AST) -> str:
 
 
 class Contraction(NamedTuple):
-    """A product of rows with a matrix, as einsum has it.
+    """A product of rows with a matrix, written as an einsum.
 
     Attributes:
-        x: order of the other operand's dimensions that makes it [.., I..], I.. as they lie in the matrix.
-        output: of the output's, that makes it [.., O..].
-        rows: how many dimensions the rows have.
-        dims: how many the matrix has.
+        x: permutation that brings the other operand into [rows.., I..], with I.. in the matrix's order.
+        output: permutation that brings the output into [rows.., O..].
+        rows: number of dimensions of the rows.
+        dims: number of dimensions of the matrix.
     """
 
-    lies: Lies
+    layout: MatrixLayout
     x: tuple[int, ...]
     output: tuple[int, ...]
     rows: int
@@ -329,12 +336,11 @@ class Contraction(NamedTuple):
 
 @cache
 def contraction(equation: str, place: int) -> Contraction | None:
-    """What ``equation`` does if its operand ``place`` of two is a matrix, or None if that is no product of rows with
-    it."""
+    """The product that an einsum's equation is if its operand ``place`` is the matrix; None if it is none."""
     operands, arrow, output = equation.replace(" ", "").partition("->")
     letters = operands.split(",")
     if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
-        return None  # "..." is letters that repeat
+        return None  # "..." counts as letters that repeat
     matrix, x = letters[place], letters[1 - place]
     inner = "".join(letter for letter in matrix if letter in x)
     outer = "".join(letter for letter in matrix if letter not in x)
@@ -343,7 +349,7 @@ def contraction(equation: str, place: int) -> Contraction | None:
         return None
     transposed = matrix == inner + outer
     return Contraction(
-        Lies(transposed, len(inner) if transposed else len(outer)),
+        MatrixLayout(transposed, len(inner) if transposed else len(outer)),
         tuple(map(x.index, rows + inner)),
         tuple(map(output.index, rows + outer)),
         len(rows),

@@ -1,12 +1,12 @@
-"""Products with a matrix that is a parameter, seen in a forward.
+"""Observes products of rows with a matrix that is a parameter, while a forward runs.
 
-``product_code.py`` finds them in a module's code. In a forward whose statistics are captured :class:`Products` sees
-every call of a torch function, and tells of those in which such a parameter, a view or rows picked out of it are the
-matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recomputation runs; other steps have none.
+``product_code.py`` finds such parameters in a module's code. In a captured forward :class:`Products` sees every call of
+a torch function, and reports those whose matrix is such a parameter, a view of it, or entries picked out of it. It is a
+``TorchFunctionMode``, active only while a captured forward or recomputation runs; other steps have none.
 
-What is told is exact: over all rows, the sum of g a^T is the parameter's gradient through the product. The matrix must
-have all inputs of one matrix of the parameter, or of several of a stack, as they lie in memory (``places.py``). Rows
-must be a batch's: a product of two parameters has none.
+A reported product is exact: the sum of g a^T over its rows is the parameter's gradient through the product. Therefore
+the matrix must have all inputs of one matrix of the parameter, or of several of a stack, as they lie in memory
+(``places.py``), and the rows must be a batch's: a product of two parameters has none.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,21 +25,22 @@ from ds_kfac.model.places import Place, Places
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
 
 LEFT_NAMES, RIGHT_NAMES = ("input", "self", "mat_a", "mat1", "batch1"), ("weight", "other", "mat2", "mat_b", "batch2")
-"""What torch's functions call their operands."""
+"""Names of the two operands in torch's functions."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Rows x [N, I] times a matrix gave the rows [N, O] of ``output``.
+    """Rows x [N, I] times a matrix gave rows [N, O] of ``output``.
 
     Attributes:
-        x: [.., I]; of a stack [its matrices, .., I].
-        output: whose gradient gives the rows of G.
+        x: [.., I]; for a stack [matrices, .., I].
+        output: its gradient gives the rows of G.
         transposed: whether the matrix lies [I, O] in the parameter.
-        entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
-        columns: which outputs of the whole matrix these are; None: all.
-        lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
-        window: of a convolution: x and output are images, and this is its (stride, padding, dilation, groups).
+        entries: (number of a matrix in the stack, its rows of x and output) for each that was used; else ((0, all
+            rows),).
+        columns: which outputs of the whole matrix were computed; None: all.
+        to_rows: turns the gradient that arrives at ``output`` into rows [.., O]; None: it is in rows.
+        window: (stride, padding, dilation, groups) of a convolution, whose x and output are images; else None.
         biased: whether the gradient of a bias that was added is the sum of the rows of G.
     """
 
@@ -49,7 +50,7 @@ class Product:
     transposed: bool
     entries: "tuple[tuple[int, slice | Tensor], ...]"
     columns: slice | None = None
-    lay: Callable[[Tensor], Tensor] | None = None
+    to_rows: Callable[[Tensor], Tensor] | None = None
     window: tuple[Any, ...] | None = None
     biased: bool = True
 
@@ -60,8 +61,8 @@ class Product:
 
     @property
     def rows(self) -> slice:
-        """Of all entries. Where a grouped product has rows behind those of its groups, they are no tokens, and what it
-        puts there is undefined."""
+        """The rows of all entries. A grouped product may have rows after those of its last group: they are no tokens,
+        and its output there is undefined."""
         ends = [rows.stop for _, rows in self.entries if isinstance(rows, slice)]
         return slice(0, ends[-1]) if ends and len(ends) == len(self.entries) and None not in ends else EVERY
 
@@ -70,10 +71,13 @@ EVERY = slice(None)
 
 
 class Products(TorchFunctionMode):
-    """Tells ``see`` of products with some parameters, each a stack of so many equal matrices, while it is entered.
+    """While entered, calls ``see`` for each product with one of some parameters.
+
+    Args:
+        params: parameter -> number of equal matrices in it.
 
     Attributes:
-        inside: modules that run, and whether the mode began there.
+        inside: modules that run, innermost last, and whether the mode was entered for that one.
     """
 
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
@@ -84,15 +88,15 @@ class Products(TorchFunctionMode):
         self._depth = 0
 
     def enter(self, module: nn.Module) -> None:
-        """Where the mode is not on it begins anew: a backward, and what reentrant checkpointing runs again in it, runs
-        without the modes around it."""
+        """A module's forward begins. Enters the mode unless it is active: autograd runs a backward, and what reentrant
+        checkpointing recomputes in it, without the modes around it."""
         begins = all(mode is not self for mode in _get_current_function_mode_stack())
         self.inside.append((module, begins))
         if begins:
             self.__enter__()
 
     def leave(self, module: nn.Module | None) -> None:
-        """None: all of them are left."""
+        """A module's forward ends; None: all do."""
         while self.inside and (module is None or self.inside[-1][0] is module):
             if self.inside.pop()[1]:
                 self.__exit__(None, None, None)
@@ -100,7 +104,7 @@ class Products(TorchFunctionMode):
                 return
 
     def __enter__(self) -> Any:
-        # a Python function there is not seen: ZeRO-3's, which is no torch function, and what attention calls inside
+        # F.linear may be ZeRO-3's Python function, which no mode sees, nor calls of it inside of attention: patch it
         if not self._depth:
             self._plain, F.linear = F.linear, self._linear
         self._depth += 1
@@ -117,7 +121,7 @@ class Products(TorchFunctionMode):
         outer, self._quiet = self._quiet, True
         try:
             output = self._plain(*args, **kwargs)
-            self._told("linear", args, kwargs, output)
+            self._on_call("linear", args, kwargs, output)
         finally:
             self._quiet = outer
         return output
@@ -125,10 +129,10 @@ class Products(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         if not self._quiet:
-            self._told(getattr(function, "__name__", ""), args, kwargs or {}, output)
+            self._on_call(getattr(function, "__name__", ""), args, kwargs or {}, output)
         return output
 
-    def _told(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _on_call(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         followed = self.places.follow(name, args, kwargs, output)
         outputs = [x for x in tensors_of(output) if x.requires_grad]
         if followed or not outputs:
@@ -148,7 +152,7 @@ class Products(TorchFunctionMode):
             return None
         alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
         if name in ADDED:
-            if not all(isinstance(x, Tensor) for x in args):  # factors by their place, as torch had them once
+            if not all(isinstance(x, Tensor) for x in args):  # alpha and beta by position, torch's old signature
                 return None
             args = args[1:]
         operands = list(args[:2])
@@ -179,7 +183,7 @@ class Products(TorchFunctionMode):
         return Product(place.param, given["input"], output, False, entries, window=window)
 
     def _summed(self, args: tuple, output: Tensor) -> Product | None:
-        """Einsum with one matrix, as it lies in memory."""
+        """An einsum of rows with one whole matrix that is contiguous in memory."""
         equation, *operands = args
         for at in (1, 0):
             place, x = self.places.find(operands[at]), operands[1 - at]
@@ -192,9 +196,9 @@ class Products(TorchFunctionMode):
             whole = prod(place.shape) * count == param.numel() and not rest and place.chosen is None
             flat = all(n == 1 or a == b for n, a, b in zip(place.shape, place.stride, inner, strict=True))
             if whole and flat and param.is_contiguous() and not self.places.is_weight(x):
-                x, lay = x.permute(sums.x).flatten(sums.rows), laid(output, sums)
+                x, to_rows = x.permute(sums.x).flatten(sums.rows), gradient_to_rows(output, sums)
                 entries = ((entry, EVERY),)
-                return Product(param, x, output, sums.lies.transposed, entries, lay=lay)
+                return Product(param, x, output, sums.layout.transposed, entries, to_rows=to_rows)
             return None
         return None
 
@@ -209,14 +213,20 @@ class Products(TorchFunctionMode):
         alpha: float,
         biased: bool,
     ) -> Product | None:
-        """``first``: the matrix is the left operand, W x = (x' W')'. ``upright``: it is [.., O, I] as an operand."""
+        """A product by matmul, linear or their kin.
+
+        Args:
+            first: the matrix is the left operand: W x = (x' W')'.
+            upright: the operand has the shape [.., O, I].
+            bounds: last row + 1 of each group of a grouped product, an int tensor; else None.
+        """
         param, count = place.param, self.places.count(place.param)
         size, dims = param.numel() // count, len(place.shape) - 2
         if dims < 0 or not param.is_contiguous() or (x.ndim < 2 and dims):
             return None
         order = 1 if upright else -1
         (O, I), (of_O, of_I) = place.shape[dims:][::order], place.stride[dims:][::order]  # noqa: E741
-        whole, start, inside = size // I, place.offset % size, 0  # outputs there are, the first one here
+        whole, start, inside = size // I, place.offset % size, 0  # outputs of the whole matrix, first of this view
         if (I == 1 or of_I == 1) and (O == 1 or of_O == I):
             transposed, (start, inside) = False, divmod(start, I)
         elif (O == 1 or of_O == 1) and (I == 1 or of_I == whole):
@@ -231,44 +241,52 @@ class Products(TorchFunctionMode):
             return None
         at, step = place.offset // size, place.stride[stack[0]] // size if stack else 0
         made = partial(Product, param, output=output, transposed=transposed, biased=biased)
-        if isinstance(bounds, Tensor):  # rows of each are those between bounds
+        if isinstance(bounds, Tensor):  # a group's rows are those between two bounds
             if x.ndim != 2 or dims != 1 or first or place.chosen is not None or len(bounds) != place.shape[0]:
                 return None
-            entries = _between(bounds.tolist())  # the one wait of a captured forward for the device
+            entries = _between(bounds.tolist())  # the only host sync of a captured forward
             return made(x, entries=tuple((at + step * e, rows) for e, rows in entries))
-        columned, lay = first and x.ndim > 1, None
+        columned, to_rows = first and x.ndim > 1, None
         x, shape = (x.mT, output.mT.shape) if columned else (x, output.shape)
         if x.shape[:-1] != shape[:-1]:
             x = x.detach().expand(*shape[:-1], I)
         if not stack:
             if columned or alpha != 1 or not output.is_contiguous():
-                lay = laid(output, columns=columned, scale=alpha)
+                to_rows = gradient_to_rows(output, columns=columned, scale=alpha)
             entry = at if place.chosen is None else int(place.chosen[at])
-            return made(x, entries=((entry, EVERY),), columns=columns, lay=lay)
+            return made(x, entries=((entry, EVERY),), columns=columns, to_rows=to_rows)
         front = output.ndim - len(place.shape) + stack[0]  # batch dimensions are aligned from the right
         matrices = place.shape[stack[0]]
         x, each = x.detach().movedim(front, 0).flatten(1, -2), shape[:-1].numel() // matrices
-        lay = laid(output, columns=columned, front=front, scale=alpha)
+        to_rows = gradient_to_rows(output, columns=columned, front=front, scale=alpha)
         if place.chosen is None:
-            own = _between([(k + 1) * each for k in range(matrices)])
-            return made(x, entries=tuple((at + step * k, rows) for k, rows in own), lay=lay)
+            parts = _between([(k + 1) * each for k in range(matrices)])
+            return made(x, entries=tuple((at + step * k, rows) for k, rows in parts), to_rows=to_rows)
         index = place.chosen[at + step * torch.arange(matrices, device=place.chosen.device)]
         sorted_ = (index.argsort()[:, None] * each + torch.arange(each, device=index.device)).flatten()
         ends = (index.bincount(minlength=count).cumsum(0) * each).tolist()
-        return made(x.flatten(0, 1), entries=tuple((e, sorted_[rows]) for e, rows in _between(ends)), lay=lay)
+        return made(x.flatten(0, 1), entries=tuple((e, sorted_[rows]) for e, rows in _between(ends)), to_rows=to_rows)
 
 
 def _between(ends: list[int]) -> list[tuple[int, slice]]:
-    """(which, rows up to its end) of matrices whose rows follow each other, of those that have any."""
+    """(number of a matrix, its rows) for matrices whose rows follow each other up to these ends, if it has any."""
     rows = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return [(k, own) for k, own in enumerate(rows) if own.stop > own.start]
+    return [(k, part) for k, part in enumerate(rows) if part.stop > part.start]
 
 
-def laid(
+def gradient_to_rows(
     output: Tensor, sums: Contraction | None = None, *, columns: bool = False, front: int = 0, scale: float = 1
 ) -> Callable[[Tensor], Tensor]:
-    """Makes rows of a gradient that arrives at an output's node, which may be that of a base with its dimensions in
-    another order; of an einsum, or of one that has columns, with the dimension ``front`` first, times ``scale``."""
+    """A function that turns the gradient arriving at an output's autograd node into rows [.., O].
+
+    If the output is a view the node is its base's, whose dimensions may have another order.
+
+    Args:
+        sums: the einsum that made the output, if one did.
+        columns: whether the output has rows as columns, as W x.
+        front: dimension of the output that numbers a stack's matrices; moved to the front.
+        scale: factor on the gradient, such as addmm's alpha.
+    """
     shape, stride, base = output.shape, output.stride(), output._base
     whole = base if base is not None and base.numel() == output.numel() else output
     memory, offset = (whole.shape, whole.stride()), output.storage_offset() - whole.storage_offset()

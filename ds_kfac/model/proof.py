@@ -4,23 +4,24 @@ A layer's gradient is dW = sum over rows of g a^T. So for random u and v
 
     t = sum over rows of (u . g) (v . a)  =  u^T dW v
 
-In a step that proves, the hooks add up t of each layer, and the step compares it with the layer's gradient. Rows of
-another operand, of a stale copy, of some uses only give another number. The sums of the factors are held to the same
-rows: v^T (sum of a a^T) v = sum of (v . a)^2, and likewise of G. Rows that count without a gradient, or that are
-scaled, show there.
+In a step that proves, the hooks add up t for each layer, and the step compares it with the layer's gradient. If rows
+are of another operand or of a stale copy, or some uses of the weight are missed, the numbers differ. The factors' sums
+are
+checked against the same rows: v^T (sum of a a^T) v = sum of (v . a)^2, and likewise for G. This shows rows that count
+without a gradient, or with a wrong scale.
 
-All rows are in t, also those that a mask leaves out of the factors: they are in the gradient. So masks are not proven.
-Two sizes speak of them instead: how many rows count whose gradient is zero to the last bit; and how large the gradients
-are of rows that a padding mask leaves out, beside those of rows that count.
+t has all rows, also those that a mask leaves out of the factors, as they are in the gradient. So masks are not proven.
+Two measures judge them instead: the number of rows that count although their gradient is zero to the last bit; and the
+size of the gradients of rows that a padding mask leaves out, compared with those of rows that count.
 
-Cost: a pass over a and g with :data:`PROBES` multiplications for each element. From the forward to the backward pass it
-keeps PROBES fp32 numbers a row, and nothing of the graph.
+Cost: a pass over a and g with :data:`PROBES` multiplications for each element. Between forward and backward it keeps
+PROBES fp32 numbers a row, and nothing of the graph.
 
-**What u^T dW v and t may differ by.** Their rows are the same. dW is rounded when it is stored, n times where n
-gradients of micro-batches, calls and ranks were added up. With R^2 the sum over rows of ((u . g) (v . a))^2, a rounding
-to the relative accuracy eps changes u^T dW v by about 0.2 eps R, n of them by 0.2 eps R sqrt(n) at most, and fp32 sums
-over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). Of a few rows R may be small by chance, as u . g
-is then; roundings are not, so |dW| is added to it. :data:`SLACK` times that is allowed, as in tests/spread.py.
+**Tolerance.** dW is rounded when it is stored, n times if n gradients of micro-batches, calls and ranks are added up.
+With R^2 the sum over rows of ((u . g) (v . a))^2, one rounding to relative accuracy eps changes u^T dW v by about
+0.2 eps R, n of them by at most 0.2 eps R sqrt(n), and fp32 sums over N rows and over sides of O and I by
+0.2 eps_32 R sqrt(N + O + I). With few rows R may be small by chance, as u . g may be, while roundings are not, so |dW|
+is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
@@ -41,47 +42,55 @@ from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
 from ds_kfac.ops.dispatch import symmetric_pack_into_
 
 PROBES = 4
-"""Pairs (u, v) for each layer; one where rows of A are shorter than :data:`NARROW`, as a depthwise convolution's.
-Layers that share an A have equally many: its v is one for all of them."""
+"""Pairs (u, v) for each layer; one if rows of A are shorter than :data:`NARROW`, as in a depthwise convolution. Layers
+that share an A use the same v, and so have equally many pairs."""
 NARROW = 32
 CHUNK = 1 << 22
-"""Elements that are in fp32 at a time."""
+"""Most elements converted to fp32 at a time."""
 SLACK = 10 * 0.2
 TF32 = 2.0**-10
-"""Accuracy that fp32 products may have on a GPU."""
+"""Relative accuracy that fp32 products may have on a GPU."""
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
     "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
     *("left out", "out", "in", "out's", "in's"),
     *("later left out", "later out", "later in", "later out's", "later in's"),
 )  # fmt: skip
-"""Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
-gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
-them. rows, zero: that count, and those of them without a gradient; first: of these, those that are the first of a
-sequence, as a causal attention's first query, whose softmax is of one key. eps: of the dtype of gradients, over the
-ranks that had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of
-the user's on its gradient. gave: calls whose rows went to A. left out: rows, by a padding mask; out's, in's: of these
-and of those that count by it, rows with a gradient; out, in: sums of the logarithms of its square, seen by probes.
-later: the same of calls after a forward's first, as a layer may get the batch as it is, and then flipped."""
+"""Numbers of a layer, summed over ranks.
+
+    t, squares: t, and R^2.
+    others: t and R^2 of other backwards than the engine's own; the step's gradient has them, unless the user zeroed it.
+    calls, reached: calls of the layer; calls that a gradient came to.
+    rows, zero, first: rows that count; those of them without a gradient; those of these that are the first of a
+        sequence, such as a causal attention's first query, whose softmax is over one key.
+    eps, ranks: accuracy of the gradients' dtype, summed over the ranks that had any; number of these ranks.
+    wrong: ranks on which a factor's sum is not that of the rows.
+    hooked: ranks on which a user's hook may change the layer's gradient.
+    gave: calls whose rows went to A.
+    left out: rows that a padding mask leaves out.
+    out's, in's: rows with a gradient among those left out, and among those that count.
+    out, in: sums over these of the logarithm of the gradient's square, as the probes measure it.
+    later ..: the same for a forward's later calls: a layer may get the batch as it is, and then reversed.
+"""
 T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
 CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-20:-9]
 MASKED = 5
-"""Numbers that speak of masks, of first calls and again of later ones."""
+"""Count of the numbers about masks, for first calls and again for later ones."""
 FOREIGN = 0.01
-"""Square of the gradient of a row that a padding mask leaves out, over that of one that counts, in the geometric mean,
-from which on the mask is not of these rows: padding has none, or what an auxiliary loss over all rows leaves. A plain
-mean would be that of the few rows of a pooled token."""
+"""Squared gradient of a row that a padding mask leaves out, over that of a row that counts, geometric means: from here
+on the mask belongs to other rows. Real padding has no gradient, or a small one from an auxiliary loss over all rows. An
+arithmetic mean would be dominated by the few rows of a pooled token."""
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What all ranks saw of a layer.
+    """Result of a layer's proof, from the rows of all ranks.
 
     Attributes:
-        uses: of its weight, in words.
-        ratio: how far t is from the layer's gradient, of how far it may be.
-        foreign: whether the masks that it has are of other rows, see :data:`FOREIGN`.
-        others: see :data:`NUMBERS`.
+        uses: text that says where its weight is used.
+        ratio: distance between t and the layer's gradient, over the tolerance.
+        foreign: whether its masks belong to other rows, see :data:`FOREIGN`.
+        calls, ..: see :data:`NUMBERS`.
     """
 
     calls: int
@@ -99,12 +108,12 @@ class RowCheck:
 
     @property
     def still(self) -> bool:
-        """Whether all gradients that came are zero, as below a head that begins with zeros."""
+        """Whether gradients came, and all are zero, as below a head that begins with zeros."""
         return self.reached > 0 and self.squares == 0
 
     @property
     def known(self) -> bool:
-        """Whether it shows anything: where a loss scale was too large nothing is a number."""
+        """Whether the proof decides anything: with too large a loss scale gradients are not finite."""
         return isfinite(self.ratio)
 
     @property
@@ -113,7 +122,7 @@ class RowCheck:
 
     @property
     def without(self) -> bool:
-        """Whether all rows that count are without a gradient, and others are not: a mask the other way round."""
+        """Whether only rows that do not count have gradients: the mask is inverted."""
         return 0 < self.rows == self.zero and self.squares > 0
 
     def __str__(self) -> str:
@@ -131,15 +140,15 @@ class RowCheck:
 
 
 class Proof:
-    """Of one step.
+    """The proof of one step.
 
     Args:
-        layers: all; those without a factor have nothing to prove.
-        key: of the factor that a layer's inputs are for, in this step.
-        number: of the proof: the random numbers are others each time, and the same on every rank.
+        layers: all layers; those without a factor have nothing to prove.
+        key: layer -> key of the factor to which its inputs go in this step.
+        number: number of this proof, which seeds the random vectors: new ones each time, the same on every rank.
 
     Attributes:
-        keys: layer name -> ``key``.
+        keys: layer name -> ``key(layer)``.
     """
 
     def __init__(
@@ -156,27 +165,27 @@ class Proof:
         self._sampled = set[str]()  # factors whose sums have a grid of positions
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
-        """Of a factor: fp32 [n, D, K] of standard normal numbers."""
+        """A factor's random vectors, fp32 [n, D, K], standard normal."""
         if key not in self._probes:
             side = layer.A if key.endswith("/A") else layer.G
             narrow = layer.A.dim < NARROW * layer.groups
             shape = layer.groups, side.dim // layer.groups, 1 if narrow else PROBES
             generator = torch.Generator().manual_seed(crc32(f"{key} {self._number}".encode()))
             probes_nDK = torch.randn(shape, generator=generator).to(self._device)
-            self._probes[key] = probes_nDK.mT.contiguous().mT  # products on CPUs take a quarter of the time by columns
+            self._probes[key] = probes_nDK.mT.contiguous().mT  # column-major: a quarter of the time on CPUs
         return self._probes[key]
 
     def _row(self, layer: LayerSpec) -> Tensor:
         return self._numbers[self._place[layer.name]]
 
     def leave_out(self, layer: LayerSpec) -> None:
-        """What the user's hooks make of its gradient is not that of its rows."""
+        """Do not judge a layer whose gradient a user's hook may change."""
         self._row(layer)[HOOKED] += 1
 
     # in the hooks
 
     def see_inputs(self, call: Call, x: Tensor) -> None:
-        """v . a of a call's rows, which waits in the call for their gradient: [.., n K], without that of the bias."""
+        """Store v . a of a call's rows, [.., n K] without the bias's part, in the call until their gradient comes."""
         layer, kind = call.layer, call.kind
         if layer.name not in self._place:
             return
@@ -196,8 +205,8 @@ class Proof:
         return 0.0 if call.layer.bias is None else self.probes(call.key_A, call.layer)[:, -1].flatten()
 
     def see_gradient(self, call: Call, gradient: Tensor, *, others: bool = False) -> Tensor | None:
-        """u . g of a call's rows [.., n K]; adds to t if the call is to, or to that of ``others``. ``gradient``: of
-        :attr:`Call.shape`."""
+        """u . g of a call's rows, [.., n K]. Adds to t, or with ``others`` to that of other backwards, if
+        ``call.proves``. ``gradient``: of shape :attr:`Call.shape`."""
         layer, kind, made_of_gradients = call.layer, call.kind, call.kind.needs_gradients
         if layer.name not in self._place or (call.probed is None and not made_of_gradients):
             return None
@@ -216,10 +225,12 @@ class Proof:
             products = probed * u_nOK[0]
         else:
             bias = call.module._parameters.get("bias")
-            of_bias = 0.0 if bias is not None and not bias.requires_grad else self._of_bias(call)  # frozen: no gradient
+            # a frozen bias has no gradient in dW
+            of_bias = 0.0 if bias is not None and not bias.requires_grad else self._of_bias(call)
             products = (call.probed + of_bias).reshape(-1, K) * probed.reshape(-1, K)
         products = products.reshape(-1, K).double()
-        # positions of an image that a norm's row adds up cancel there, their rounding does not; xhat has unit variance
+        # a norm's row adds up an image's positions, which may cancel while their roundings do not; xhat has unit
+        # variance, so g alone gives the size
         squares = K * gradient.double().square().sum() if made_of_gradients else products.square().sum()
         place = OTHERS if others else T
         row[place : place + K] += products.sum(dim=0)
@@ -231,7 +242,7 @@ class Proof:
         if kind.images or made_of_gradients:
             row[ROWS] += len(products)
         else:
-            zero, mask = (probed == 0).all(dim=-1), call.rows.mask  # cheaper than of its gradient
+            zero, mask = (probed == 0).all(dim=-1), call.rows.mask  # u . g == 0 is cheaper to see than g == 0
             zero = zero if mask is None else zero.reshape(mask.shape)
             counts = torch.ones_like(zero) if mask is None else mask
             nth = counts.cumsum(dim=0 if call.rows.examples == 1 else -1)
@@ -247,7 +258,7 @@ class Proof:
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
-        """The rows of a call went to A, if ``alive``; of a grid of positions nothing is known."""
+        """The rows of a call went to A, if ``alive``. Sums over a grid of an image's positions are not checked."""
         if not call.whole_grid:
             self._sampled.add(call.key_A)
         elif call.probed is not None:
@@ -258,7 +269,7 @@ class Proof:
             self._row(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
-        """The rows of a call went, times ``gain``, to G, or to the A that is made of them."""
+        """The rows of a call went, times ``gain``, to G, or to an A that is made of gradients."""
         if not call.whole_grid:
             self._sampled.add(key)
         elif call.probed_G is not None:
@@ -275,7 +286,7 @@ class Proof:
     # at the step
 
     def numbers(self, sums: Mapping[str, BatchSum]) -> Tensor:
-        """Of this rank, float64 [L, len(NUMBERS)]. ``sums``: of its factors."""
+        """This rank's numbers, float64 [L, len(NUMBERS)]. ``sums``: key -> its batch sums."""
         for name, eps in self._eps.items():
             row = self._numbers[self._place[name]]
             row[EPS] += eps
@@ -285,7 +296,7 @@ class Proof:
             if sum_ is None or key in self._sampled:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
-            if side.block == side.dim // layer.groups:  # narrower blocks lack what is between them
+            if side.block == side.dim // layer.groups:  # narrower blocks lack the products between them
                 products = max(self._eps.get(layer.name, 0.0), accuracy(torch.float32, self._device))
                 slack = SLACK * (products + eps_of(torch.float32) * (rows + side.block).sqrt())
                 probes = self.probes(key, layer)
@@ -297,13 +308,14 @@ class Proof:
 
     def ratio(self, layer: LayerSpec, total: Tensor, gradient: Tensor, *, divisor: float, world: int, eps: float,
               floor: float) -> Tensor:  # fmt: skip
-        """How far t is from u^T dW v, of how far it may be; float64 scalar.
+        """Distance between t and u^T dW v, over the tolerance; float64 scalar.
 
         Args:
-            total: the layer's numbers, over all ranks.
+            total: the layer's numbers, summed over all ranks.
             gradient: dW, of the layer's shape: the sum over ranks divided by ``divisor``.
-            world: ranks.
-            eps: accuracy of the coarsest dtype that a gradient was rounded to, and ``floor``, what underflows there.
+            world: number of ranks.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to.
+            floor: size below which values underflow in that dtype.
         """
         u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
         matrix_nOI, K = gradient.reshape(-1, *layer.shape[-2:]), u_nOK.shape[-1]
@@ -315,9 +327,9 @@ class Proof:
         sums = (total[ROWS] + sum(layer.shape[-2:])).sqrt()
         rounding = (total[EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
         size = K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
-        own, others = total[T : T + PROBES + 1], total[OTHERS : OTHERS + PROBES + 1]
+        engines, others = total[T : T + PROBES + 1], total[OTHERS : OTHERS + PROBES + 1]
         ratios = []
-        for *t, squares in (own, own + others):
+        for *t, squares in (engines, engines + others):  # without and with gradients of other backwards
             t_K = torch.stack(t[:K]) / divisor
             scale = squares.sqrt() / divisor + t_K.norm() + size
             bound = SLACK * (rounding * scale + floor * (n * layer.numel).sqrt())
@@ -328,7 +340,7 @@ class Proof:
 
 
 def _padding(call: Call, mask: Tensor) -> Tensor | None:
-    """Which rows of a call are padding, of the shape of its mask; None: that is not known."""
+    """Which rows of a call are padding, bool of its mask's shape; None if that is not known."""
     info = call.info
     if info.places:
         return None
@@ -336,22 +348,23 @@ def _padding(call: Call, mask: Tensor) -> Tensor | None:
         return ~mask
     if info.attended is None or info.rows is None or mask.numel() != info.attended.numel():
         return None
-    if mask.untyped_storage().data_ptr() != info.rows.untyped_storage().data_ptr():  # another one, of a source
+    if mask.untyped_storage().data_ptr() != info.rows.untyped_storage().data_ptr():  # e.g. an encoder's mask
         return None
     return ~(info.attended.T if call.rows.examples == 1 else info.attended).reshape(mask.shape)
 
 
 def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
-    """Of each layer, with what is known of the uses of its weight. Waits for the device."""
+    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: where each weight is used. Waits for
+    the device."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
     left_out, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
-    most = 2 * outs > left_out  # the last pad before a text predicts its first token
-    foreign = (most & (out / outs > within / ins + log(FOREIGN))).any(dim=1).tolist()  # false with nothing to compare
-    found = []
+    most = 2 * outs > left_out  # one row may have a gradient rightly: the last pad predicts a text's first token
+    foreign = (most & (out / outs > within / ins + log(FOREIGN))).any(dim=1).tolist()  # 0 / 0 compares as false
+    checks = []
     for (*counts, squares), ratio, other, used in zip(columns, ratios.tolist(), foreign, uses, strict=True):
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
-        found.append(RowCheck(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
-    return found
+        checks.append(RowCheck(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
+    return checks
 
 
 def eps_of(dtype: torch.dtype) -> float:
@@ -359,7 +372,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def accuracy(dtype: torch.dtype, device: torch.device) -> float:
-    """Of products. Those of fp32 may be in TF32 on a GPU; cuDNN's convolutions are, unless told otherwise."""
+    """Relative accuracy of products. fp32 products may run in TF32 on a GPU, as cuDNN's convolutions do by default."""
     return max(eps_of(dtype), 0.0 if device.type == "cpu" else TF32)
 
 
@@ -372,9 +385,9 @@ def times(x: Tensor, w_DK: Tensor) -> Tensor:
 
 
 def second_moment(side: Side, sum_P: Tensor, w_nDK: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over groups and probes of w^T S w, of a side whose blocks are the groups, and what it changes by if every
-    element of S changes by its own size, at random; float64 scalars."""
-    products_nDD = (w_nDK @ w_nDK.mT).mul_(2.0)  # of an element and of its mirror image, which is not kept
+    """Sum over groups and probes of w^T S w, for a side whose blocks are the groups; and how much it changes if every
+    element of S changes by its own size with a random sign. float64 scalars."""
+    products_nDD = (w_nDK @ w_nDK.mT).mul_(2.0)  # an element stands for its mirror image, which is not stored
     products_nDD.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     products_P = products_nDD.flatten()
     if products_nDD.shape[-1] > 1:

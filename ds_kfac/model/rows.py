@@ -66,7 +66,7 @@ class Call:
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
         select: which rows of the output are the call's, of a product of several layers; None: all.
-        columns, lay: as in :class:`ds_kfac.model.products.Product`.
+        columns, to_rows: as in :class:`ds_kfac.model.products.Product`.
         edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
             hold such a call.
     """
@@ -84,7 +84,7 @@ class Call:
     recomputed: bool
     select: slice | Tensor | None = None
     columns: slice | None = None
-    lay: Callable[[Tensor], Tensor] | None = None
+    to_rows: Callable[[Tensor], Tensor] | None = None
     edge: GradientEdge | None = None
     waiting: BatchSum | None = None
     late: bool = False
@@ -103,7 +103,7 @@ class Call:
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
-        gradient = gradient.detach() if self.lay is None else self.lay(gradient.detach())
+        gradient = gradient.detach() if self.to_rows is None else self.to_rows(gradient.detach())
         if self.select is not None:
             gradient = gradient.reshape(-1, self.shape[-1])[self.select]
         elif self.columns is not None:

@@ -15,7 +15,7 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, reads
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 from ds_kfac.model.tables import tables
 
@@ -121,8 +121,8 @@ class _Scanner:
         modules: those with parameters of their own.
         names, users: id of a parameter -> its name, the modules that hold it.
         trained, tied_stages: ids of parameters that are, that a PipelineModule ties over its stages.
-        lent: id of a module whose weight a module around it takes, as torch's attention does -> whether it is called,
-            too.
+        borrowed: id of a module whose weight a module around it takes, as torch's attention does -> whether it is
+            called, too.
         tables: ids of parameters that rows are looked up in.
     """
 
@@ -138,7 +138,7 @@ class _Scanner:
         tied = getattr(model, "tied_modules", None)  # of TiedLayerSpec
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.tables = tables(model)
-        self.lent = {id(child): called for module in model.modules() for child, called in lent(module)}
+        self.borrowed = {id(child): called for module in model.modules() for child, called in borrowed_weights(module)}
 
     def of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
         """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
@@ -150,7 +150,9 @@ class _Scanner:
         holders = [self.modules[user] for user in users]
         biases = {id(holder._parameters.get("bias")) for holder in holders}
         # modules with one weight are one layer by several names: all of its kind, with one bias
-        one = len(biases) == 1 and all(_kind(holder)[0] == kind and id(holder) not in self.lent for holder in holders)
+        one = len(biases) == 1 and all(
+            _kind(holder)[0] == kind and id(holder) not in self.borrowed for holder in holders
+        )
         alike = users if one else [name]
         reason = self._unfit(name, module._parameters["weight"], bias, len(alike))
         if reason is not None:
@@ -177,10 +179,10 @@ class _Scanner:
                 return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
             # a direction that needs no curvature is right for any matrix
             A = A if product else Side.identity(A.dim)
-        if id(module) in self.lent:
+        if id(module) in self.borrowed:
             if isinstance(module, nn.Linear):
                 product = True
-            elif not self.lent[id(module)]:
+            elif not self.borrowed[id(module)]:
                 return "the module around it takes its weight, and does not call it"
         own_bias = self.names[id(bias)] if trained_bias else None
         layer = LayerSpec(name, kind, name, self.names[id(module.weight)], own_bias, A, G, product, tuple(alike[1:]))
@@ -189,10 +191,10 @@ class _Scanner:
     def _products(self, name: str, module: nn.Module) -> list[LayerSpec] | str:
         """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for
         each; why there are none."""
-        lying = dict(multiplied(module))
+        layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
-            lying.setdefault("weight", Lies(False))
-        shapes = {name: lies.shape(parameter_shape(module._parameters[name])) for name, lies in lying.items()}
+            layouts.setdefault("weight", MatrixLayout(False))
+        shapes = {name: layout.shape(parameter_shape(module._parameters[name])) for name, layout in layouts.items()}
         stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
         layers: list[LayerSpec] = []
         reason = ""
@@ -200,7 +202,7 @@ class _Scanner:
             if len(shape) not in (2, 3):
                 continue
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
-            weight, transposed = module._parameters[parameter], lying[parameter].transposed
+            weight, transposed = module._parameters[parameter], layouts[parameter].transposed
             bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
             reason = self._unfit(place, weight, bias) or ""
             if not reason and len(self.users[id(weight)]) > 1:

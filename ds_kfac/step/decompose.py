@@ -1,4 +1,4 @@
-"""Decompositions: here and now, or in the background of the training steps, on a thread or a stream of their own."""
+"""Runs decompositions in the background of training steps, on a thread or a stream of their own."""
 
 import threading
 import weakref
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class _Job:
-    """One piece of work and, once ``done``, its results or error.
+    """A submitted function and, once ``done``, its results or error.
 
     Attributes:
-        work: held until all its results are dropped, not until it returns: a stream may still read what it refers to.
-        wanted: results that are not dropped.
-        start, end: on a GPU, where in the submitting stream it may begin, and where in its own it ended.
+        work: held until all its results are dropped, not until it returns: a GPU may still read its tensors.
+        wanted: number of results that are not dropped yet.
+        start, end: on a GPU, event in the submitting stream that it waits for; event in its own stream after its work.
     """
 
     work: Callable[[], Sequence[Any]]
@@ -43,15 +43,15 @@ class _Job:
 
 
 class Refresher:
-    """Runs work in the background; the caller asks for a result at a fixed later step, early or late as it may be
-    done: what a training run computes does not depend on timing.
+    """Runs work in the background. The caller takes a result at a fixed later step, and waits if it is not done, so
+    what a training run computes does not depend on timing.
 
-    On a GPU the work runs in a stream that starts where the submitting stream was, elsewhere on one thread with one
-    core. Work must only read what nobody writes to; as factors and bases are replaced and never changed in place, it
-    may be anything bound at submission.
+    On a GPU the work runs in a stream of its own, after what the submitting stream had queued; elsewhere on one thread
+    with one core. Work may only read tensors that nobody writes: factors and bases are replaced, never changed in
+    place, so those bound at submission are safe.
 
     Attributes:
-        jobs: key -> what was submitted and not dropped, and which of its results is meant.
+        jobs: key -> its submitted work, and the place of the key's result among the work's results.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -61,8 +61,7 @@ class Refresher:
         self._stop: Callable[[], Any] | None = None
 
     def submit(self, keys: Sequence[str], work: Callable[[], Sequence[Any]]) -> None:
-        """Have ``work`` done once, without gradients, which gives a result per key. What it raises is raised when a
-        result is asked for."""
+        """Run ``work`` once, without gradients; it returns a result for each key. :meth:`result` raises its errors."""
         again = [key for key in keys if key in self.jobs]
         assert not again, f"{', '.join(again)} is submitted twice"
         if not keys:
@@ -75,13 +74,13 @@ class Refresher:
         self._queue.put(job)
 
     def give(self, key: str, result: Any) -> None:
-        """Put a result there that was computed elsewhere, as if it had been submitted."""
+        """Store a result that was computed elsewhere, such as one from a checkpoint."""
         job = _Job(lambda: (), 1, results=(result,))
         job.done.set()
         self.jobs[key] = job, 0
 
     def result(self, key: str) -> Any:
-        """Of what was submitted under ``key``; waits for it. It stays until it is dropped.
+        """The result for a key, which stays until it is dropped; waits until it is computed.
 
         Raises:
             RuntimeError: the work failed.
@@ -93,12 +92,14 @@ class Refresher:
         if job.end is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(job.end)
-            for tensor in _tensors(job.results[place]):  # allocated in the side stream, freed only after this one's use
+            # allocated in the side stream: without this the allocator could hand out their memory while the current
+            # stream still reads it
+            for tensor in _tensors(job.results[place]):
                 tensor.record_stream(current)
         return job.results[place]
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget results that have been used, and work of which nothing is wanted any more."""
+        """Forget these keys' results. Work that has not begun and of which no result is wanted will not run."""
         for key in keys:
             if key in self.jobs:
                 self.jobs.pop(key)[0].wanted -= 1

@@ -1,7 +1,7 @@
-"""The factors of a rank: averaged, decomposed, delivered to the gradient workers.
+"""A rank's factors: averaged, decomposed, delivered to the gradient workers.
 
-Who knows what: the timetable is the same on every rank. Whether a factor could be decomposed is known to its
-eigen worker; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
+The timetable is the same on every rank. Whether a factor could be decomposed only its eigen worker knows; if eigenbases
+travel it tells everyone, so that all ranks agree on what the next message contains.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -30,24 +30,25 @@ from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, co
 
 @dataclass
 class FactorDraft:
-    """Of the factors.
+    """What a step changes about the factors; :meth:`FactorUpdates.commit` keeps or drops it.
 
     Attributes:
-        step: applied steps before this one.
-        factors, ready, pending: see :class:`FactorUpdates`.
-        decays: of this rank's factors that are captured, weight of the past.
-        terms: layer name -> loss terms of the batch that was averaged.
+        step: number of applied steps before this one.
+        factors, ready, pending: new values of the attributes of :class:`FactorUpdates`.
+        decays: factor key -> weight of the past in its average, for this rank's captured factors.
+        terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
-        unusual: [3], batches of this rank's factors, see :data:`ds_kfac.step.messages.UNUSUAL`; None if nothing was
-            averaged.
-        missed: this rank's factors to which not all ranks contributed, and bool [n], whether nobody had a row.
-        submitted: keys of the decompositions that were started in the background.
+        unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
+            if nothing was averaged.
+        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
+        submitted: keys whose decompositions were started in the background.
         arriving: keys whose decompositions take effect in this step.
-        results: of those that were done here.
-        scalars: of all ranks, by name.
-        bases: what this rank's decompositions left, by factor key; when it was delivered, that of this rank's layers.
-        failed: decompositions that failed, where all ranks know.
-        unproven: keys of the factors of layers that did not fit at the last proof: not decomposed, nor waited for.
+        results: key -> result of a decomposition that this rank made.
+        scalars: name -> scalar, as exchanged by all ranks.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
+        failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
+        unproven: keys whose layers failed the last proof of their rows. They are not decomposed, and no other factor
+            waits for them.
     """
 
     step: int
@@ -70,19 +71,19 @@ class FactorDraft:
 
 
 class FactorUpdates:
-    """Updates, decomposes and distributes the factors. What a step changes is in its :class:`FactorDraft`.
+    """Averages, decomposes and delivers the factors. What a step changes is in its :class:`FactorDraft`.
 
     Args:
-        plan: who, when and how.
-        reducer: takes the batch sums to the eigen workers.
+        plan: which rank does what, when and how.
+        reducer: sends batch sums to the eigen workers.
 
     Attributes:
-        factors: factor key -> state, of the factors this rank decomposes.
-        ready: keys of the factors that have been decomposed; of all, if eigenbases travel, else of this rank's.
-        pending: key -> step at which an asynchronous decomposition takes effect.
-        numel, layer_of: key -> packed elements, and the first of its layers.
-        home: where factors are kept.
-        counted: key -> layers whose loss terms are its factor's count.
+        factors: key -> factor, for the factors that this rank averages and decomposes.
+        ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
+        pending: key -> step at which a decomposition in the background takes effect.
+        numel, layer_of: key -> packed elements; key -> first of the layers that have this factor.
+        home: device on which averages lie between steps.
+        counted: key -> layers whose number of loss terms is this factor's count of rows.
     """
 
     def __init__(self, plan: Plan, channel: Channel, reducer: Reducer, metrics: Metrics, device: torch.device) -> None:
@@ -97,8 +98,8 @@ class FactorUpdates:
         self.layer_of = {key: layers[spec.layers[0]] for key, spec in self.specs.items()}
         self.of_layer = factors_by_layer(plan.assignment.factors)
         self.counted: dict[str, list[str]] = {}
-        for name, own in self.of_layer.items():
-            self.counted.setdefault(counting(own), []).append(name)
+        for name, sides in self.of_layer.items():
+            self.counted.setdefault(counting(sides), []).append(name)
         self.eigen_workers = plan.assignment.eigen_workers
         self.delivery = Delivery(
             plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
@@ -110,80 +111,82 @@ class FactorUpdates:
 
     @cached_property
     def refresher(self) -> Refresher:
-        """Decomposes what takes effect later; made when something does."""
+        """Runs decompositions in the background. Made at the first one: most runs have no lag."""
         return Refresher(self.device)
 
     def close(self) -> None:
-        """Drop what is decomposed in the background, and give back its thread."""
+        """Drop decompositions in the background, and end their thread."""
         if "refresher" in vars(self):
             self.refresher.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
+        """What a resumed run needs; keys have this process's layer names. Waits for pending decompositions.
 
-        factors: key -> (state, decomposition on its way or None), of the factors decomposed here.
-        ready, pending: as the attributes. schedule: see :meth:`Timetable.state`.
+        factors: key -> (factor, its pending decomposition or None), for this rank's factors.
+        ready, pending: the attributes. schedule: see :meth:`Timetable.state`.
         """
         pending = {key: self.refresher.result(key) for key in self.factors if key in self.pending}
         return {
-            "factors": {key: (state, pending.get(key)) for key, state in self.factors.items()},
+            "factors": {key: (factor, pending.get(key)) for key, factor in self.factors.items()},
             "ready": set(self.ready),
             "pending": dict(self.pending),
             "schedule": self.timetable.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; factors that it lacks begin empty, others that it has are dropped."""
-        found, pending = state.get("factors", {}), state.get("pending", {})
-        own = [spec for spec in self.specs.values() if self.eigen_workers[spec.key] == self.rank]
-        self.factors = {}
-        for spec in own:
-            if spec.key in found:
-                self.factors[spec.key] = found[spec.key][0]
-                continue
-            self.factors[spec.key] = self._empty(spec)
+        """Continue from :meth:`state_dict`. Factors missing from it begin empty; those of no layer here are dropped."""
+        saved, pending = state.get("factors", {}), state.get("pending", {})
+        self.factors = {
+            key: saved[key][0] if key in saved else self._empty(spec)
+            for key, spec in self.specs.items()
+            if self.eigen_workers[key] == self.rank
+        }
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
         if "refresher" in vars(self):
             self.refresher.clear()
         for key in self.pending.keys() & self.factors.keys():
-            if found[key][1] is not None:
-                self.refresher.give(key, found[key][1])
+            if saved[key][1] is not None:
+                self.refresher.give(key, saved[key][1])
         self.timetable.restore(state.get("schedule", {}))
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
-        # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
+        # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
         empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
         return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Keys of the factors that are of these layers alone."""
+        """Keys of the factors that no layer but these has."""
         return frozenset(key for key, spec in self.specs.items() if all(name in layers for name in spec.layers))
 
     def forget(self, draft: FactorDraft, keys: Collection[str]) -> None:
-        """These factors begin again: not all of what is in them is proven."""
+        """Restart these factors from zero: rows that failed the proof are in their averages."""
         draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}
         draft.ready.difference_update(keys)
         draft.pending = {key: step for key, step in draft.pending.items() if key not in keys}
 
     def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
-        """Of a step that starts from what the last applied one left; of what is due, factors that there are. None if
-        nothing happens to any."""
+        """A draft that starts from the state after the last applied step. None if no factor is captured and no pending
+        decomposition takes effect: a plain step then does nothing here.
+
+        Args:
+            due: may name factors that do not exist, as layers share one; these are left out.
+        """
         if not due.capture and step not in self.pending.values():
             return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         decay, timetable = self.config.factor.decay.at(step), self.timetable
-        # for every ordinary interval that a factor sat out
+        # the adaptive rule may have skipped ordinary updates of a factor: its past decays once for each of them
         decays = {key: decay ** timetable.clocks[key].interval for key in self.factors if key in due.capture}
         return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending), decays)
 
     # the stages of a step
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
-        """Take batch sums of all ranks into the averages of this one's factors."""
+        """Average batch sums, already reduced over ranks, into this rank's factors."""
         batches = {key: sums[key] for key in draft.decays if key in sums}
         for key, batch in batches.items():
-            # ranks that did not contribute are taken to have as many
+            # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count * (self.channel.world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
         new, similar, draft.unusual = updated(
@@ -194,8 +197,8 @@ class FactorUpdates:
             device=self.device,
             tolerance=self.plan.adaptive,
         )
-        if few := tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world):
-            draft.missed = few, torch.stack([batches[key].count for key in few]) <= 0
+        if partial := tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world):
+            draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
         missed = draft.unusual.new_zeros(()) if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = torch.stack([*draft.unusual, missed])
         keys = list(batches)
@@ -203,14 +206,16 @@ class FactorUpdates:
         draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
     def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
-        """Decompose what is due here and now; start what takes effect later; collect what takes effect now.
+        """Decompose what takes effect in this step, start in the background what takes effect later, and collect
+        background results that take effect in this step.
 
         Args:
-            last: what a factor's last decomposition left on this rank, or None; without it nothing is iterated.
+            last: a factor's last decomposition on this rank, or None, for methods that iterate from it; without this
+                function every factor is decomposed from scratch.
         """
         step, ready = draft.step, draft.ready | draft.unproven
-        # captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh, need not
-        # wait for the next one
+        # a layer without eigenbases, as it had no data at the last refresh, gets them at its next capture: waiting for
+        # the next refresh would leave it unpreconditioned for a whole interval
         waiting = {
             key
             for key in draft.due.capture
@@ -245,49 +250,48 @@ class FactorUpdates:
     def _work(
         self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None
     ) -> Callable[[], list[Refreshed]]:
-        """Decomposes factors, in this order; bound to what holds at this step, as it may be done later, on a side
-        thread or stream."""
-        method, config, device, asked = self.plan.method, self.config, self.device, list[Request]()
+        """A function that decomposes these factors, in this order. It may run later, elsewhere, so all is bound now."""
+        method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
             if last is not None and method.step_flops and not self.timetable.exact(key, draft.step, method.exact_every):
                 basis = last(self.specs[key])
-            if method.damps_identity or self.plan.paired:  # the damping is part of what is kept
+            if method.damps_identity or self.plan.paired:  # the inverse has the damping in it, which depends on both
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
                 elif self.plan.paired:
                     partner = draft.factors[key_of(layer.name, other)]
-            asked.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
+            requests.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
         options: dict[str, Any] = {}
         if method.damps_identity:
             options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
 
         def work() -> list[Refreshed]:
-            return method.decompose([request.to(device) for request in asked], **options)
+            return method.decompose([request.to(device) for request in requests], **options)
 
         return work
 
     def _usable(self, keys: set[str], draft: FactorDraft) -> list[str]:
-        """Those of this rank that can be decomposed, and whose layer's other factor can, too, as far as it is here. One
-        transfer to the host for all."""
+        """Keys of this rank's factors that can be decomposed, together with their layer's other factor if that is on
+        this rank. One transfer to the host for all."""
         partners = {
             key: [other.key for other in self.of_layer[spec.layers[0]].values()]
             for key, spec in self.specs.items()
             if key in keys and key in draft.factors
         }
-        asked = [key for key in draft.factors if any(key in others for others in partners.values())]
-        if not asked:
+        checked = [key for key in draft.factors if any(key in others for others in partners.values())]
+        if not checked:
             return []
         # on the device: an offloaded factor may still be on its way to the host
-        flags = torch.stack([draft.factors[key].to(self.device).usable() for key in asked]).tolist()
-        known = dict(zip(asked, flags, strict=True))
-        return [key for key, others in partners.items() if all(known.get(other, True) for other in others)]
+        flags = torch.stack([draft.factors[key].to(self.device).usable() for key in checked]).tolist()
+        usable = dict(zip(checked, flags, strict=True))
+        return [key for key, others in partners.items() if all(usable.get(other, True) for other in others)]
 
     # what travels with the gradients
 
     def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor]]:
-        """Per rank the names of the scalars that it tells all others in this step, and this rank's by name."""
+        """By rank, names of the scalars that it sends to all others in this step; this rank's, name -> scalar."""
         names = scalar_names(
             self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels,
             terms=self.config.preconditioner.eigenvalues == "corrected",
@@ -303,12 +307,11 @@ class FactorUpdates:
         return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
-        """New eigenbases or inverses of the factors of this rank's layers. Synchronises if they travel, in the steps in
-        which they do.
+        """Put new eigenbases or inverses for this rank's layers into the draft. Synchronises if they travel.
 
         Args:
-            arrivals: of each of the delivery's parts.
-            scalars: of all ranks, by name.
+            arrivals: what arrived of each of the delivery's parts.
+            scalars: name -> scalar, from all ranks.
         """
         draft.scalars = scalars
         draft.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
@@ -322,7 +325,7 @@ class FactorUpdates:
         draft.ready |= fresh
         arrived = self.delivery.received(draft.bases, *arrivals)
         draft.bases = {key: basis for key, basis in arrived.items() if key in fresh}
-        if self.travels:  # all ranks know what came of them; the wire's rounding has made copies
+        if self.travels:  # draft.bases holds copies, rounded as sent: the originals can be freed
             draft.results = {key: replace(result, basis=None) for key, result in draft.results.items()}
 
     def commit(self, draft: FactorDraft, *, applied: bool) -> None:
@@ -334,7 +337,7 @@ class FactorUpdates:
             self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
 
     def redecomposed(self, step: int) -> FactorDraft:
-        """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
+        """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         nothing = FactorsDue(frozenset(), frozenset())
         draft = FactorDraft(step, nothing, dict(self.factors), set(self.ready), dict(self.pending))
         draft.arriving = tuple(self.specs)

@@ -1,4 +1,4 @@
-"""K-FAC of one rank: a preconditioner for each of its domains, which step as one."""
+"""K-FAC on one rank: a preconditioner for each of its domains (dense layers, experts), which step as one."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 class Job:
     """The preconditioners of this rank's domains.
 
-    Collectives of several domains follow each other in the order of ``preconditioners``, the same on every rank.
+    Every rank enters the domains' collectives in the order of ``preconditioners``.
 
     Args:
-        preconditioners: that of the dense layers first.
-        everywhere: whether there are other domains, here or on other ranks.
+        preconditioners: the dense layers' first.
+        everywhere: whether any rank has more than one domain.
 
     Attributes:
         channel: connects all ranks that train the model.
@@ -28,15 +28,15 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Applied steps, of all domains alike."""
+        """Number of applied steps, the same in all domains."""
         return self.preconditioners[0].steps
 
     def capture_together(self) -> None:
-        """From now on calls are seen on all ranks in every step in which a domain of any of them may capture: ranks of
-        experts then tell each other of their micro-batches, and plans, and what the adaptive rule makes of them, are
-        each domain's own. Collective."""
-        mine = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
-        dense, offsets = self.preconditioners[0], set().union(*gathered(mine))
+        """From now on hooks are active on all ranks in every step in which any rank's domain may capture. Experts'
+        ranks exchange numbers of their micro-batches inside the forward, so all must do so in the same steps, though
+        domains differ in their offsets and in what the adaptive rule skips. Collective."""
+        here = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
+        dense, offsets = self.preconditioners[0], set().union(*gathered(here))
         schedules = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
         dense.accompanies = lambda step: any(schedule.due(step).capture for schedule in schedules)
         dense.resume()
@@ -47,9 +47,9 @@ class Job:
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def step(self) -> list[StepDraft]:
-        """Replace all gradients. Collective. What kl-clip needs is summed over all domains: one small all-reduce.
+        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
 
-        Returns what each domain's step computed, for :meth:`commit`.
+        Returns a draft for each domain, for :meth:`commit`.
         """
         drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
         pairs = list(zip(self.preconditioners, drafts, strict=True))
@@ -64,17 +64,17 @@ class Job:
         return drafts
 
     def commit(self, drafts: Sequence[StepDraft], *, applied: bool) -> None:
-        """After the user's optimizer. Collective."""
+        """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective."""
         for kfac, draft in zip(self.preconditioners, drafts, strict=True):
             kfac.commit(draft, applied=applied)
 
     def reset(self) -> None:
-        """Start afresh: no factors, no eigenbases, step 0."""
+        """Start again at step 0, without factors and eigenbases."""
         for kfac in self.preconditioners:
             kfac.load_state_dict({})
 
     def close(self) -> None:
-        """Give back hooks, threads and process groups. Local, and harmless when repeated."""
+        """Remove hooks, threads and process groups. Local; may be called twice."""
         for kfac in self.preconditioners:
             kfac.close()
         if self.everywhere:

@@ -1,6 +1,8 @@
-"""What ranks tell each other. With the gradients travel eigenbases, or damped inverses, from the ranks that decompose
-factors to gradient workers elsewhere, and scalars about factors, whose names every rank knows beforehand. After the
-first captured batch all agree on which layers have one A in common, and on how many rows they have.
+"""What ranks exchange beside gradients and batch sums.
+
+Eigenbases, or damped inverses, travel in the message of the gradients, from the ranks that decompose to gradient
+workers elsewhere; so do scalars about factors, whose names every rank derives from the plan. After the first captured
+batch all ranks agree on which layers share one A, and on how many rows each layer has.
 """
 
 from collections import Counter
@@ -24,20 +26,21 @@ from ds_kfac.plan.plan import Observations, Plan
 
 
 class Delivery:
-    """Who gets whose eigenbases or inverses.
+    """Sends eigenbases or inverses from eigen workers to gradient workers.
 
     Args:
         factors: in an order that is the same on every rank.
-        eigen_workers: factor key -> rank.
-        workers: layer name -> ranks.
-        wire: dtype of eigenvectors.
-        method: what is decomposed.
-        copied: layers of which other domains, with roles of their own, have copies.
+        eigen_workers: factor key -> the rank that decomposes it.
+        workers: layer name -> ranks that precondition its gradient.
+        wire: dtype of eigenvectors on the wire.
+        method: defines what a decomposition consists of.
+        copied: layers of which other tensor-parallel ranks, with plans of their own, have copies.
 
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
-        rounded: keys of the factors whose eigen worker takes what it would send: those that it sends, and those that it
-            would send if a copy's roles were its own.
+        rounded: keys of the factors whose eigen worker itself uses the decomposition as it is after travelling: those
+            that travel, so that all workers have the same bits, and those of copied layers, as another plan may send
+            them.
         travels: whether anything ever travels.
         kinds, dtypes: of the parts on the wire, in their order.
     """
@@ -68,7 +71,7 @@ class Delivery:
         self.travels = any(self.receivers.values())
 
     def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
-        """What moves of each part when the factors in ``keys`` have been refreshed."""
+        """For each part, what moves when the factors in ``keys`` have been refreshed."""
         pairs = [
             (place, factor, rank)
             for place, factor in enumerate(self.factors)
@@ -79,70 +82,72 @@ class Delivery:
             [Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank) for place, f, rank in pairs]
             for part in self.method.parts
         ]
-        return tuple(RelayoutPlan(self.world, tuple(move for move in own if move.numel)) for own in moves)
+        return tuple(RelayoutPlan(self.world, tuple(move for move in part if move.numel)) for part in moves)
 
     def parts(
-        self, keys: Collection[str], kept: Mapping[str, Decomposition], device: torch.device
+        self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
     ) -> tuple[MessagePart, ...]:
-        """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
+        """The parts of a message that delivers the factors in ``keys``. A factor without an entry in ``bases`` could
+        not be decomposed: zeros travel for it, as receivers have made room."""
         if not self.travels or not keys:
             return ()
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
-            own = kept.get(self.factors[move.param].key)
-            return torch.zeros(move.numel, device=device) if own is None else flat(own)
+            basis = bases.get(self.factors[move.param].key)
+            return torch.zeros(move.numel, device=device) if basis is None else flat(basis)
 
         parts = zip(self.method.parts, self.plans(keys), self.dtypes, strict=True)
         return tuple(MessagePart(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
 
-    def received(self, own: Mapping[str, Decomposition], *arrivals: Arrivals) -> dict[str, Decomposition]:
-        """Factor key -> what arrived for this rank's layers, and its own, rounded as it was sent: replicas stay
-        bit-identical.
+    def received(self, bases: Mapping[str, Decomposition], *arrivals: Arrivals) -> dict[str, Decomposition]:
+        """Factor key -> decomposition: those that arrived for this rank's layers, and ``bases``, which this rank made,
+        rounded as they were sent: replicas stay bit-identical.
 
         Args:
-            arrivals: of each part.
+            arrivals: what arrived, one for each part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
         found: dict[str, Decomposition] = {}
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
             found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
-        return found | {key: kept.rounded(self.wire) if key in self.rounded else kept for key, kept in own.items()}
+        return found | {key: x.rounded(self.wire) if key in self.rounded else x for key, x in bases.items()}
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
-"""What an eigen worker reports of a factor."""
+"""What an eigen worker reports about a factor's decomposition."""
 
 
-def counting(own: Mapping[str, FactorSpec]) -> str:
-    """The factor of a layer whose count is the layer's number of loss terms."""
-    return (own.get("G") or own["A"]).key
+def counting(sides: Mapping[str, FactorSpec]) -> str:
+    """Key of the factor whose count of rows is the layer's number of loss terms: G, or A if G is the identity."""
+    return (sides.get("G") or sides["A"]).key
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Batches of factors that are counted: those that were scaled down, those without a row, and of these those to which
-not all ranks contributed."""
+"""Kinds of a factor's batch that are counted. limited: scaled down, as it was far above the average. empty: without a
+row. missed: empty, but not all ranks contributed, so another rank may have had rows."""
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
-    """How many of each of :data:`UNUSUAL` there were in this step, over all ranks, where that is exchanged."""
+    """Number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32 [3]; 0.0 if not exchanged."""
     numbers = [[scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind] for kind in UNUSUAL]
-    return torch.stack([torch.stack(of_kind).sum() for of_kind in numbers]) if numbers[0] else 0.0
+    return torch.stack([torch.stack(counts).sum() for counts in numbers]) if numbers[0] else 0.0
 
 
 def scalar_names(
     plan: Plan, *, captured: Collection[str], arriving: Collection[str], travels: bool, terms: bool
 ) -> list[list[Hashable]]:
-    """Per rank, the names of the scalars it sends.
+    """Names of the scalars that each rank sends, by rank.
 
     Args:
-        captured, arriving: factors that are captured, and whose eigenbases take effect, in this step.
+        captured: keys of the factors that are captured in this step.
+        arriving: keys of the factors whose decompositions take effect in this step.
         travels: whether eigenbases ever travel.
-        terms: whether workers elsewhere need to know how many loss terms a layer had.
+        terms: whether gradient workers need each layer's number of loss terms.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    if travels:  # else it comes with the results, whose workers are the eigen workers
+    if travels:  # else the same numbers come with the results, as gradient workers are the eigen workers
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
     if plan.adaptive:
@@ -161,14 +166,14 @@ def scalar_names(
 
 
 class Sharing:
-    """What the first captured batch shows: which layers have one A in common, see ``inputs``, and how many rows a rank
-    has of each. All ranks agree on it before anything of that batch is kept; it stays for the run. In a later step any
-    rank may see that layers of a group got different inputs: it contributes no rows to their A then.
+    """Agrees with all ranks on what the first captured batch shows: which layers share one A (see ``inputs``), and how
+    many rows each layer has on a rank. It is agreed before anything of that batch is kept, and holds for the run.
+    In a later step a rank may see that layers of a group got different inputs: it then contributes no rows to their A.
 
     Attributes:
-        updates: of the last captured step that was applied, until :meth:`settled` looks: how many there were without a
-            row to which not all ranks contributed, over all ranks; this rank's part of them, see
-            :class:`ds_kfac.step.factors.FactorDraft`; and layers that had an input here. None: nothing to look at.
+        updates: what :meth:`settled` looks at, from the last applied step that captured: number of "missed" batches on
+            all ranks, see :data:`UNUSUAL`; this rank's ``missed``, see :class:`ds_kfac.step.factors.FactorDraft`; and
+            layers that had an input on this rank. None: nothing to look at.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
@@ -178,34 +183,35 @@ class Sharing:
     def observed(
         self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]
     ) -> Observations | None:
-        """What this captured step shows, None if all is known. Collective where it is not.
+        """The observations after this captured step; None if nothing is left to observe, else collective.
 
         Args:
-            ready: factors that have been decomposed; those of all ranks are added.
-            measured: layer name -> rows here in this step, see :class:`ds_kfac.model.capture.Capture`.
+            ready: keys of decomposed factors; the other ranks' are added.
+            measured: layer name -> rows on this rank in this step, see :class:`ds_kfac.model.capture.Capture`.
         """
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
-        rows = {layer: max(counts) for layer, counts in measured.items()}  # of first runs or of recomputations
-        # with common factors eigenbases may begin to travel, and then all ranks have to know which there are
+        # a checkpointed layer's rows are counted in its first run and in its recomputation: take the larger count
+        rows = {layer: max(counts) for layer, counts in measured.items()}
+        # once layers share an A eigenbases may begin to travel, and then all ranks have to know which factors are ready
         everyone = gathered((self.inputs.shown, rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
         if self.inputs.searching:
             groups = agreed([found for found, *_ in everyone], plan.sharing_candidates)
-        if observations.rows is not None:  # of a checkpoint
+        if observations.rows is not None:  # from a checkpoint
             return replace(observations, groups=groups)
         total: Counter[str] = Counter()
-        for _, own, _ in everyone:
-            total.update(own)
+        for _, counts, _ in everyone:
+            total.update(counts)
         return replace(
             observations, groups=groups, rows={layer: count / len(everyone) for layer, count in total.items()}
         )
 
     def settled(self, observations: Observations, plan: Plan) -> Observations | None:
-        """Look at :attr:`updates`, now that their count has long arrived: what is to be known if some had no row, not
-        all ranks contributed, and a layer of theirs was used on some rank; else None. Collective if there were any
-        such updates, which every rank knows."""
+        """Look at :attr:`updates`, whose count has reached the host by now. If a factor's contributors had no row, but
+        another rank used one of its layers, return observations by which twice as many ranks contribute; else None.
+        Collective if there were "missed" batches: all ranks have the same count."""
         if self.updates is None:
             return None
         (count, (keys, flags), seen), self.updates = self.updates, None
@@ -213,20 +219,20 @@ class Sharing:
             return None
         missed = () if flags is None else [key for key, flag in zip(keys, flags.tolist(), strict=True) if flag]
         everyone = gathered((tuple(missed), frozenset(seen)), self.channel.group)
-        used = frozenset().union(*(own for _, own in everyone))
-        told = {key for own, _ in everyone for key in own}
-        sought = [f.key for f in plan.assignment.factors if f.key in told and not used.isdisjoint(f.layers)]
+        used = frozenset().union(*(layers for _, layers in everyone))
+        empty = {key for keys, _ in everyone for key in keys}
+        sought = [f.key for f in plan.assignment.factors if f.key in empty and not used.isdisjoint(f.layers)]
         if sought and self.channel.rank == 0:
             logger.info(f"ds_kfac: no rows of {', '.join(sought)} on the ranks that contribute: twice as many do now")
         return plan.seeking(observations, sought) if sought else None
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:
-        """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of
-        theirs; or gradients of other calls. Returns how many there are."""
-        for group, apart in self.inputs.end_step().items():
-            if (own := sums.get(key_of(group[0], "A"))) is not None:
-                own.sum_P.masked_fill_(apart, 0.0)
-                own.count.masked_fill_(apart, 0.0)
+        """Remove from ``sums`` the shared A of groups whose layers, on this rank in this step, got different inputs or
+        gradients of different calls: it would be no second moment of all of them. Returns the number of such groups."""
+        for group, differ in self.inputs.end_step().items():  # differ: bool on the device, so no host sync
+            if (batch := sums.get(key_of(group[0], "A"))) is not None:
+                batch.sum_P.masked_fill_(differ, 0.0)
+                batch.count.masked_fill_(differ, 0.0)
         parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
         for group in parted:
             del sums[key_of(group[0], "A")]

@@ -1,5 +1,5 @@
-"""When a run proves its rows (:mod:`ds_kfac.model.proof`), and what follows for a layer whose rows are not those of its
-gradient: it has no curvature, until a captured step in which they are.
+"""When a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows for a layer whose rows do not make
+up its gradient: it has no curvature until a captured step in which they do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,36 +17,36 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Captured steps from one proof to the next; at first twice as many each time: programs change most when they begin."""
+"""Most captured steps from one proof to the next. The first proofs are close, each twice as far from the last: programs
+change most when they begin."""
 FIRST = 4
-"""Captured steps of a run in which layers without any gradient yet are captured again at the next step, see
-:attr:`Proving.again`: so many a residual block takes whose last matrices begin with zeros."""
+"""First captured steps in which layers that had no gradient are captured again one step later, see
+:attr:`Proving.again`: a residual block whose last matrices begin with zeros needs as many."""
 ZERO_ROWS = 0.01
-"""Part of the rows that may count without a gradient before it is said."""
+"""Fraction of a layer's rows that may count without having a gradient before the user is warned."""
 QUANTIZED = 1.0
-"""Accuracy of gradients in 4 bits: only rows that are missing altogether show."""
+"""Relative accuracy of gradients that travel in 4 bits: only rows that are missing altogether show."""
 FOREIGN_MASK = "rows that the mask leaves out have a gradient; from now on every row counts"
-"""What is said of such layers."""
+"""Why a layer with a foreign mask is unfit in this step."""
 RAISES = False
-"""Of tests: a layer that does not fit is an error."""
+"""Set by tests: a layer that does not fit is an error."""
 
 
 def wait(proofs: int) -> int:
-    """Captured steps without a proof after so many of them."""
+    """Captured steps without a proof that follow this number of proofs."""
     return min(EVERY, 2**proofs) - 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """On a step's rows, the same on every rank.
+    """Result of a proof, the same on every rank.
 
     Attributes:
-        checks: layer -> what was seen of it.
-        unfit: layer without curvature from this step on -> why.
-        every_row: layers whose masks are of other rows. They are unfit in this step, in which their factors were of
-            these, and from the next captured one on all of their rows count.
-        open: whether another captured step has to show more: of a layer that does not fit, or where a number was not
-            finite.
+        checks: layer name -> its check.
+        unfit: name of a layer without curvature from this step on -> why.
+        every_row: layers whose masks belong to other rows. They are unfit in this step, whose factors used the masks;
+            from the next captured step on all their rows count.
+        open: whether the next captured step must prove again: a layer does not fit, or a number was not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -56,13 +56,13 @@ class Verdict:
 
 
 class Proving:
-    """Of a domain.
+    """Proves the rows of one domain's layers.
 
     Attributes:
-        unfit: layer -> why it is without curvature.
-        again: keys of factors that the next step captures: of layers that had rows and no gradient, as all below a head
-            that begins with zeros.
-        zero: layer -> part of its rows that count without a gradient, where it is not small.
+        unfit: layer name -> why it is without curvature.
+        again: keys of factors that the next step captures, too: their layers had rows but no gradient, as all layers
+            below a head that begins with zeros.
+        zero: layer name -> fraction of its rows that count without a gradient, where it exceeds :data:`ZERO_ROWS`.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -72,7 +72,8 @@ class Proving:
         self.restart()
 
     def restart(self, *, resumed: bool = False) -> None:
-        """A run begins, or goes on from a checkpoint, where nothing is captured that an unbroken one would not."""
+        """Forget all proofs: the next captured step proves. ``resumed``: from a checkpoint, after which no extra step
+        is captured (:attr:`again`), so that a resumed run equals an unbroken one."""
         self.unfit: Mapping[str, str] = {}
         self.zero: Mapping[str, float] = {}
         self.again: frozenset[str] = frozenset()
@@ -80,7 +81,8 @@ class Proving:
         self._resumed = resumed
 
     def begin(self, key: Callable[[LayerSpec], str]) -> Proof | None:
-        """Of the next step, which captures, if it is to prove. ``key``: see :class:`ds_kfac.model.proof.Proof`."""
+        """A proof for the next step, which captures; None if it is not to prove. ``key``: see
+        :class:`ds_kfac.model.proof.Proof`."""
         if self._wait > 0:
             self._wait -= 1
             return None
@@ -88,9 +90,10 @@ class Proving:
         return proof if proof.layers else None
 
     def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
-        """Of all ranks. Collective. ``sums``: of this rank's factors, before they leave."""
+        """The proof's numbers, summed over all ranks. Collective. ``sums``: this rank's batch sums, not yet reduced."""
         for layer in proof.layers:
-            frozen = not self._parameters[layer.weight].requires_grad  # now: its rows are not seen, its bias may go on
+            # a weight frozen since attach: hooks no longer see its rows, though its bias may still have a gradient
+            frozen = not self._parameters[layer.weight].requires_grad
             if frozen or any(is_hooked(self._parameters[name]) for name in layer.parameters):
                 proof.leave_out(layer)
         return self.channel.sum(proof.numbers(sums), "proof")
@@ -98,12 +101,12 @@ class Proving:
     def verdict(
         self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan, used: Callable[[str], str]
     ) -> Verdict:
-        """Collective; waits for the device.
+        """Compare each layer's numbers with its gradient. Collective; waits for the device.
 
         Args:
-            numbers: of all ranks.
-            gradients: of this rank's layers, as they are stored.
-            used: says where a layer's weight is.
+            numbers: see :meth:`numbers`.
+            gradients: layer name -> gradient as stored, [O, I], for this rank's layers.
+            used: layer name -> text that says where its weight is used.
         """
         layout, workers = self.layout, plan.assignment.workers
         dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
@@ -122,7 +125,8 @@ class Proving:
         )
         unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
         alone = set(unfit)
-        for factor in plan.assignment.factors:  # its rows are of those that gave them, else of its first layer mostly
+        # a shared A is wrong if the layers that gave it rows are; where none is known to have, judge it by its first
+        for factor in plan.assignment.factors:
             giving = [x for x in factor.layers if x in found and found[x].gave and proof.keys[x] == factor.key]
             wrong = next((name for name in (*giving, factor.layers[0]) if name in alone), None)
             unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if wrong and name not in unfit}
@@ -134,7 +138,7 @@ class Proving:
         return Verdict(found, unfit, frozenset(foreign), bool(unfit) or not all(x.known for x in found.values()))
 
     def record(self, verdict: Verdict) -> None:
-        """Of a step that was applied."""
+        """Remember the verdict of an applied step, and decide when the next proof is."""
         self._number, self.again = self._number + 1, frozenset()
         still = {name for name, seen in verdict.checks.items() if seen.still}
         if still and self._number <= FIRST and not self._resumed:

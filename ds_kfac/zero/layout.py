@@ -1,4 +1,4 @@
-"""What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them; and the modes where
+"""Interface of an engine mode: reads and writes gradient shards where DeepSpeed keeps them. Below it the modes in which
 every rank holds every averaged gradient: stage 0, in ``p.grad``, and BF16_Optimizer."""
 
 import inspect
@@ -29,14 +29,15 @@ class ShardLayout(ABC):
         engine: a DeepSpeedEngine.
         params: the preconditioned parameters.
         group: the ranks that average their gradients.
-        pieces: what is read and written by itself; None: whole parameters.
+        pieces: parts of parameters that are read and written separately; None: whole parameters.
 
     Attributes:
-        whole: shards of the parameters, as DeepSpeed keeps them.
-        shards: of the pieces.
-        own: this rank's, of the whole.
-        divisor: by which DeepSpeed divides the sum of the ranks' gradients.
-        groups, place: parameters by the optimizer's group, and (group, place in it) of each by its id.
+        whole: shards of the whole parameters, as DeepSpeed keeps them.
+        shards: shards of the pieces.
+        own: this rank's shards of the whole parameters.
+        divisor: DeepSpeed divides the sum of the ranks' gradients by it.
+        groups: parameters by the optimizer's group.
+        place: id of a parameter -> (its group, its place there).
     """
 
     clips_scaled = False
@@ -66,7 +67,7 @@ class ShardLayout(ABC):
         if engine.pipeline_parallelism:
             self.faults += deepspeed_versions.pipeline_faults(engine.gradient_accumulation_steps())
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        # experts' gradients, too, of which other ranks have none
+        # also for experts' gradients, which fewer ranks have
         self.divisor = dist.get_world_size(engine.seq_data_parallel_group) / summed
         self.groups = parameter_groups(self.optimizer)
         self.place = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
@@ -81,7 +82,7 @@ class ShardLayout(ABC):
         return getattr(param, "ds_numel", param.numel())
 
     def _shards(self) -> list[Shard]:
-        """All shards of all ranks, without communication; these where every rank holds every gradient."""
+        """All shards of all ranks, without communication; here, every rank holds every gradient."""
         return [
             Shard(index, 0, self._numel(param), rank, self.group_index(param), 0)
             for index, param in enumerate(self.params)
@@ -90,36 +91,36 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def stored(self, shard: Shard) -> Tensor:
-        """A local shard's gradient, of :attr:`whole`, flat, in the dtype and on the device where DeepSpeed keeps it."""
+        """Gradient of this rank's shard of :attr:`whole`, flat, in DeepSpeed's dtype and on its device."""
 
     @abstractmethod
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        """Put a flat fp32 gradient where the optimizer will find it; unless it lies :attr:`in_place`, without rounding
-        it to 16 bits."""
+        """Put a flat fp32 gradient where the optimizer will read it. It is not rounded to 16 bits, unless results are
+        written :attr:`in_place`."""
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether a result takes the place of the gradient, which :meth:`stored` is a view of: rounded to bf16 where
-        gradients are kept so, as theirs would be. fp16 has too small a range for it."""
+        """Whether results overwrite the gradient's memory, of which :meth:`stored` is a view. They are rounded to bf16
+        if gradients are kept in that; fp16 has too small a range for results."""
         return False
 
     def param_of(self, piece: int) -> Any:
-        """The parameter of a piece."""
+        """The parameter that a piece is part of."""
         return self.params[self.pieces[piece].param]
 
     def span(self, piece: int) -> tuple[int, int]:
-        """Where a piece begins in its parameter, and its elements."""
+        """(first element of a piece in its parameter, number of its elements)"""
         param = self.pieces[piece].param
         return self.pieces[piece].span(self.whole.numels[param])
 
     def read(self, shard: Shard) -> Tensor:
-        """A local shard's gradient, of :attr:`shards`, as :meth:`stored`."""
+        """Gradient of this rank's shard of :attr:`shards`, as :meth:`stored`."""
         around, start = self.around[shard]
         return self.stored(around).narrow(0, start, shard.numel)
 
     def write(self, shard: Shard, gradient: Tensor) -> None:
-        """As :meth:`store`. Pieces of one shard wait for each other unless they are written in place: it is written
-        when all of it has come."""
+        """:meth:`store` for a shard of :attr:`shards`. Unless results are written in place, a shard of :attr:`whole` is
+        stored once all its pieces have been written."""
         if self.in_place:
             self.read(shard).copy_(gradient)
             return
@@ -137,31 +138,31 @@ class ShardLayout(ABC):
 
     @cached_property
     def around(self) -> Mapping[Shard, tuple[Shard, int]]:
-        """Of this rank's :attr:`shards`: the shard of :attr:`whole` in which it lies, and where in it."""
-        found = {}
+        """This rank's shard of :attr:`shards` -> the shard of :attr:`whole` that contains it, and its start there."""
+        containing = {}
         for shard in self.shards.on(self.rank):
             first = self.span(shard.param)[0] + shard.start
             for around in self.whole.of_param[self.pieces[shard.param].param]:
                 if around.rank == self.rank and around.start <= first < around.start + around.numel:
-                    found[shard] = around, first - around.start
-        return found
+                    containing[shard] = around, first - around.start
+        return containing
 
     def group_index(self, param: nn.Parameter) -> int:
-        """Which of ``optimizer.param_groups`` holds the parameter."""
+        """Number of the parameter's group in ``optimizer.param_groups``."""
         return self.place[id(param)][0]
 
     @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """In which gradients are stored at the hook; the gather sends them so, without loss."""
+        """dtype of stored gradients; they travel in it, without loss."""
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
-        """What gradients may be rounded to on their way there. With torch_autocast ZeRO sends those of a Linear in 16
-        bits, also of one that the model runs in fp32."""
+        """dtypes that gradients may be rounded to before they are stored. With torch_autocast ZeRO sends a Linear's
+        gradient in 16 bits, even if the model runs it in fp32."""
         wire = getattr(self.engine, "communication_data_type", None)
-        found = {self.dtype, *(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}
-        return found | ({wire} if isinstance(wire, torch.dtype) else set())
+        dtypes = {self.dtype, *(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}
+        return dtypes | ({wire} if isinstance(wire, torch.dtype) else set())
 
     @property
     def quantized(self) -> bool:
@@ -169,23 +170,23 @@ class ShardLayout(ABC):
         return self.engine.zero_optimization_stage() == 3 and self.engine.zero_quantized_gradients()
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
-        """Wait for what DeepSpeed still copies in the background."""
+        """Wait for gradients that DeepSpeed copies in the background."""
 
     def end(self) -> None:  # noqa: B027  most modes leave nothing behind
         """After DeepSpeed's step, whether it was applied or not."""
 
     def grad_scale(self) -> Tensor | float:
-        """By what DeepSpeed will divide the gradient before its optimizer sees it. Never synchronises."""
+        """DeepSpeed will divide gradients by it before its optimizer sees them. Never synchronises."""
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
 
     def clip_factor(self, norm: Tensor) -> Tensor:
-        """By what DeepSpeed's clipping will multiply gradients whose global norm, as stored, is ``norm``."""
+        """DeepSpeed's clipping will multiply gradients by it. ``norm``: global norm of the stored gradients."""
         norm = norm if self.clips_scaled else norm / self.grad_scale()
         return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
-        """Around DeepSpeed's step: gradients are clipped already."""
+        """Wraps DeepSpeed's step, which then clips nothing."""
         where, name, nothing = self.clipping
         holder = getattr(self.engine, where) if where else self.engine
         before = vars(holder).get(name)
@@ -196,57 +197,56 @@ class ShardLayout(ABC):
             restore(holder, name, before)
 
     def multiply(self, factor: Tensor) -> None:
-        """This rank's shards, by a scalar."""
+        """Multiply this rank's shards by a scalar."""
         for shard in self.own:
             gradient = self.stored(shard)
             self.store(shard, gradient.float() * factor.to(gradient.device))
 
     def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
-        """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
-        finite in fp32; of all gradients where they are replicated. ``shards``: of which, if not of all."""
+        """Squared norm of this rank's stored shards, or of some ``shards``; float64 scalar on the device, as squares of
+        finite gradients may overflow fp32."""
         gradients = [self.stored(shard) for shard in (self.own if shards is None else shards)]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.engine.device)
         return lengths(gradients).square().sum().to(self.engine.device)
 
     def manual_scale(self) -> Tensor | float:
-        """By what ``engine.scale(loss)`` multiplies a loss."""
+        """``engine.scale(loss)`` multiplies a loss by it."""
         return self.grad_scale()
 
     def fallback_seed(self) -> Tensor | float:
-        """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""
+        """The scale that DeepSpeed applies to a backward outside of ``engine.backward``."""
         scale = self.manual_scale() if deepspeed_versions.manual_backward(self.engine) else 1.0
         return scale / self.engine.gradient_accumulation_steps()
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        """Whether an engine of this mode has a gradient here that no step has taken yet; the self-test would lose
-        it."""
+        """Whether this rank has a gradient that waits for a step, which the self-test would overwrite."""
         gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
         return any(bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None)
 
     def guard_states(self, refuse: Callable[[str], Any]) -> None:
-        """For parameters that the optimizer has no states of: DeepSpeed's ``safe_get_full_optimizer_state`` and
-        ``safe_set_full_optimizer_state`` call ``refuse``, which raises, with a state's name on every rank. DeepSpeed
-        alone fails where a piece of the parameter lies, and the other ranks wait for ever."""
+        """Make DeepSpeed's ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state`` call ``refuse`` with
+        the state's name, which raises on every rank: the optimizer has no states of these parameters. DeepSpeed alone
+        would fail on ranks that hold a part of the parameter, while the others wait for ever."""
         for param in self.params:
             for name in ("get_full_hp_param", "set_full_hp_param"):  # of ZeRO-1/2 and BF16_Optimizer
                 if isinstance(plain := getattr(param, name, None), MethodType):
                     setattr(param, name, partial(_guarded, plain, refuse))
 
-    # What the self-test needs.
+    # for the self-test
 
     @abstractmethod
     def install(self, known: KnownGradient) -> None:
-        """Fill DeepSpeed's gradient buffers as its own reduction would, were ``known`` the averaged gradient."""
+        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` were the averaged gradients."""
 
     @abstractmethod
     def consume(self) -> list[Tensor]:
-        """The flat fp32 gradients that DeepSpeed's step would hand to its inner optimizer now; copies."""
+        """Copies of the flat fp32 gradients that DeepSpeed's step would now give its inner optimizer."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Leave the gradient buffers as they are before a first backward, each of them the same object as before."""
+        """Reset the gradient buffers to their state before a first backward; they stay the same objects."""
 
 
 def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
-    """Give an instance its attribute back; None: it had none of its own."""
+    """Restore an instance's attribute; ``before`` None: the instance had none, only its class."""
     if before is None:
         delattr(holder, name)
     else:
@@ -263,7 +263,7 @@ def restore(holder: Any, name: str, before: Any) -> None:
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
-    """What DeepSpeed's or torch's optimizer steps; ZeRO's own param_groups hold flat slices instead."""
+    """The model's parameters by optimizer group; ZeRO's param_groups hold flat slices in their place."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if (groups := getattr(optimizer, attribute, None)) is not None:
             return groups
@@ -271,7 +271,7 @@ def parameter_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:
-    """A torch GradScaler's scale as it lies on the device: ``get_scale()`` would synchronise."""
+    """A torch GradScaler's scale, on its device: ``get_scale()`` would synchronise."""
     scale = scaler._scale
     return scaler._init_scale if scale is None else scale
 
@@ -295,7 +295,7 @@ class Replicated(ShardLayout):
         return self.params[0].dtype
 
     def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
-        used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # of others zeros are made
+        used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # stored() would make zeros
         return super().squared_norm(used)
 
     def stored(self, shard: Shard) -> Tensor:
@@ -303,8 +303,8 @@ class Replicated(ShardLayout):
         return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
 
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        if (param := self.params[shard.param]).grad is not None:  # if unused in this step, DeepSpeed will skip it
-            # .data, because torch forbids a gradient of another dtype than its 16-bit parameter's
+        if (param := self.params[shard.param]).grad is not None:  # DeepSpeed skips a parameter without a gradient
+            # by .data: torch refuses to assign an fp32 gradient to a 16-bit parameter
             param.grad.data = gradient.view(param.shape)
 
     def install(self, known: KnownGradient) -> None:
@@ -323,7 +323,7 @@ class Replicated(ShardLayout):
 
 
 class ReplicatedHalf(Replicated):
-    """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
+    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too: fp32 masters, 16-bit ``p.grad``."""
 
     clipping = ShardLayout.clipping
 
@@ -339,7 +339,7 @@ class ReplicatedHalf(Replicated):
         return deepspeed_versions.loss_scale(self.optimizer)
 
     def end(self) -> None:
-        self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed leaves those of bf16, and adds the next step's to them
+        self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them
 
     def manual_scale(self) -> float:
         return self.grad_scale() if deepspeed_versions.multiplies_loss(self.optimizer) else 1.0
@@ -384,12 +384,12 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # not p.grad: it is there until the next backward, where it was added to fp32_groups_gradients long ago
+        # p.grad does not tell: it stays until the next backward, though it was added to fp32_groups_gradients long ago
         return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
 def is_hooked(parameter: Any) -> bool:
-    """Whether a hook that is neither DeepSpeed's nor ours sees a parameter's gradient, and may change it."""
+    """Whether a hook that is neither DeepSpeed's nor ours gets a parameter's gradient: it may change it."""
     for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
         for hook in (hooks or {}).values():
             while isinstance(hook, partial):

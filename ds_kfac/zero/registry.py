@@ -1,8 +1,7 @@
-"""What K-FAC knows of an engine: its domains, where its mode keeps gradients, and a self-test of that.
+"""An engine's domains, the layout of its gradients, and a self-test of that layout.
 
-A domain is a group of ranks with the parameters that are averaged in it. Layers are assigned, reduced and
-preconditioned inside it, as if it were the whole job; only kl-clip's sum is taken over all of them, and a checkpoint
-holds all of them.
+A domain is a group of ranks and the parameters whose gradients are averaged over it. Its layers are assigned, reduced
+and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints span all domains.
 
     parallelism       group                        domains of a rank        layers of other ranks
     none, Ulysses     sequence x data              one                      the same
@@ -43,15 +42,15 @@ from ds_kfac.zero.stages import Stage3, Stage12
 
 @dataclass(frozen=True)
 class Domain:
-    """One group and what it trains.
+    """A process group and the parameters that it trains.
 
     Attributes:
-        name: "" if the job is one domain, else another one in every domain of it.
+        name: unique in the job; "" if the job is one domain.
         params: the trained parameters.
-        names: of them, in the engine's module.
+        names: their names in the engine's module.
         group: DeepSpeed's process group that averages their gradients.
         shard: (rank, size) among the ranks that hold shards of one weight.
-        first_experts: names of the lists and stacks of experts here -> number of their first one among the mixture's.
+        first_experts: name of a list or stack of experts on this rank -> number of its first expert in the mixture.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Domain:
     first_experts: Mapping[str, int] = field(default_factory=dict)
 
     def global_name(self, layer: LayerSpec) -> str:
-        """Of a layer, another one for every layer of the job: as it is called in checkpoints."""
+        """A layer's name in checkpoints, unique in the job."""
         if layer.kind in SHARDS:
             return f"{layer.name}.shard_{self.shard[0]}_of_{self.shard[1]}"
         for experts, first in self.first_experts.items():
@@ -72,13 +71,12 @@ class Domain:
         return layer.name
 
     def saves(self, layer: LayerSpec) -> bool:
-        """Whether this domain writes the layer into checkpoints: of those that have copies of it, the first."""
+        """Whether this domain writes the layer into checkpoints: if several have copies of it, the first one does."""
         return layer.copies == 1 or self.shard[0] == 0
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not hours later at the first
-    save."""
+    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not at the first save."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
             f"ds_kfac cannot attach: checkpoints would hold two layers under one name, {twice[0]!r}; rename one of the "
@@ -151,7 +149,7 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
 
 
 def is_waiting(engine: Any) -> bool:
-    """Whether an engine has a gradient on some rank that no step has taken yet. Collective."""
+    """Whether some rank of an engine has a gradient that waits for a step. Collective."""
     layout = SHARD_LAYOUTS.get(type(engine.optimizer), Replicated)
     return any(gathered(layout.is_waiting(engine)))
 
@@ -159,8 +157,7 @@ def is_waiting(engine: Any) -> bool:
 def shard_layout(
     engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
 ) -> ShardLayout:
-    """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table: where it keeps
-    gradients is not known, so nothing is guessed."""
+    """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
     optimizer, wrapper = engine.optimizer, type(engine.optimizer)
     bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, DeepSpeedOptimizer)
     layout = SHARD_LAYOUTS.get(wrapper, Replicated if bare and not engine.zero_optimization() else None)
@@ -174,18 +171,18 @@ def shard_layout(
 
 
 MODULUS = 251
-"""A prime below 256: every known value, and no shifted one, is exact in bf16, with 1 added, too; + 0.5 is exact in fp32
-only."""
+"""A prime below 256: all test values, also with 1 added, are exact in bf16; with 0.5 added they are exact in fp32 only.
+A shifted sequence equals the right one nowhere."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
-    """Check reading, both relayouts and writing against DeepSpeed's own functions, at attach: a changed layout is an
-    error, not a wrong gradient. Collective; leaves no trace.
+    """Check reading, both relayouts and writing against DeepSpeed's own functions, at attach: if DeepSpeed has changed
+    where gradients are, that is an error, not a wrong gradient. Collective; leaves no trace.
 
-    DeepSpeed's code fills its gradient buffers with known values; workers must receive exactly them. They send back
-    the values + 0.5, and what DeepSpeed would then feed its optimizer must differ from before by 0.5 at the
-    preconditioned elements and by nothing elsewhere: 16-bit rounding on the way back shows. Where results are kept in
-    16 bits, it is 1.
+    DeepSpeed's code fills its gradient buffers with known values, which workers must receive exactly. They send back
+    the values + 0.5. The gradients that DeepSpeed would then give its optimizer must be larger by 0.5 at the
+    preconditioned elements and unchanged elsewhere; 0.5 shows rounding to 16 bits on the way. If results are kept in 16
+    bits, 1 is added instead.
 
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
@@ -195,7 +192,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     ours = {id(param) for param in layout.params}
 
     def known(param: nn.Parameter) -> Tensor:
-        """1 .. 251, running through the elements from a place that depends on the name; fp32 [numel]."""
+        """1 .. 251 repeated, starting at a number that depends on the name; fp32 [numel]."""
         start = zlib.crc32(names[id(param)].encode()) % MODULUS
         values = torch.arange(layout._numel(param), device=engine.device, dtype=torch.int32)
         return values.add_(start).remainder_(MODULUS).add_(1).float()  # in place: a vocabulary's embedding is large
@@ -220,8 +217,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
         part = MessagePart("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
         (received,) = deliver([part], channel, engine.device)
-        own = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
-        full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
+        owned = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
+        full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in owned}
         arrived = {(move.param, move.start): piece for move, piece in received}
         for (param, start), piece in (pieces | arrived).items():
             if param in full:
@@ -250,7 +247,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
 
 def _zero3_chunks(layout: ShardLayout) -> list[str]:
-    """ZeRO-3: our chunks against DeepSpeed's own partition of the weights. Gathers every parameter on every rank."""
+    """Problems of ZeRO-3's chunks: ours are compared with DeepSpeed's partition of the weights. Gathers every parameter
+    on every rank."""
     mine = {shard.param: shard for shard in layout.whole.on(layout.rank)}
     problems = []
     for index, param in enumerate(layout.params):

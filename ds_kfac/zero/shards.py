@@ -1,5 +1,5 @@
-"""Where each piece of each gradient lives, which layer it is of, and what moves to the layer's worker and back. Pure,
-the same on every rank; ``comm/message.py`` carries it out."""
+"""Plans of gradients: which rank holds which elements, which layer they belong to, and what moves to the layer's worker
+and back. Pure, the same on every rank; ``comm/message.py`` executes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.model.layers import LayerSpec
 
 FLAT_ALIGNMENT = 2
-"""ZeRO-1/2 pads the flat buffer of a group to a multiple of so many elements a rank."""
+"""ZeRO-1/2 pads a group's flat buffer to a multiple of this many elements a rank."""
 
 
 @dataclass(frozen=True, order=True)
@@ -21,7 +21,7 @@ class Shard:
     Attributes:
         param: index of the parameter in :attr:`ShardMap.numels`.
         group: DeepSpeed's parameter group or sub-group that stores it.
-        offset: where it lies in that group's storage on ``rank``.
+        offset: its first element in that group's storage on ``rank``.
     """
 
     param: int
@@ -34,23 +34,23 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamPart:
-    """One of ``count`` equal parts of a flattened parameter: a layer's, where a stack of layers is one parameter."""
+    """One of ``count`` equal parts of a flattened parameter, such as one expert's of a stack that is one parameter."""
 
     param: int
     index: int = 0
     count: int = 1
 
     def span(self, numel: int) -> tuple[int, int]:
-        """Where it begins in a parameter of so many elements, and how many it has."""
+        """(first element in a parameter of ``numel`` elements, number of elements)"""
         return self.index * (numel // self.count), numel // self.count
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All shards of the preconditioned parameters, or of pieces of them.
+    """All shards of the preconditioned parameters, or of parts of them.
 
-    Every element of every parameter is covered; by exactly one rank where gradients are partitioned, by all where
-    they are replicated.
+    Every element of every parameter is covered: by exactly one rank if gradients are partitioned, by all ranks if they
+    are replicated.
     """
 
     world: int
@@ -73,7 +73,8 @@ class ShardMap:
         shards: list[list[Shard]] = [[] for _ in self.numels]
         for shard in self.shards:
             shards[shard.param].append(shard)
-        return tuple(tuple(sorted(own, key=attrgetter("start", "numel", "rank", "group", "offset"))) for own in shards)
+        order = attrgetter("start", "numel", "rank", "group", "offset")
+        return tuple(tuple(sorted(of_one, key=order)) for of_one in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
         """Elements of ``params`` on each rank."""
@@ -87,8 +88,8 @@ class ShardMap:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, pieces: Sequence[ParamPart]) -> "ShardMap":
-        """The map of pieces, which are numbered in its ``param``; a shard that holds parts of several is several."""
-        found, numels = [], []
+        """The map of some parts: ``Shard.param`` is then the part's number. A shard that spans several parts is cut."""
+        shards, numels = [], []
         for number, piece in enumerate(pieces):
             first, numel = piece.span(self.numels[piece.param])
             numels.append(numel)
@@ -96,12 +97,12 @@ class ShardMap:
                 start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
                 if start < stop:
                     offset = shard.offset + start - shard.start
-                    found.append(Shard(number, start - first, stop - start, shard.rank, shard.group, offset))
-        return ShardMap(self.world, tuple(numels), tuple(found))
+                    shards.append(Shard(number, start - first, stop - start, shard.rank, shard.group, offset))
+        return ShardMap(self.world, tuple(numels), tuple(shards))
 
 
 def partition_flat(numel: int, param: int, group: int, offset: int, size: int, world: int) -> list[Shard]:
-    """Cut one parameter that lies at ``offset`` of a flat buffer, ``size`` elements a rank (ZeRO-1/2)."""
+    """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a rank (ZeRO-1/2)."""
     shards = []
     for rank in range(world):
         start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
@@ -111,7 +112,7 @@ def partition_flat(numel: int, param: int, group: int, offset: int, size: int, w
 
 
 def partition_chunks(numel: int, param: int, group: int, offset: int, world: int) -> list[Shard]:
-    """Cut one parameter into ``world`` equal chunks, the last ones padded (ZeRO-3)."""
+    """Shards of one parameter in ``world`` equal chunks, the last ones padded (ZeRO-3)."""
     chunk = -(-numel // world)
     return [
         Shard(param, rank * chunk, min(chunk, numel - rank * chunk), rank, group, offset)
@@ -126,27 +127,27 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
 
 
 def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
-    """What the layers have of :func:`parameter_names`, in the order of :attr:`Shard.param`: layer after layer."""
+    """The layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters)
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> indices in :func:`pieces_of`."""
-    found, start = {}, 0
+    """Layer name -> indices of its parts in :func:`pieces_of`."""
+    indices, start = {}, 0
     for layer in layers:
-        found[layer.name] = tuple(range(start, start + len(layer.parameters)))
+        indices[layer.name] = tuple(range(start, start + len(layer.parameters)))
         start += len(layer.parameters)
-    return found
+    return indices
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> gradient elements on each rank. ``shards``: of :func:`pieces_of`."""
+    """Layer name -> number of its gradient's elements on each rank. ``shards``: of :func:`pieces_of`."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """What the only workers lack of partitioned gradients. ``workers``: parameter -> ranks."""
+    """Moves that bring partitioned gradients to their workers, one each. ``workers``: ``Shard.param`` -> ranks."""
     in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == workers[shard.param][0]}
     moves = [
         Move(shard.param, shard.start, shard.numel, shard.rank, workers[shard.param][0])
@@ -157,7 +158,7 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Results to every rank that holds a shard: the gather's inverse, unless gradients are replicated."""
+    """Moves that bring results to every rank that holds a shard: for partitioned gradients the gather's inverse."""
     moves = []
     for shard in shards.shards:
         worker = source(workers[shard.param], shard.rank, shards.world)
@@ -167,7 +168,7 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
 
 
 def source(workers: Sequence[int], rank: int, world: int) -> int:
-    """The worker whose result a rank gets: itself, or the one in its row of consecutive ranks."""
+    """The worker from which a rank gets a result: the one in its group of consecutive ranks, maybe itself."""
     return workers[rank // (world // len(workers))]
 
 
@@ -179,22 +180,22 @@ def planned_shards(
     stage: int,
     round_robin: bool = False,
 ) -> ShardMap:
-    """Where DeepSpeed will put the layers' gradients, without an engine: what the layouts of this folder find in one.
+    """Where DeepSpeed will put the layers' gradients, predicted without an engine.
 
     Args:
-        groups: parameter groups of the optimizer: names and sizes of trained parameters, in its order.
-        stage: of ZeRO; 0 where every rank has every averaged gradient. At stage 3 groups and offsets, which depend on
-            its sub-groups, are left at 0.
+        groups: the optimizer's parameter groups: (name, elements) of trained parameters, in its order.
+        stage: ZeRO's; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group`` and ``offset``, which
+            depend on its sub-groups, are 0.
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    numels, found = dict(entry for group in groups for entry in group), list[Shard]()
+    numels, shards = dict(entry for group in groups for entry in group), list[Shard]()
     for index, group in enumerate(groups):
-        own = [(place[name], numel) for name, numel in group if name in place]
+        params = [(place[name], numel) for name, numel in group if name in place]
         if stage == 0:
-            found += [Shard(param, 0, numel, rank, index, 0) for param, numel in own for rank in range(world)]
+            shards += [Shard(param, 0, numel, rank, index, 0) for param, numel in params for rank in range(world)]
         elif stage == 3:
-            found += [shard for param, numel in own for shard in partition_chunks(numel, param, 0, 0, world)]
+            shards += [shard for param, numel in params for shard in partition_chunks(numel, param, 0, 0, world)]
         else:
             step = world if round_robin else 1
             order = [entry for first in range(step) for entry in group[first::step]]
@@ -202,5 +203,5 @@ def planned_shards(
             size = -(-total // (FLAT_ALIGNMENT * world)) * FLAT_ALIGNMENT
             for (name, numel), offset in zip(order, offsets, strict=True):
                 if name in place:
-                    found += partition_flat(numel, place[name], index, offset, size, world)
-    return ShardMap(world, tuple(numels[name] for name in place), tuple(found)).cut(pieces_of(layers))
+                    shards += partition_flat(numel, place[name], index, offset, size, world)
+    return ShardMap(world, tuple(numels[name] for name in place), tuple(shards)).cut(pieces_of(layers))

@@ -1,7 +1,8 @@
 """ZeRO-1/2: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of its slice.
 
-Without offload the slice is a list of tensors that DeepSpeed concatenates at its step; in fp16 an entry is replaced by
-an fp32 one, which stays so in that (type-promoting) concatenation. With offload it is the ``.grad`` of fp32 masters.
+Without offload the slice is a list of tensors that DeepSpeed concatenates at its step. In fp16 we replace an entry by
+an
+fp32 one: the concatenation promotes types and keeps it so. With offload the slice is the ``.grad`` of fp32 masters.
 
 ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient.
 """
@@ -20,14 +21,14 @@ from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
 
 
 class ZeroLayout(ShardLayout):
-    """What ZeRO-1/2 and 3 have in common.
+    """Common to ZeRO-1/2 and 3.
 
     Attributes:
         offloads: see :meth:`offloaded`.
     """
 
     OFFLOADS, MASTERS = "", ""
-    """DeepSpeed's attributes: whether it offloads, and its flat fp32 masters, by group."""
+    """Names of DeepSpeed's attributes: whether it offloads; its flat fp32 masters by group."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -56,23 +57,23 @@ class ZeroLayout(ShardLayout):
         return not self.offloads and self.dtype is not torch.float16
 
     def grad_scale(self) -> Tensor | float:
-        # a whole number in Python; squares of scales of 2**32 and more are none that a tensor takes
+        # as a float: it may be an int of 2**32 or more, whose square no integer tensor holds
         return scaler_scale(self.grad_scaler) if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """With offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
-        where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
+        """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
+        in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient."""
         for shard in self.own:
             if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
                 self._chunk(shard).zero_()
 
     @abstractmethod
     def _chunk(self, shard: Shard) -> Tensor:
-        """Where DeepSpeed keeps a shard's gradient, with the padding."""
+        """DeepSpeed's memory of a shard's gradient, padding included."""
 
     @abstractmethod
     def _replace(self, shard: Shard, gradient: Tensor) -> None:
-        """Put an fp32 gradient in the place of an fp16 one."""
+        """Replace an fp16 gradient by an fp32 one."""
 
     def stored(self, shard: Shard) -> Tensor:
         return self._chunk(shard).narrow(0, 0, shard.numel)
@@ -82,7 +83,7 @@ class ZeroLayout(ShardLayout):
             self._replace(shard, gradient)
             return
         self.stored(shard).copy_(gradient)
-        if self.offloads:  # DeepSpeed clips by norms it cached during backward
+        if self.offloads:  # DeepSpeed clips by norms that it cached in the backward
             param_id = self.optimizer.get_param_id(self.params[shard.param])
             self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
 
@@ -143,15 +144,15 @@ class Stage12(ZeroLayout):
             super().begin()
 
     def end(self) -> None:
-        """DeepSpeed links parameters to their states in its first step when the first group has been stepped and the
-        others have none yet; once they have, it is done again."""
+        """Link parameters to their optimizer states again: in its first step DeepSpeed does so when only the first
+        group has been stepped, and the others have no states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> int:
-        """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
-        entries, known = self.optimizer.averaged_gradients[shard.group], self._entry_of.get(shard)
-        if known is not None and entries[known].numel() == shard.numel:
-            return known
+        """Index of the list's entry that starts at the shard's offset in this rank's slice; cached."""
+        entries, cached = self.optimizer.averaged_gradients[shard.group], self._entry_of.get(shard)
+        if cached is not None and entries[cached].numel() == shard.numel:
+            return cached
         starts = accumulate((entry.numel() for entry in entries), initial=0)
         for index, start in zip(range(len(entries)), starts, strict=False):
             if start == shard.offset and entries[index].numel() == shard.numel:
@@ -172,7 +173,7 @@ class Stage12(ZeroLayout):
 
     def _replace(self, shard: Shard, gradient: Tensor) -> None:
         entries, index = self.optimizer.averaged_gradients[shard.group], self._entry(shard)
-        if getattr(entries, "flat_partition", None) is not None:  # this, not the list, is what the step takes
+        if getattr(entries, "flat_partition", None) is not None:  # the step reads this buffer, not the list
             entries[index].view(-1).copy_(gradient)
         else:
             entries[index] = gradient.view(entries[index].shape)
@@ -254,12 +255,12 @@ class Stage3(ZeroLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # its buffers keep the last step's gradient, which the next step's first one overwrites
+        # its buffers do not tell: they keep the last step's gradient until the next backward overwrites it
         return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def end(self) -> None:
-        """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with
-        again."""
+        """Clear gradients, which DeepSpeed keeps: a parameter that the next step does not use would be stepped with its
+        old one again."""
         while self._chunks:
             self._chunks.pop().zero_()
 

@@ -1,10 +1,10 @@
-"""Weights rescaled after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), of layers before a norm, to which the
-size of their weights is only a learning rate:
+"""Rescales weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), for layers before a norm, where the size
+of a weight only acts as a learning rate:
 
     w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O the first dimension of w: outputs
 
-DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same number, which every
-rank knows: a whole weight's norm, at stage 3 put together from the chunks of all ranks.
+DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same factor. Every rank
+computes it from the norm of the whole weight, which at stage 3 is summed over the chunks of all ranks.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SMALLEST = 1e-9
 
 
 class WeightRescaling:
-    """Of an engine's linear and convolutional K-FAC layers; these in the order of the layout's parameters."""
+    """Rescales linear and convolutional layers. ``layers``: in the order of the layout's parameters."""
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
         place = {name: index for index, name in enumerate(parameter_names(layers))}
@@ -35,14 +35,14 @@ class WeightRescaling:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """After a step that was applied. Collective at stage 3."""
+        """Rescale, after an applied step. Collective at stage 3."""
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
         for index, factor in zip(self.weights, factors.unbind(), strict=True):
             for part in {id(part): part for part in self._parts(index)}.values():
                 part.mul_(factor.to(part.device))
 
     def _norms(self) -> Tensor:
-        """Of the whole weights, fp32."""
+        """Norms of the whole weights, fp32."""
         if not isinstance(self.layout, Stage3):
             weights = (self.layout.params[index].detach().float() for index in self.weights)
             return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
@@ -54,12 +54,12 @@ class WeightRescaling:
         return squares.sqrt()
 
     def _masters(self, index: int) -> list[Tensor]:
-        """What ZeRO's on this rank have of a weight."""
-        own = (shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank)
-        return [self.layout.masters[s.group].data.narrow(0, s.offset, s.numel) for s in own]
+        """Views of this rank's ZeRO masters of a weight."""
+        here = (shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank)
+        return [self.layout.masters[s.group].data.narrow(0, s.offset, s.numel) for s in here]
 
     def _parts(self, index: int) -> list[Tensor]:
-        """Everything on this rank that holds the weight, or a piece of it."""
+        """All tensors on this rank that hold the weight or a part of it."""
         layout, param = self.layout, self.layout.params[index]
         if isinstance(layout, Stage3):
             whole = [param.data] if param.data.numel() == param.ds_numel else []

@@ -1,4 +1,4 @@
-"""Decomposition, rotation, and the ladder of what happens when it fails."""
+"""Decomposition, rotation, and its fallbacks when it fails."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_a_failure_is_retried_in_float64(monkeypatch, broken):
     close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), sums=4 * kept.side.dim)
 
 
-def test_failing_on_every_rung_gives_no_basis(monkeypatch):
+def test_failing_in_every_attempt_gives_no_basis(monkeypatch):
     def always_fails(matrix):
         raise torch.linalg.LinAlgError("did not converge")
 

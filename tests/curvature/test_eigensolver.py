@@ -57,22 +57,20 @@ def assert_solved(kept: KroneckerFactor, basis: Eigenbasis) -> None:
 def as_on_a_gpu(monkeypatch):
     """Stacks of up to 64."""
     monkeypatch.setattr(eigen, "GROUPED", frozenset({"cpu", "cuda"}))
-    monkeypatch.setattr(eigen, "STACKED_UP_TO", 64)
+    monkeypatch.setattr(eigen, "BATCHED_UP_TO", 64)
 
 
 # --- which together ---
 
 
 def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
-    requests = [Request(factor(Side.dense(2), 0))]
     shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
-    calls = eigen._calls(shapes, requests)
-    assert sorted(calls) == [[0, 5], [1, 2, 7], [3], [4], [6]]
-    monkeypatch.setattr(eigen, "STACK_NUMEL", 2 * 60**2)
-    assert sorted(eigen._calls(shapes, requests)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
-    monkeypatch.setattr(eigen, "STACK_NUMEL", 4 * 60**2)
-    assert [1, 2] in eigen._calls(shapes, requests), "one that is too large by itself is not cut"
-    assert eigen._calls([], requests) == []
+    assert sorted(eigen.batches(shapes, widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
+    monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 60**2)
+    assert sorted(eigen.batches(shapes, widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    monkeypatch.setattr(eigen, "BATCH_NUMEL", 4 * 60**2)
+    assert [1, 2] in eigen.batches(shapes, widest=64), "one that is too large by itself is not cut"
+    assert eigen.batches([]) == [] and eigen.batches(shapes[1:3], alone={1}) == [[0], [1]]
 
 
 # --- results ---

@@ -1,4 +1,4 @@
-"""Damped inverses of factors: pi-damping, every kind of side, the ladder, and how they travel."""
+"""Damped inverses of factors: pi-damping, every kind of side, fallbacks, and how they travel."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from ds_kfac.curvature.inverse import (
     DampedInverse,
     LayerInverse,
     cholesky_inverse,
-    credible,
     from_packed,
     inverse_numel,
     packed,
+    passes_residual_check,
     refresh_inverse,
 )
 from ds_kfac.ops.reference import symmetric_pack
@@ -97,7 +97,7 @@ def test_damping_that_fp32_rounds_away_is_added_in_float64():
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_what_has_no_inverse_fails_on_every_rung(bad):
+def test_what_has_no_inverse_fails_in_every_attempt(bad):
     """A negative value is not met with more damping than was asked for."""
     broken = KroneckerFactor(Side(3, 2), torch.tensor([1.0, 0.0, bad, 1.0]), torch.ones(()))
     found = refresh_inverse(broken, None, damping=1e-3, damping_kind="relative")
@@ -116,13 +116,13 @@ def test_packed_and_back_is_the_same_to_the_bit_and_a_copy(side):
     assert inverse.rounded(torch.bfloat16) is inverse, "16 bits would cost an inverse its definiteness"
 
 
-def test_a_wrong_inverse_is_not_credible():
+def test_a_wrong_inverse_fails_the_residual_check():
     blocks = torch.stack([matrix(factor(Side.dense(65))) * (size + 1) for size in range(3)])
     inverse = cholesky_inverse(blocks, added=0.01, scale=0.5)
-    assert credible(blocks, inverse, added=0.01, scale=0.5).all()
+    assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).all()
     inverse[1, 7, 9] *= 1.5
     inverse[2] = torch.eye(65)
-    assert credible(blocks, inverse, added=0.01, scale=0.5).tolist() == [True, False, False]
+    assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).tolist() == [True, False, False]
 
 
 def test_inverses_are_in_rows_as_kernels_take_them():

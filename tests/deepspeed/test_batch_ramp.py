@@ -205,7 +205,7 @@ def test_what_it_cannot_do_is_an_error_with_a_remedy():
         assert f"at has to be 1 to 2 ascending numbers of samples (16 at most), got {at}" in refusal(
             engine_of(), largest=16, at=at
         )
-    assert "the caller says where a step ends" in refusal(engine_of(managed=False), largest=16, at=[4])
+    assert "the caller decides where a step ends" in refusal(engine_of(managed=False), largest=16, at=[4])
     engine = engine_of(first=8)
     engine.micro_steps = 1
     assert "in the middle of a step" in refusal(engine, largest=16, at=[4])

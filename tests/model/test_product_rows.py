@@ -263,7 +263,7 @@ def run(case: Case) -> tuple[Part, list[LayerSpec], Capture, Tensor]:
     if case.bias:
         part.b = nn.Parameter(torch.ones(O))
     model, layers = nn.Sequential(part), layers_of(case)
-    capture = Capture(model, layers, lambda: 1.0, asked=True)
+    capture = Capture(model, layers, lambda: 1.0, on_demand=True)
     capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0)
     x = torch.randn(N, I, generator=torch.Generator().manual_seed(2)).requires_grad_()
     return part, layers, capture, model(x).double().sin().sum()

@@ -8,8 +8,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
-from ds_kfac.model.products import Products, laid
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
+from ds_kfac.model.products import Products, gradient_to_rows
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
@@ -151,8 +151,8 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind):
     model = Net(kind())
-    lies = Lies(issubclass(kind, Lying), first=int("Einsum" in kind.__name__))
-    assert multiplied(model.part) == {"w": lies} or kind in (Checkpointed, Reentrant)
+    layout = MatrixLayout(issubclass(kind, Lying), first=int("Einsum" in kind.__name__))
+    assert multiplied(model.part) == {"w": layout} or kind in (Checkpointed, Reentrant)
     recorder = Recorder(model)
     loss = model(X)
     with recorder.capture.own_backward():
@@ -261,17 +261,18 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
 
 
 @pytest.mark.parametrize(
-    ("equation", "place", "lies"),
+    ("equation", "place", "layout"),
     [
-        ("ibh,hnd->ibnd", 1, Lies(True, 1)), ("ibnd,hnd->ibh", 1, Lies(False, 1)), ("hnd,ibnd->ibh", 0, Lies(False, 1)),
-        ("ab,bc->ac", 0, Lies(False, 1)), ("b n h, d n h -> b d", 1, Lies(False, 1)),
-        ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None), ("...i,io->...o", 1, None), ("ii,io->o", 1, None),
-        ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1, None),
+        ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)), ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)), ("hnd,ibnd->ibh", 0,
+        MatrixLayout(False, 1)), ("ab,bc->ac", 0, MatrixLayout(False, 1)), ("b n h, d n h -> b d", 1,
+        MatrixLayout(False, 1)), ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None), ("...i,io->...o", 1, None),
+        ("ii,io->o", 1, None), ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1,
+        None),
     ],
 )  # fmt: skip
-def test_an_equation_says_how_a_matrix_lies(equation, place, lies):
+def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
     found = contraction(equation, place)
-    assert (None if found is None else found.lies) == lies
+    assert (None if found is None else found.layout) == layout
 
 
 class Lender(nn.Module):
@@ -297,7 +298,7 @@ class Lender(nn.Module):
 def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     model = Lender()
     names = {id(module): name for name, module in model.named_modules()}
-    assert {names[id(child)]: called for child, called in lent(model)} == {
+    assert {names[id(child)]: called for child, called in borrowed_weights(model)} == {
         "by_operator": False, "by_function": False, "by_word": False, "both": True, "convolution": False,
     }  # fmt: skip
     found = scan(model)
@@ -357,7 +358,7 @@ def test_a_gradient_of_a_base_lies_as_its_view_does():
     """As that of an einsum, whose dimensions are in another order in memory."""
     base = torch.zeros(2, 3, 5)
     gradient = torch.arange(30.0).view(2, 3, 5)
-    assert torch.equal(laid(base.permute(1, 2, 0))(gradient), gradient.permute(1, 2, 0))
+    assert torch.equal(gradient_to_rows(base.permute(1, 2, 0))(gradient), gradient.permute(1, 2, 0))
 
 
 def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
@@ -500,10 +501,10 @@ def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
             def forward(self, x):
                 return self.w @ x
 
-    for kind, found in ((made["Own"], {}), (Inner.Innermost, {"w": Lies(False)})):
+    for kind, found in ((made["Own"], {}), (Inner.Innermost, {"w": MatrixLayout(False)})):
         module = kind()
         module.w = nn.Parameter(torch.ones(2, 3))
-        assert multiplied(module) == found and lent(module) == []
+        assert multiplied(module) == found and borrowed_weights(module) == []
 
 
 class Behind(nn.Module):
@@ -556,7 +557,7 @@ class AroundClamped(nn.Module):
 def test_a_weight_that_a_method_bounds_is_seen():
     torch.manual_seed(0)
     recorder = Recorder(nn.Sequential(AroundClamped()))
-    assert [child is recorder.model[0].inner.coefs for child, _ in lent(recorder.model[0].inner)] == [True]
+    assert [child is recorder.model[0].inner.coefs for child, _ in borrowed_weights(recorder.model[0].inner)] == [True]
     recorder.model(X).square().mean().backward()
     means = recorder.means()
     assert set(means) == {"0.inner.coefs", "0.inner.other"}
@@ -570,7 +571,7 @@ class ByPlace(Own):
 
 
 def test_a_method_whose_arguments_have_no_names_is_read():
-    assert multiplied(ByPlace()) == {"w": Lies(False)}
+    assert multiplied(ByPlace()) == {"w": MatrixLayout(False)}
 
 
 class _OtherGate(nn.Module):
@@ -585,5 +586,5 @@ class _OtherGate(nn.Module):
 @pytest.mark.parametrize("name", ["TopKGate", "DbrxExpertGLU"])
 def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
     model = type(name, (_OtherGate,), {})()
-    assert lent(model) == [] and multiplied(model) == {}
+    assert borrowed_weights(model) == [] and multiplied(model) == {}
     assert [layer.name for layer in scan(model).layers] == ["gate"]

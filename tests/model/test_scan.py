@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.product_code import Lies, multiplied
+from ds_kfac.model.product_code import MatrixLayout, multiplied
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import other_matrices, share_of
 
@@ -306,7 +306,7 @@ def test_a_product_of_two_parameters_makes_no_layer():
             x = F.linear(x, self.w + self.b @ self.a) + (self.w.T @ self.w).sum()
             return x, self.c @ self.basis, y @ self.d, rows @ self.e
 
-    assert multiplied(Update()) == {"c": Lies(False), "d": Lies(True), "e": Lies(True)}
+    assert multiplied(Update()) == {"c": MatrixLayout(False), "d": MatrixLayout(True), "e": MatrixLayout(True)}
 
 
 class Positions(nn.Module):
