@@ -63,7 +63,7 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     own = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
     first = max(own, key=lambda index: float(peaks[index]))  # a schedule or a user may have groups of less
     decay = max(float(groups[index].get("weight_decay", 0.0)) for index in own)
-    optimizer = kfac.rule.optimizer_type or type(kfac.target.inner).__name__
+    optimizer = kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__
     beta2 = groups[first]["betas"][1] if "betas" in groups[first] else None
     text = said(kind, optimizer, float(peaks[first]), decay, beta2)
     return [text] if text else []
@@ -72,7 +72,7 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
 def kind_of(kfac: KFACPreconditioner) -> str | None:
     """What kind of model it is, as far as its layers and modules say; None: of no recipe's, or not known, as of a
     pipeline's stage."""
-    layers, modules = kfac.layers, list(kfac.target.model.modules())
+    layers, modules = kfac.layers, list(kfac.engine_view.model.modules())
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
     images = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
