@@ -174,7 +174,7 @@ class Estimate:
         norm = self.subject.context.clips and not self.subject.replicated
         moves = zip(delivery.kinds, delivery.plans(arriving), delivery.dtypes, strict=True)
         delivered = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
-        numbers = self._numbers([len(own) + norm for own in names], self.world)
+        numbers = self._numbers([len(of_rank) + norm for of_rank in names], self.world)
         return [("gradients", self._gradients), *delivered, ("numbers", numbers)]
 
     @cached_property
@@ -210,17 +210,17 @@ class Estimate:
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
-        # layers that are stepped together have their eigenvectors there, also where they share an A
-        together = [[stack for stack in own if len(stack) > 1] for own in self._stacks]
-        stacked = np.array([sum(map(basis_bytes, own)) for own in together])
-        inside = [{layer.name for stack in own for layer in stack} for own in together]
-        here = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
-        users_in = [(f.key, [set(f.layers) & mine for mine in here]) for f in self.factors]
+        # layers that are stepped in one batch have copies of their eigenvectors there, each its own of a shared A
+        batched = [[group for group in groups if len(group) > 1] for groups in self._layer_groups]
+        copied = np.array([sum(map(basis_bytes, groups)) for groups in batched])
+        inside = [{layer.name for group in groups for layer in group} for groups in batched]
+        owned = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
+        users_in = [(f.key, [set(f.layers) & names for names in owned]) for f in self.factors]
         moved = [
-            sum(kept[key] for key, own in users_in if own[rank] and own[rank] <= inside[rank])
+            sum(kept[key] for key, layers in users_in if layers[rank] and layers[rank] <= inside[rank])
             for rank in range(self.world)
         ]
-        memory["eigenbases"] = memory["eigenbases"] + stacked - np.array(moved)
+        memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
         # the last value is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
@@ -232,8 +232,8 @@ class Estimate:
         for step in {step for steps in steps_of(plan) for step in steps}:
             captured.append(sum(self._reduced(step.captured, self.layout)))
             made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
-            put_together = stacked * bool(step.arriving)  # beside what the step may go back to
-            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving) + put_together)
+            new_copies = copied * bool(step.arriving)  # beside those that the step may go back to
+            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving) + new_copies)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)
@@ -261,8 +261,8 @@ class Estimate:
         return np.stack([padded.sum(axis=1), padded.sum(axis=1) + padded.sum(axis=0)])
 
     @cached_property
-    def _stacks(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
-        """Of every rank the layers that it is a worker of, those together that are computed at once."""
+    def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
+        """The layers of each rank as they are stepped in batches."""
         key = (lambda layer: layer.copies) if self.plan.stacks else None
         owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
         return [group_by_shape(layers, key=key) for layers in owned]
@@ -277,26 +277,26 @@ class Estimate:
         mine = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
         whole = {(rank, param) for rank, param, _, numel in mine if numel == self.shards.numels[param]}
         stays = set() if self.subject.in_place else mine
-        results, found = Counter[tuple[int, int]](), np.zeros((4, self.world))
+        results, memory = Counter[tuple[int, int]](), np.zeros((4, self.world))
         for kind, pieces in enumerate((goes - stays, stays)):
             for rank, param, start, numel in pieces:
                 nbytes = (leaving.itemsize if (rank, param, start, numel) in goes else FP32) * numel
                 results[rank, param] += nbytes
-                found[kind, rank] += nbytes
+                memory[kind, rank] += nbytes
         for rank in range(self.world):
-            own = [layer for stack in self._stacks[rank] for layer in stack]
+            layers = [layer for group in self._layer_groups[rank] for layer in group]
             # a gradient that is a parameter's and lies here is used as it is
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
-            missing = {layer.name: arriving.itemsize * layer.numel for layer in own if layer.name not in held}
+            missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
             left, done, most = sum(missing.values()), 0, 0
-            found[2, rank] = left
-            for layers, nbytes in self.rule.workspace(plan, self._stacks[rank]):
-                left -= sum(missing.get(layer.name, 0) for layer in layers)
-                done += sum(waits * layer.numel for layer in layers)
+            memory[2, rank] = left
+            for chunk, nbytes in self.rule.workspace(plan, self._layer_groups[rank]):
+                left -= sum(missing.get(layer.name, 0) for layer in chunk)
+                done += sum(waits * layer.numel for layer in chunk)
                 most = max(most, left + done + nbytes)
-                done += sum(results[rank, param] for layer in layers for param in params[layer.name])
-            found[3, rank] = max(most, done)
-        return found
+                done += sum(results[rank, param] for layer in chunk for param in params[layer.name])
+            memory[3, rank] = max(most, done)
+        return memory
 
     # FLOPs and seconds
 
@@ -322,12 +322,12 @@ class Estimate:
             )
             seconds[step] = {stage: float(each.max()) for stage, each in zip(STAGES, stages, strict=True)}
         self.mean = StepTraffic(payload / len(steps), calls / len(steps))
-        found, lag = [dict(seconds[step]) for step in steps], min(self.plan.lag, len(steps) - 1)
-        for index, each in enumerate(found if lag > 1 else ()):
+        of_steps, lag = [dict(seconds[step]) for step in steps], min(self.plan.lag, len(steps) - 1)
+        for index, each in enumerate(of_steps if lag > 1 else ()):
             whole = sum(seconds[steps[index - back]]["refresh"] for back in range(lag)) / lag
             each["refresh"] = whole * (1 - HIDDEN * costs.beside)
-        self.stages = {stage: sum(each[stage] for each in found) / len(found) for stage in STAGES}
-        self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in found)
+        self.stages = {stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES}
+        self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in of_steps)
         # of the model 2 FLOPs a multiplication forward, 4 backward
         flops = 6.0 * self.subject.forward * (self.rows or 0)
         self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
@@ -362,15 +362,15 @@ class Estimate:
                 rows //= grid_step(rows, dims, max(layer.shape[-2:])) ** dims
             return rates.capture_flops(factor.side, rows)
 
-        found = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)
-        return self._at((ranks, flops(factor)) for factor, ranks in found)
+        contributors = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)
+        return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
         """[W]: each amount at each of its ranks."""
-        found = np.zeros(self.world)
+        total = np.zeros(self.world)
         for ranks, amount in amounts:
-            found[list(ranks)] += amount
-        return found
+            total[list(ranks)] += amount
+        return total
 
     def _on_homes(self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
         """[W]: an amount of each factor, or of some, at its eigen worker."""

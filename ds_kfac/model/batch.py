@@ -21,15 +21,15 @@ logger = logging.getLogger("ds_kfac")
 SOURCE, TARGET = "source", "target"
 
 
-def own_hook(own: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
-    """``function`` as a hook of ``own`` only.
+def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
+    """``function`` as a hook of ``owner`` only.
 
     ``copy.deepcopy`` of a module takes its hooks along: a bound method with all that it is bound to; a plain function
     as it is, so that the copy's calls (an average of the weights, a frozen reference) would be taken for the model's.
     """
 
     def hook(module: nn.Module, *values: Any, **named: Any) -> None:
-        if module is own:
+        if module is owner:
             function(module, *values, **named)
 
     return hook
@@ -121,20 +121,20 @@ class ArgumentReader:
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         try:
-            given = self._signature.bind_partial(*arguments, **keywords).arguments
+            values = self._signature.bind_partial(*arguments, **keywords).arguments
         except TypeError:  # the call itself will say what is wrong with it
             return BatchInfo()
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given = {**given, **given.get(name, {})}
-        labels, labelled = given.get("labels"), None
+                values = {**values, **values.get(name, {})}
+        labels, labelled = values.get("labels"), None
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = labels != -100  # Hugging Face's label without a loss
             if self.shifted and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
-        rows, encoder_rows = self._mask(given.get("attention_mask")), None
+        rows, encoder_rows = self._mask(values.get("attention_mask")), None
         if self.two_sided:
-            rows, encoder_rows = self._mask(given.get("decoder_attention_mask")), rows
+            rows, encoder_rows = self._mask(values.get("decoder_attention_mask")), rows
         padding, attended = rows is not None or encoder_rows is not None, None
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
             if rows is not None and rows.shape == labelled.shape:
@@ -143,7 +143,7 @@ class ArgumentReader:
             else:
                 rows = labelled
             padding = False  # a prompt has no label, and a gradient
-        items = given.get("num_items_in_batch")
+        items = values.get("num_items_in_batch")
         return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended)
 
     def _mask(self, mask: Any) -> Tensor | None:
@@ -227,18 +227,18 @@ class RowMasks:
             again: whether it is a recomputation.
             reduced: whether weight_sharing is "reduce".
         """
-        found, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
-        if found.doubt and (masks or reduced):
-            self._say(module, x.shape[:-1], masks, found.doubt)
-        if found.mask is not None:
+        result, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
+        if result.doubt and (masks or reduced):
+            self._say(module, x.shape[:-1], masks, result.doubt)
+        if result.mask is not None:
             self._slices.whole()
-        elif not found.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
+        elif not result.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
             attention = self._attends(module)
             order = None if attention else self._order_of(module, tuple(x.shape[:-1]))
             if order is None and len(orders := set(self._examples.values())) == 1:
                 order = orders.pop()
             return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
-        return found
+        return result
 
     def of_stack(self, module: str, given: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:
         """Of a product of ``given`` [.., D] with matrices of a stack, of which a layer has the rows ``select``. Rows
@@ -247,16 +247,16 @@ class RowMasks:
         all of them take every token in a loop over matrices."""
         # matrix by matrix: rows that are no view of the batch's were picked; what follows in the module lies alike
         apart = given.ndim == 2 and not self._in_order.setdefault(module, given._base is not None)
-        found = EVERY_ROW if picked or apart else self._whole(module, given, info)
+        result = EVERY_ROW if picked or apart else self._whole(module, given, info)
         flat = given.reshape(-1, given.shape[-1])
         rows = flat if select is None else flat[select]
         if picked and isinstance(select, slice) and given.ndim == 3:
             masks = self._masks(module, given, info)[1]
             if len(masks) == 1 and masks[0].ndim == 2 and all(has_all(entry, masks[0]) for entry in given):
                 return Fit(masks[0].repeat(len(rows) // masks[0].numel(), 1))
-        if found.mask is None and (info.places or given.ndim == 3):
+        if result.mask is None and (info.places or given.ndim == 3):
             return Fit(rows.ne(0).any(-1))
-        return found
+        return result
 
     def _say(self, module: str, batch: Sequence[int], masks: Sequence[Tensor], doubt: str) -> None:
         if doubt in self._said:
@@ -289,18 +289,18 @@ class RowMasks:
             order = self._order_of(module, batch) if square else 0
             return EVERY_ROW if order == 0 else Fit(examples=order or 0, doubt="" if order else SQUARE)
         side, masks = self._masks(module, x, info)
-        known = 1 if inside else self._order_of(module, batch)
-        fits = [fit(mask, batch, known) for mask in masks]
+        order = 1 if inside else self._order_of(module, batch)
+        fits = [fit(mask, batch, order) for mask in masks]
         if inside:
-            fits = [replace(found, doubt="") for found in fits]
-        good = [found for found in fits if found.mask is not None]
-        found = good[0] if good else next((found for found in fits if found.doubt), EVERY_ROW)
+            fits = [replace(each, doubt="") for each in fits]
+        good = [each for each in fits if each.mask is not None]
+        result = good[0] if good else next((each for each in fits if each.doubt), EVERY_ROW)
         if side is None and len(good) > 1:
-            found = Fit(found.mask, found.examples, "the masks of source and target fit; the target's is taken")
-        certain = not found.doubt and len(batch) > 1 and len(set(batch[:2])) > 1
-        if certain and found.mask is not None and min(found.mask.shape) > 1:
-            self._examples[module] = found.examples
-        return found
+            result = Fit(result.mask, result.examples, "the masks of source and target fit; the target's is taken")
+        certain = not result.doubt and len(batch) > 1 and len(set(batch[:2])) > 1
+        if certain and result.mask is not None and min(result.mask.shape) > 1:
+            self._examples[module] = result.examples
+        return result
 
     def _attends(self, module: str) -> bool:
         """Whether it is torch's attention: rows that it multiplies have sequences first, whatever its

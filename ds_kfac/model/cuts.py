@@ -1,12 +1,12 @@
-"""Into which parts the code of a module cuts the outputs of a projection that is in it: read before training.
+"""Into which parts a module's code cuts the outputs of one of its projections. Its source is read, before training.
 
     q, k, v = self.qkv(x).chunk(3, -1)                      one after the other
     self.qkv(x).view(B, T, 3, heads, width).unbind(2)       the same
     self.qkv(x).view(B, T, heads, 3, width).unbind(3)       three of each head
     x = self.gate_up(x); x[..., ::2] * x[..., 1::2]         in turn
 
-What is followed is the output itself, in variables, through reshapes and methods of the module. What is cut elsewhere
-in the class, a rotary embedding's halves, is not.
+The output is followed through variables, reshapes and methods of the module. Other cuts in the class, such as the
+halves of a rotary embedding, do not count.
 """
 
 import ast
@@ -39,22 +39,22 @@ def cut_of(module: nn.Module | None, name: str, rows: int) -> Sizes | None:
     reader = _Reader(module, name, rows, _methods(kind))
     for function in reader.methods.values():
         reader.read(function, {})
-    found = set(reader.found)
+    cuts = set(reader.cuts)
     if reader.bounds:
         ends = sorted(reader.bounds | {0, rows})
-        found.add(tuple(b - a for a, b in pairwise(ends)))
-    sizes = found.pop() if len(found) == 1 else ()
+        cuts.add(tuple(b - a for a, b in pairwise(ends)))
+    sizes = cuts.pop() if len(cuts) == 1 else ()
     return sizes if len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0 else None
 
 
 @cache
 def _methods(kind: Any) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Not those that a class has from another one, and has anew."""
-    found: dict[str, Any] = {}
+    """By name; of a method that a class overrides, its own."""
+    methods: dict[str, Any] = {}
     for function in functions_of(kind):
         if not function.name.startswith(MAKES):
-            found.setdefault(function.name, function)
-    return found
+            methods.setdefault(function.name, function)
+    return methods
 
 
 @dataclass(frozen=True)
@@ -69,28 +69,28 @@ class _Reader:
     """Follows the outputs through a module's methods.
 
     Attributes:
-        found: parts of each cut; () of one that is not understood.
+        cuts: sizes of the parts of each cut; () of one that is not understood.
         bounds: of slices.
     """
 
     def __init__(self, module: nn.Module, name: str, rows: int, methods: dict[str, Any]) -> None:
         self.module, self.name, self.rows, self.methods = module, name, rows, methods
-        self.found: list[Sizes] = []
+        self.cuts: list[Sizes] = []
         self.bounds = set[int]()
         self._entered: set[tuple[str, str]] = set()
 
     def read(self, function: Any, given: dict[str, _Value]) -> None:
-        own, numbers = own_name(function), dict[str, ast.expr]()
+        self_name, numbers = own_name(function), dict[str, ast.expr]()
         values = dict(given)
-        for statement in self._live(function.body, own):
+        for statement in self._live(function.body, self_name):
             parts = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
             for part in parts:
                 for node in ast.walk(part):
-                    self._cut(node, own, values, numbers)
+                    self._cut(node, self_name, values, numbers)
             if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 names = [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
-                value = self._value(statement.value, own, values, numbers)
+                value = self._value(statement.value, self_name, values, numbers)
                 one = len(targets) == 1 and isinstance(targets[0], ast.Name)
                 for variable in names:
                     values.pop(variable, None)
@@ -100,41 +100,43 @@ class _Reader:
                         if value is not None:
                             values[variable] = value
 
-    def _live(self, body: Iterable[ast.stmt], own: str) -> Iterator[ast.stmt]:
+    def _live(self, body: Iterable[ast.stmt], self_name: str) -> Iterator[ast.stmt]:
         """Statements in their order, without branches that a flag of the module rules out."""
         for statement in body:
             if isinstance(statement, ast.If):
-                flag = self._flag(statement.test, own)
-                yield from self._live(statement.body if flag is not False else (), own)
-                yield from self._live(statement.orelse if flag is not True else (), own)
+                flag = self._flag(statement.test, self_name)
+                yield from self._live(statement.body if flag is not False else (), self_name)
+                yield from self._live(statement.orelse if flag is not True else (), self_name)
             elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield statement
                 for inner in ("body", "orelse", "finalbody"):
-                    yield from self._live(getattr(statement, inner, ()), own)
+                    yield from self._live(getattr(statement, inner, ()), self_name)
 
-    def _flag(self, test: ast.expr, own: str) -> bool | None:
+    def _flag(self, test: ast.expr, self_name: str) -> bool | None:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            flag = self._flag(test.operand, own)
+            flag = self._flag(test.operand, self_name)
             return None if flag is None else not flag
-        value = self._attribute(test, own)
+        value = self._attribute(test, self_name)
         return value if isinstance(value, bool) else None
 
-    def _attribute(self, node: ast.expr, own: str) -> Any:
+    def _attribute(self, node: ast.expr, self_name: str) -> Any:
         if not isinstance(node, ast.Attribute):
             return None
         if isinstance(node.value, ast.Name):
-            return value_of(self.module, node.attr) if node.value.id == own else None
+            return value_of(self.module, node.attr) if node.value.id == self_name else None
         config = isinstance(node.value, ast.Attribute) and node.value.attr == "config"
-        return value_of(self._attribute(node.value, own), node.attr) if config else None
+        return value_of(self._attribute(node.value, self_name), node.attr) if config else None
 
-    def _number(self, node: ast.expr | None, own: str, numbers: dict[str, ast.expr], depth: int = 0) -> int | None:
+    def _number(
+        self, node: ast.expr | None, self_name: str, numbers: dict[str, ast.expr], depth: int = 0
+    ) -> int | None:
         if isinstance(node, ast.Name) and depth < 8:
-            return self._number(numbers.get(node.id), own, numbers, depth + 1)
+            return self._number(numbers.get(node.id), self_name, numbers, depth + 1)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self._number(node.operand, own, numbers, depth)
+            value = self._number(node.operand, self_name, numbers, depth)
             return None if value is None else -value
         if isinstance(node, ast.BinOp):
-            left, right = (self._number(x, own, numbers, depth) for x in (node.left, node.right))
+            left, right = (self._number(x, self_name, numbers, depth) for x in (node.left, node.right))
             if left is None or right is None:
                 return None
             if isinstance(node.op, ast.Add | ast.Sub):
@@ -142,51 +144,55 @@ class _Reader:
             if isinstance(node.op, ast.FloorDiv) and right:
                 return left // right
             return left * right if isinstance(node.op, ast.Mult) else None
-        given: Any = node.value if isinstance(node, ast.Constant) else node and self._attribute(node, own)
-        return given if type(given) is int else None
+        number: Any = node.value if isinstance(node, ast.Constant) else node and self._attribute(node, self_name)
+        return number if type(number) is int else None
 
-    def _value(self, node: ast.AST, own: str, values: dict[str, _Value], numbers: dict[str, ast.expr]) -> _Value | None:
-        """What of the outputs an expression is, all of them or None."""
+    def _value(
+        self, node: ast.AST, self_name: str, values: dict[str, _Value], numbers: dict[str, ast.expr]
+    ) -> _Value | None:
+        """The outputs, if an expression is all of them; else None."""
         if isinstance(node, ast.Name):
             return values.get(node.id)
         if isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.MatMult):
-                return _Value() if self._is_own(node.right, own) or self._is_own(node.left, own) else None
-            return self._value(node.left, own, values, numbers) or self._value(node.right, own, values, numbers)
+                return _Value() if self._is_own(node.right, self_name) or self._is_own(node.left, self_name) else None
+            return self._value(node.left, self_name, values, numbers) or self._value(
+                node.right, self_name, values, numbers
+            )
         if isinstance(node, ast.IfExp):
-            return self._value(node.body, own, values, numbers)
+            return self._value(node.body, self_name, values, numbers)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
-            return _Value() if self._called(node.value, own) else None  # of an output and a bias
+            return _Value() if self._called(node.value, self_name) else None  # of an output and a bias
         if not isinstance(node, ast.Call):
             return None
-        if self._called(node, own):
+        if self._called(node, self_name):
             return _Value()
         name, function = name_of(node.func), node.func
         if isinstance(function, ast.Attribute) and name not in self.methods:
-            value = self._value(function.value, own, values, numbers)
+            value = self._value(function.value, self_name, values, numbers)
             if value is not None:
                 if name in ("view", "reshape"):
                     return replace(value, dims=self._dims(node.args, numbers))
                 if name == "transpose" and value.dims is None:
-                    last = [self._number(x, own, numbers) for x in node.args]
+                    last = [self._number(x, self_name, numbers) for x in node.args]
                     return replace(value, axis=-3 - value.axis) if set(last) == {-1, -2} else None
                 if name == "transpose":
-                    return value if {self._number(x, own, numbers) for x in node.args} == {1, 2} else None
+                    return value if {self._number(x, self_name, numbers) for x in node.args} == {1, 2} else None
                 return value if name in KEEP else None
         if name in LINEAR | RIGHT or name.endswith("linear"):
-            return _Value() if any(self._is_own(x, own) for x in node.args) else None
+            return _Value() if any(self._is_own(x, self_name) for x in node.args) else None
         return None
 
-    def _called(self, node: ast.expr, own: str) -> bool:
+    def _called(self, node: ast.expr, self_name: str) -> bool:
         """``self.NAME(..)``, or of an entry of it."""
         function = node.func if isinstance(node, ast.Call) else None
         function = function.value if isinstance(function, ast.Subscript) else function
-        return function is not None and child_of(function, own) == self.name
+        return function is not None and child_of(function, self_name) == self.name
 
-    def _is_own(self, node: ast.expr, own: str) -> bool:
+    def _is_own(self, node: ast.expr, self_name: str) -> bool:
         """``self.NAME`` as an operand, or of it an entry, a transposed view, its weight."""
         while isinstance(node, ast.Subscript | ast.Call | ast.Attribute):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_name:
                 return node.attr == self.name
             node = node.func if isinstance(node, ast.Call) else node.value
         return False
@@ -203,83 +209,85 @@ class _Reader:
                 return (ast.Starred(only.left, ast.Load()), *self._dims([only.right], numbers))
         return tuple(arguments)
 
-    def _cut(self, node: ast.AST, own: str, values: dict[str, _Value], numbers: dict[str, ast.expr]) -> None:
+    def _cut(self, node: ast.AST, self_name: str, values: dict[str, _Value], numbers: dict[str, ast.expr]) -> None:
         """Notes what an expression does to the outputs."""
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-            value = self._value(node.value, own, values, numbers)
+            value = self._value(node.value, self_name, values, numbers)
             if value == _Value():
-                self._sliced(node.slice.elts, own, numbers)
+                self._sliced(node.slice.elts, self_name, numbers)
         if not isinstance(node, ast.Call):
             return
         name, arguments = name_of(node.func), list(node.args)
         words = {word.arg: word.value for word in node.keywords}
         if name in self.methods and isinstance(node.func, ast.Attribute):
             names = [x.arg for x in self.methods[name].args.args][1:]
-            given = {**dict(zip(names, arguments, strict=False)), **words}
-            known = {n: self._value(x, own, values, numbers) for n, x in given.items() if n is not None}
-            passed = {n: value for n, value in known.items() if value is not None}
+            by_name = {**dict(zip(names, arguments, strict=False)), **words}
+            outputs = {n: self._value(x, self_name, values, numbers) for n, x in by_name.items() if n is not None}
+            passed = {n: value for n, value in outputs.items() if value is not None}
             if passed and (name, str(passed)) not in self._entered:
                 self._entered.add((name, str(passed)))
                 self.read(self.methods[name], passed)
             return
         if name not in ("chunk", "split", "view", "reshape", "unflatten", "rearrange"):
             return
-        on = self._value(node.func.value, own, values, numbers) if isinstance(node.func, ast.Attribute) else None
+        on = self._value(node.func.value, self_name, values, numbers) if isinstance(node.func, ast.Attribute) else None
         if on is None and arguments:  # torch.chunk(x, ..)
-            on, arguments = self._value(arguments[0], own, values, numbers), arguments[1:]
+            on, arguments = self._value(arguments[0], self_name, values, numbers), arguments[1:]
         if on is None:
             return
         if name in ("view", "reshape", "unflatten"):
             dims = self._dims(arguments[1:] if name == "unflatten" else arguments, numbers)
             at = [i for i, x in enumerate(dims) if isinstance(x, ast.Constant) and x.value in (2, 3)]
             if at:
-                self.found.append(self._viewed(dims, at, own, numbers) if on == _Value() else ())
+                self.cuts.append(self._viewed(dims, at, self_name, numbers) if on == _Value() else ())
         elif name == "rearrange":
-            self.found.append(self._rearranged(arguments, words, own, numbers) if on == _Value() else ())
+            self.cuts.append(self._rearranged(arguments, words, self_name, numbers) if on == _Value() else ())
         else:
-            dim = self._number(arguments[1] if len(arguments) > 1 else words.get("dim"), own, numbers)
-            of = self._last(on.dims, own, numbers)
+            dim = self._number(arguments[1] if len(arguments) > 1 else words.get("dim"), self_name, numbers)
+            of = self._last(on.dims, self_name, numbers)
             if dim is None or of is None or (dim != on.axis and (dim < 2 or on.axis != -1)):
-                self.found.append(())
+                self.cuts.append(())
                 return
             how = arguments[0] if arguments else next(iter(words.values()))
-            if (sizes := self._sizes(name, how, of, own, numbers)) is None or sum(sizes) == of:
-                self.found.append(sizes or ())
+            if (sizes := self._sizes(name, how, of, self_name, numbers)) is None or sum(sizes) == of:
+                self.cuts.append(sizes or ())
 
-    def _last(self, dims: tuple[ast.expr, ...] | None, own: str, numbers: dict[str, ast.expr]) -> int | None:
+    def _last(self, dims: tuple[ast.expr, ...] | None, self_name: str, numbers: dict[str, ast.expr]) -> int | None:
         """Size of the last dimension."""
         if dims is None:
             return self.rows
-        *_, before, last = [None, None, *(self._number(x, own, numbers) for x in dims)]
+        *_, before, last = [None, None, *(self._number(x, self_name, numbers) for x in dims)]
         if last is not None and last > 0:
             return last if self.rows % last == 0 else None
         return self.rows // before if before is not None and before > 0 and self.rows % before == 0 else None
 
-    def _sizes(self, name: str, how: ast.expr, of: int, own: str, numbers: dict[str, ast.expr]) -> Sizes | None:
+    def _sizes(self, name: str, how: ast.expr, of: int, self_name: str, numbers: dict[str, ast.expr]) -> Sizes | None:
         if isinstance(how, ast.Name) and isinstance(numbers.get(how.id), ast.List | ast.Tuple | ast.BinOp):
             how = numbers[how.id]
         times = 1
         if isinstance(how, ast.BinOp) and isinstance(how.op, ast.Mult):  # 3 * [width]
             for part, other in ((how.left, how.right), (how.right, how.left)):
                 if isinstance(part, ast.List | ast.Tuple):
-                    how, times = part, self._number(other, own, numbers) or 0
+                    how, times = part, self._number(other, self_name, numbers) or 0
                     break
         if isinstance(how, ast.List | ast.Tuple):
-            sizes = [self._number(x, own, numbers) for x in how.elts] * times
+            sizes = [self._number(x, self_name, numbers) for x in how.elts] * times
             return None if None in sizes else tuple(x for x in sizes if x is not None)
-        number = self._number(how, own, numbers)
+        number = self._number(how, self_name, numbers)
         if number is None or number < 1:
             return None
         each = of // number if name == "chunk" else number
         return (each,) * (of // each) if each and of % each == 0 else None
 
-    def _viewed(self, dims: Sequence[ast.expr], at: list[int], own: str, numbers: dict[str, ast.expr]) -> Sizes:
+    def _viewed(self, dims: Sequence[ast.expr], at: list[int], self_name: str, numbers: dict[str, ast.expr]) -> Sizes:
         """Of a view with one dimension of two or three parts."""
         if len(at) > 1:
             return ()
         place = at[0]
         count: Any = getattr(dims[place], "value", 0)
-        before, after = ([self._number(x, own, numbers) for x in part] for part in (dims[:place], dims[place + 1 :]))
+        before, after = (
+            [self._number(x, self_name, numbers) for x in part] for part in (dims[:place], dims[place + 1 :])
+        )
         inner = [x for x in after if x is not None and x > 0]
         if len(inner) == len(after):
             each = prod(inner)
@@ -294,13 +302,17 @@ class _Reader:
         return {value_of(place, x) for place in (self.module, value_of(self.module, "config")) for x in HEADS}
 
     def _rearranged(
-        self, arguments: Sequence[ast.expr], words: dict[str | None, ast.expr], own: str, numbers: dict[str, ast.expr]
+        self,
+        arguments: Sequence[ast.expr],
+        words: dict[str | None, ast.expr],
+        self_name: str,
+        numbers: dict[str, ast.expr],
     ) -> Sizes:
         """Of einops' pattern "b n (qkv h d) -> .."."""
         pattern = next((x.value for x in arguments if isinstance(x, ast.Constant) and isinstance(x.value, str)), "")
         left = pattern.partition("->")[0].strip()
         group = left[left.rfind("(") + 1 : -1].split() if left.endswith(")") else []
-        sizes = {axis: self._number(words.get(axis), own, numbers) for axis in group}
+        sizes = {axis: self._number(words.get(axis), self_name, numbers) for axis in group}
         at = [i for i, axis in enumerate(group) if sizes[axis] in (2, 3)]
         dims = [words.get(axis, ast.Name(axis, ast.Load())) for axis in group]
         if len(at) != 1:
@@ -308,21 +320,21 @@ class _Reader:
         if any(sizes[axis] is None for axis in group[: at[0]]) and any(sizes[x] is None for x in group[at[0] + 1 :]):
             return ()
         known = [ast.Constant(sizes[x]) if sizes[x] else d for x, d in zip(group, dims, strict=True)]
-        return self._viewed(known, at, own, numbers)
+        return self._viewed(known, at, self_name, numbers)
 
-    def _sliced(self, parts: Sequence[ast.expr], own: str, numbers: dict[str, ast.expr]) -> None:
+    def _sliced(self, parts: Sequence[ast.expr], self_name: str, numbers: dict[str, ast.expr]) -> None:
         """``x[..., a:b]``, or with three dimensions."""
         last, whole = parts[-1], len(parts) > 2 or any(isinstance(x, ast.Constant) and x.value is ... for x in parts)
         if not whole or not isinstance(last, ast.Slice):
             return
         if last.step is not None:
-            self.found.append((1, 1) if self._number(last.step, own, numbers) == 2 else ())
+            self.cuts.append((1, 1) if self._number(last.step, self_name, numbers) == 2 else ())
             return
         for end in (last.lower, last.upper):
             if end is not None:
-                at = self._number(end, own, numbers)
+                at = self._number(end, self_name, numbers)
                 if at is None or not -self.rows < at <= self.rows:
-                    self.found.append(())
+                    self.cuts.append(())
                     return
                 self.bounds.add(at % self.rows if at < 0 else at)
 

@@ -1,11 +1,14 @@
-"""Which rows of a batch a call has that got a part of them: a tile of sequences, some examples, a chunk of all rows.
+"""Which rows of the batch a call of a module has, where it gets only some: a tile of sequences, some examples, or a
+chunk of all rows.
 
-An input that is a view into a tensor of the whole batch shows its rows by where it lies in memory. A call of as many
-rows that comes after it, as a second layer does, has the same ones; other calls of a module come in order. Both are
-guesses, which hold if the module's calls have every row of the batch once. That is known when the forward ends, and
-before the gradients come, so inputs that the graph keeps are summed then. Where the graph does not keep them
-(checkpointing), and in recomputations, where gradients come call by call, a guess counts at once: after a call known
-by memory, or for a module whose calls had every row once before. If it then fails, that is said.
+- An input that is a view into a tensor of the whole batch shows its rows by its place in memory.
+- A call with as many rows that follows such a call, as a second layer's does, is guessed to have the same rows.
+- Other calls of a module are guessed to come in the order of the rows.
+
+A guess holds if the module's calls have had every row of the batch once. That shows when the forward ends, before
+gradients come: inputs that the graph keeps are summed then. In checkpointing the graph does not keep them, and in
+recomputations gradients come call by call. There a guess counts at once, if the call follows one that memory shows, or
+if the module's calls have had every row once before. If such a guess fails, a warning says so.
 
 Shape suffixes: N examples, T positions.
 """
@@ -105,14 +108,14 @@ def in_order(batch: tuple[int, ...], N: int, T: int, order: int | None, done: in
     if len(batch) == 1:
         other = batch[0] == N and not done and min(N, T) > 1 and (order != 1 or N == T)  # of each example one
         return None if other else Piece(batch, (1,), done, order == 1)
-    found = []
+    pieces = []
     for first in (0, 1) if order is None else (order,):
         outer, inner = (T, N) if first else (N, T)
         if batch[0] == outer and batch[1] < inner:
-            found.append(Piece(batch, (inner, 1), done // outer, first == 1, first))
+            pieces.append(Piece(batch, (inner, 1), done // outer, first == 1, first))
         elif batch[1] == inner and batch[0] < outer:
-            found.append(Piece(batch, (inner, 1), done, first == 1, first))
-    return found[0] if len(found) == 1 else None
+            pieces.append(Piece(batch, (inner, 1), done, first == 1, first))
+    return pieces[0] if len(pieces) == 1 else None
 
 
 @dataclass
@@ -153,8 +156,8 @@ UNSEEN = object()
 
 
 @dataclass
-class _Round:
-    """Calls of a module until they have every row of the batch.
+class _Calls:
+    """The calls of a module until they have had every row of the batch.
 
     Attributes:
         place: where those run that come in order: the node of the graph whose backward recomputes them.
@@ -195,7 +198,7 @@ class Slices:
 
     def __init__(self, say: Callable[[str, Sequence[int], Sequence[Tensor], str], None]) -> None:
         self._say = say
-        self._rounds: dict[tuple[str, bool], _Round] = {}  # by module, and whether it is recomputed
+        self._open: dict[tuple[str, bool], _Calls] = {}  # by module, and whether it is recomputed
         self._last: Piece | None = None  # by memory
         self._since: set[str] = set()  # modules called with it
         self._known: set[str] = set()  # whose calls had every row once
@@ -204,15 +207,15 @@ class Slices:
 
     def begin(self) -> None:
         """A forward begins; the last one may have raised."""
-        for key in [key for key in self._rounds if key[1]]:
+        for key in [key for key in self._open if key[1]]:
             self._settle(key)
-        self._rounds.clear()
+        self._open.clear()
         self._apart.clear()
         self._last = None
 
     def end(self) -> None:
         """It is over: what is not whole by now is none."""
-        for key in [key for key in self._rounds if not key[1]]:
+        for key in [key for key in self._open if not key[1]]:
             self._settle(key)
         self._last = None
 
@@ -244,10 +247,10 @@ class Slices:
         piece = in_memory(x, N, T, order)
         proven = piece is not None
         follows = not proven and self._last is not None and self._last.size == batch and module not in self._since
-        if not proven and not follows and key in self._rounds and self._rounds[key].place not in (UNSEEN, place):
+        if not proven and not follows and key in self._open and self._open[key].place not in (UNSEEN, place):
             self._settle(key)
-        own = self._rounds.setdefault(key, _Round(mask, torch.zeros(N * T, dtype=torch.bool)))
-        own.batch, own.order = batch, order
+        calls = self._open.setdefault(key, _Calls(mask, torch.zeros(N * T, dtype=torch.bool)))
+        calls.batch, calls.order = batch, order
         if piece is not None:
             if piece != self._last or module in self._since:
                 self._last, self._since = piece, set()
@@ -256,54 +259,54 @@ class Slices:
             piece = self._last
             self._since.add(module)
         else:
-            own.place = place
+            calls.place = place
             transposed = attention and len(batch) == 1
-            piece = None if transposed else in_order(batch, N, T, 1 if attention else order, own.done)
+            piece = None if transposed else in_order(batch, N, T, 1 if attention else order, calls.done)
         if piece is None:
-            own.unknown += prod(batch)
+            calls.unknown += prod(batch)
             return Fit()
         last = piece.offset + sum((size - 1) * step for size, step in zip(batch, piece.stride, strict=True))
-        own.guessed += not proven
-        own.apart |= last >= N * T or bool(own.covered[rows := piece.rows(N, T)].any())
-        if not own.apart:
-            own.covered[rows], own.done = True, own.done + len(rows)
+        calls.guessed += not proven
+        calls.apart |= last >= N * T or bool(calls.covered[rows := piece.rows(N, T)].any())
+        if not calls.apart:
+            calls.covered[rows], calls.done = True, calls.done + len(rows)
         if reduced and not whole_examples(piece, T):
-            own.cut, found = True, Fit()
+            calls.cut, fit = True, Fit()
         elif proven:
-            found = part(mask, piece)
+            fit = part(mask, piece)
         elif not again and kept:
-            own.waiting.append((found := Fit(late=True), piece))
-        elif not own.apart and (follows or module in self._known):
-            found, own.believed = part(mask, piece), True
+            calls.waiting.append((fit := Fit(late=True), piece))
+        elif not calls.apart and (follows or module in self._known):
+            fit, calls.believed = part(mask, piece), True
         else:
-            found = Fit()
-        if own.done == N * T:
+            fit = Fit()
+        if calls.done == N * T:
             self._settle(key)
-        return found
+        return fit
 
     def _settle(self, key: tuple[str, bool]) -> None:
-        own, module = self._rounds.pop(key), key[0]
-        whole = own.done == own.mask.numel() and not own.apart
-        if own.cut:
+        calls, module = self._open.pop(key), key[0]
+        whole = calls.done == calls.mask.numel() and not calls.apart
+        if calls.cut:
             if whole:
-                self._say(module, own.batch, [own.mask], UNEVEN)
+                self._say(module, calls.batch, [calls.mask], UNEVEN)
             return
-        if not own.guessed and not own.unknown:
+        if not calls.guessed and not calls.unknown:
             return
-        if own.guessed and whole:
-            for found, piece in own.waiting:
-                made = part(own.mask, piece)
-                found.mask, found.examples, found.piece = made.mask, made.examples, piece
-            if not own.waiting and not own.believed:
-                self._say(module, own.batch, [own.mask], LEARNED)
+        if calls.guessed and whole:
+            for fit, piece in calls.waiting:
+                made = part(calls.mask, piece)
+                fit.mask, fit.examples, fit.piece = made.mask, made.examples, piece
+            if not calls.waiting and not calls.believed:
+                self._say(module, calls.batch, [calls.mask], LEARNED)
             self._known.add(module)
-            self._orders[module] = own.order
+            self._orders[module] = calls.order
             return
         self._known.discard(module)
-        self._apart[module] += own.guessed
-        if own.believed:
-            self._say(module, own.batch, [own.mask], WRONG)
+        self._apart[module] += calls.guessed
+        if calls.believed:
+            self._say(module, calls.batch, [calls.mask], WRONG)
         elif self._apart[module] > 1:
-            self._say(module, own.batch, [own.mask], APART)
-        elif own.unknown and own.unknown + own.done == own.mask.numel():
-            self._say(module, own.batch, [own.mask], EITHER)
+            self._say(module, calls.batch, [calls.mask], APART)
+        elif calls.unknown and calls.unknown + calls.done == calls.mask.numel():
+            self._say(module, calls.batch, [calls.mask], EITHER)

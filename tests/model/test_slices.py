@@ -370,4 +370,4 @@ def test_nothing_of_a_graph_is_kept():
     slices.begin()
     assert slices.of("a", torch.randn(3, D), inputs()[1], None, again=False).late
     slices.end()
-    assert not slices._rounds and not said
+    assert not slices._open and not said
