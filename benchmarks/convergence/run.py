@@ -131,9 +131,10 @@ def build(model, config: dict):
     import ds_kfac
 
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2]},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]},
+        {"params": [p for p in model.parameters() if p.ndim < 2 and p.requires_grad], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if TABLE_RATE in config:
         table, rate = model.embed_bytes.weight, config["optimizer"]["params"]["lr"] * config[TABLE_RATE]
         groups[0]["params"] = [p for p in groups[0]["params"] if p is not table]

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.convergence.autoencoder_tasks import AUTOENCODER_TASKS, AutoencoderTask
 from benchmarks.convergence.bases import made_once
@@ -65,9 +65,11 @@ class Task:
 @dataclass(frozen=True)
 class FineTuning(Task):
     """A model that ``base_steps`` steps of AdamW have trained on one text, the Python standard library's sources, goes
-    on with another: by default the C++ headers that come with torch."""
+    on with another: by default the C++ headers that come with torch. With ``rank`` it is frozen, and adapters of that
+    rank are trained beside its matrices (LoRA)."""
 
     base_steps: int = 0
+    rank: int = 0
 
     def corpus(self, path: str | None) -> Corpus:
         headers = str(Path(torch.__file__).parent / "include")
@@ -79,6 +81,8 @@ class FineTuning(Task):
         made = {"model": asdict(self.model), "rows": self.rows, "steps": self.base_steps, "rate": BASE_RATE}
         model = super().build(seed)
         model.load_state_dict(made_once("python", made, self.base_model))
+        if self.rank:
+            add_adapters(model.requires_grad_(False).blocks, self.rank)
         return model
 
     def base_model(self) -> GPT:
@@ -96,6 +100,29 @@ class FineTuning(Task):
         return model
 
 
+class Adapted(nn.Module):
+    """A frozen matrix, and LoRA's product of two narrow ones beside it: zero at first."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.lora_B(self.lora_A(x))
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """In the place of all linear layers inside of a module."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(model, name, Adapted(child, rank))
+        else:
+            add_adapters(child, rank)
+
+
 TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
     "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
@@ -110,6 +137,8 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
     "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),
     "finetuning": FineTuning(GPTConfig(width=128, blocks=3), rows=16, steps=40, base_steps=300),
+    "finetuning_long": FineTuning(GPTConfig(width=128, blocks=4), rows=16, steps=60, base_steps=3000),
+    "finetuning_lora": FineTuning(GPTConfig(width=128, blocks=4), rows=16, steps=60, base_steps=3000, rank=8),
     **IMAGE_TASKS,
     **AUTOENCODER_TASKS,
     **REWARD_TASKS,

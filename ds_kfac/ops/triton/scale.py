@@ -65,7 +65,7 @@ def flat_place(numel, BLOCK: tl.constexpr):
     return element, element < numel
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["updates_ptr", "usable_ptr", "numel"])
 def adam_scale_kernel(
     direction_ptr, waiting_ptr, x_ptr, first_ptr, second_ptr, updates_ptr, usable_ptr, scale,
     beta1, beta2, log_beta1, log_beta2, eps, numel, SCALE_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
@@ -103,7 +103,7 @@ def adam_scale_(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["updates_ptr", "usable_ptr", "numel"])
 def adam_fold_kernel(
     first_ptr, second_ptr, updates_ptr, waiting_ptr, usable_ptr, beta1, beta2, numel, BLOCK: tl.constexpr
 ):
