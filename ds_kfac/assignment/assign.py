@@ -1,10 +1,9 @@
-"""Who: the rank that decomposes each factor and at which step, those that precondition each layer, and those whose rows
-a factor sees. Pure; the same on every rank.
+"""Which rank decomposes each factor, and at which step; which ranks precondition each layer; whose rows a factor sees.
+Pure; the same on every rank.
 
-The KAISA grid (Pauloski et al. 2021) says which ranks precondition a layer together, and who gets their result. World
-W, g gradient workers a layer, p = W / g columns: rank r stands in column r % p and row r // p. A layer belongs to a
-column, whose g ranks all precondition it; each hands its result to its row, p consecutive ranks, mostly of one node.
-g = 1 is MEM-OPT, g = W COMM-OPT.
+The KAISA grid (Pauloski et al. 2021): with W ranks and g gradient workers a layer there are p = W / g columns; rank r
+is in column r % p and row r // p. All g ranks of a layer's column precondition it, and each sends the result to its
+row, p consecutive ranks, mostly of one node. g = 1 is MEM-OPT, g = W COMM-OPT.
 """
 
 import heapq
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ds_kfac.assignment.costs import FactorSpec, Work, Workers, kept_bytes, packed_bytes
+from ds_kfac.assignment.costs import FactorSpec, Work, Workers, basis_bytes, packed_bytes
 from ds_kfac.model.convolutions import phase
 
 
@@ -26,11 +25,10 @@ class Assignment:
     """Roles of ranks.
 
     Attributes:
-        work: what is assigned.
-        workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending. One under ZeRO,
-            a column of the KAISA grid where gradients are replicated.
-        eigen_workers: factor key -> the rank that keeps its running average and decomposes it; also of factors that
-            layers would have if they did not share one.
+        work: the tasks that are assigned.
+        workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending: one rank under
+            ZeRO, a column of the KAISA grid if gradients are replicated.
+        eigen_workers: factor key -> rank that averages and decomposes it; also for factors that layers now share.
     """
 
     work: Work
@@ -47,12 +45,12 @@ class Assignment:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """Modelled seconds per step of each rank; what all ranks do alike is left out."""
+        """Predicted seconds per step of each rank, without work that all ranks do alike."""
         return tuple(self.work.loads(self.workers, self.eigen_workers))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Modelled bytes of K-FAC state of each rank."""
+        """Predicted bytes of K-FAC state of each rank."""
         return tuple(self.work.memory(self.workers, self.eigen_workers))
 
     @property
@@ -63,15 +61,15 @@ class Assignment:
 
 
 def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
-    """Heaviest first to the least loaded rank: layers to columns of workers, then factors to eigen workers.
+    """Assign layers to columns of workers, then factors to eigen workers, the heaviest first, each to the least loaded.
 
-    Of plans that balance whole layers or only their preconditioning, with or without sending replicated results, the
-    one with the smallest largest load is taken; if none respects the cap, one that balances bytes.
+    Several plans are made, which balance whole layers or only their preconditioning, with or without the sending of
+    replicated results; the one with the smallest maximal load is taken. If none respects the cap, bytes are balanced.
 
     Args:
-        workers: gradient workers per layer, a divisor of the world; 1 where gradients are partitioned.
-        paired: whether a layer's two factors must be on one rank, else on any of its workers.
-        memory_cap: bytes of K-FAC state per rank.
+        workers: gradient workers per layer, a divisor of the world; 1 if gradients are partitioned.
+        paired: whether a layer's two factors must be on one rank, not just on any of its workers.
+        memory_cap: most bytes of K-FAC state per rank.
 
     Raises:
         ValueError: no plan respects the cap.
@@ -99,9 +97,9 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
 
 
 LOAD_TOLERANCE = 0.1
-"""Part by which a rank's load may pass the mean before a layer leaves the rank that holds its gradient."""
+"""A layer leaves the rank that holds its gradient if that rank's load exceeds the mean by this fraction."""
 NEAR_TIE = 0.99
-"""Ranks holding at least this part of what the majority holder holds count as equals (ZeRO-3 chunks, replicas)."""
+"""Ranks that hold at least this fraction of the largest part of a gradient count as equal holders (ZeRO-3's chunks)."""
 
 
 def place_workers(
@@ -109,21 +107,21 @@ def place_workers(
 ) -> Workers:
     """Layer name -> its workers.
 
-    With ``work.held`` the majority holder takes a layer if its load stays within ``1 + LOAD_TOLERANCE`` of the mean,
-    else the least loaded rank, moving included. Near-equal holders compete by load; at the end a rank without a layer
-    takes one from the fullest rank that has two.
+    If gradients are partitioned, the rank that holds most of a layer's gradient takes the layer, unless its load would
+    exceed ``1 + LOAD_TOLERANCE`` times the mean: then the least loaded rank does, with the moving of the gradient
+    counted. Near-equal holders compete by load. In the end ranks without a layer take one from the busiest.
 
     Args:
-        whole: the layer's factors come with it, their decompositions spread evenly over its column; else only its
-            preconditioning counts, they are placed on their own.
-        moving: results that are sent where gradients are replicated count, too; else gradients always do.
+        whole: count a layer's decompositions, evenly over its column, with the layer; else only its preconditioning.
+        moving: count the sending of replicated results.
         by_memory: balance bytes in place of seconds.
     """
     count, part = work.world // workers, whole / workers
-    loads, memory = [0.0] * count, [0.0] * count  # of each rank of a column
+    loads, memory = [0.0] * count, [0.0] * count  # of each rank in a column
     bases: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
-    kept = {factor.key: kept_bytes(factor.side, work.method) for factor in work.factors}
-    weights, sizes = dict[str, float](), dict[str, float]()  # of a layer wherever it is; of a shared factor equal parts
+    kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
+    # a layer's seconds and bytes wherever it is placed; a shared factor counts for its layers in equal parts
+    weights, sizes = dict[str, float](), dict[str, float]()
     for layer in work.layers:
         used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
         shares = sum(part * work.factor[factor.key] / users for factor, users in used)
@@ -134,16 +132,16 @@ def place_workers(
     heaviest = sizes if by_memory else weights
     placed: dict[str, int] = {}
     for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
-        own, after = sum(work.worker_bytes(layer)), []
+        state, after = sum(work.worker_bytes(layer)), []
         sent = work.moved(layer, 0, workers) if moving and work.held is None else 0.0
         for i in range(count):
             moved = sent if work.held is None else work.moved(layer, i)
-            seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + own
+            seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + state
             for factor in work.used[layer.name]:
                 if not (there := bases[factor.key]):
                     seconds += part * work.factor[factor.key]
                     nbytes += kept[factor.key] + part * packed_bytes(factor.side)
-                elif i not in there:  # where it is, it is free
+                elif i not in there:  # a rank that has a shared basis pays nothing more
                     seconds += work.travel(factor)
                     nbytes += kept[factor.key]
             after.append((loads[i] + seconds, nbytes))
@@ -180,10 +178,10 @@ def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[st
 def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Factor key -> eigen worker: of a layer's factors one of its workers, of one that several layers share a worker of
-    any of them. With ``split`` A and G of a layer may part, if that pays."""
+    """Factor key -> eigen worker: one of the layer's workers; for a shared factor, of any of its layers. With ``split``
+    a layer's A and G may be on two ranks, if that pays."""
     loads, memory = work.loads(workers, {}), work.memory(workers, {})
-    found: dict[str, int] = {}
+    eigen_workers: dict[str, int] = {}
 
     def seconds(item: tuple[FactorSpec, ...]) -> float:
         return sum(work.factor[factor.key] for factor in item)
@@ -193,26 +191,26 @@ def place_eigen_workers(
 
     for item in sorted(_items(work, split), key=size if by_memory else seconds, reverse=True):  # stable
         of_each = [work.users(factor, workers) for factor in item]
-        users, at_home = set.union(*of_each), sorted(set.intersection(*of_each))
-        fits = [rank for rank in at_home if memory[rank] + size(item) <= memory_cap]
+        users, candidates = set.union(*of_each), sorted(set.intersection(*of_each))
+        fits = [rank for rank in candidates if memory[rank] + size(item) <= memory_cap]
         if fits and not by_memory:
             rank = _soonest(fits, loads, users, seconds(item), sum(work.travel(factor) for factor in item))
         else:
-            rank = min(fits or at_home, key=lambda rank: (memory[rank], rank))
+            rank = min(fits or candidates, key=lambda rank: (memory[rank], rank))
         memory[rank] += int(size(item))
-        for factor, its in zip(item, of_each, strict=True):
-            found[factor.key] = rank
-            work.decompose(loads, factor, rank, its)
-    return found
+        for factor, its_users in zip(item, of_each, strict=True):
+            eigen_workers[factor.key] = rank
+            work.decompose(loads, factor, rank, its_users)
+    return eigen_workers
 
 
 def _items(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
-    """What is decomposed on one rank: both factors of a layer unless they may part."""
+    """Factors that one rank decomposes together: a layer's two, unless they may be split."""
     home: dict[str, str] = {}
     if not split:
         for used in work.used.values():
-            own = [factor.key for factor in used if len(factor.layers) == 1]
-            home |= dict.fromkeys(own, next(iter(own), ""))
+            keys = [factor.key for factor in used if len(factor.layers) == 1]
+            home |= dict.fromkeys(keys, next(iter(keys), ""))
     items: dict[str, list[FactorSpec]] = {}
     for factor in work.factors:
         items.setdefault(home.get(factor.key, factor.key), []).append(factor)
@@ -220,8 +218,8 @@ def _items(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
 
 
 def _soonest(among: list[int], loads: list[float], users: set[int], seconds: float, travel: float) -> int:
-    """Where, among some users, the largest load of eigen worker and users ends up smallest, then the least loaded;
-    ``travel`` is the seconds of either end of one copy of the eigenbases."""
+    """The rank among some users with which the largest load of eigen worker and users becomes smallest; of equals, the
+    least loaded. ``travel``: seconds that each end spends on one copy of the eigenbases."""
     first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), (0.0, -1)])
 
     def outcome(rank: int) -> tuple[float, float, int]:
@@ -233,11 +231,11 @@ def _soonest(among: list[int], loads: list[float], users: set[int], seconds: flo
 
 
 ROUNDING = 0.01
-"""A fraction this close, relatively, to a valid one means it: 0.33 of 3 ranks."""
+"""A fraction within this relative distance of a valid one is taken for that, such as 0.33 of 3 ranks."""
 
 
 def worker_counts(world: int) -> tuple[int, ...]:
-    """Every possible g: the divisors of ``world``, ascending."""
+    """All valid g: the divisors of ``world``, ascending."""
     return tuple(count for count in range(1, world + 1) if world % count == 0)
 
 
@@ -263,20 +261,20 @@ def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
 
 EVERYONE = -1
 CAPTURE_TOLERANCE = 0.1
-"""Accepted excess of a rank's captures at a step over their mean: they may give a little for an even refresh."""
+"""Fraction by which a rank's captures at a step may exceed their mean, for the sake of an even refresh."""
 
 
 def refresh_offsets(
     factors: Sequence[FactorSpec], eigen_workers: Mapping[str, int], work: Work, *, alone: bool = False
 ) -> tuple[Mapping[str, int], float]:
-    """Factor key -> the step, modulo the refresh interval, at which it is refreshed; modulo the update interval, at
-    which it is captured. And seconds of the slowest rank at the slowest step.
+    """Spread refreshes over steps. Returns factor key -> the step, modulo the refresh interval, of its refresh, which
+    modulo the update interval is that of its captures; and the seconds of the slowest rank at the slowest step.
 
-    Heaviest first, each to the step where the slowest rank suffers least: a step takes as long as that, so work of one
-    rank goes where another is as busy anyway, and else to the emptiest step. Ranks of a node that share ``node_cores``
-    cores also wait for each other. Captures of one step, D^2 each, are kept near their mean on every rank. Other
-    factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the steps past the
-    largest one stay empty. ``alone``: a factor is captured by its eigen worker and a few ranks more, not by every rank.
+    The heaviest factor first, each goes to the step whose slowest rank it delays least: a step takes as long as that
+    rank, so work goes where another rank is as busy anyway, else to the emptiest step. Ranks of a node that share
+    ``node_cores`` cores also delay each other. Captures at a step, D^2 each, stay near their mean on every rank. Other
+    factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the steps past its
+    largest multiple stay empty. ``alone``: a factor is captured by its eigen worker and a few ranks, not by all.
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
@@ -302,7 +300,7 @@ def refresh_offsets(
             after_it, outcomes = [now[who[key]] + squares[key] for now in captured], []
             fewest = max(limit, min(after_it))
             for step in (step for step in range(steps) if after_it[step % captures] <= fewest):
-                # by differences, so that work comes out exactly equal on an idle step and after the slowest rank's own
+                # differences make an idle step and one after the slowest rank's work compare as exactly equal
                 longer = max(0.0, *(more - (length[step] - busy[step].get(part, 0.0)) for part, more in parts.items()))
                 after = length[step] + longer
                 outcomes.append((max(worst, after), longer, after, after_it[step % captures], step))
@@ -315,17 +313,17 @@ def refresh_offsets(
 
 
 ROWS_PER_COLUMN = 4
-"""Rows of an update per column of a factor, where the config names no number."""
+"""Rows of an update per column of a factor, unless the config says otherwise."""
 
 
 @dataclass(frozen=True)
 class Contributors:
-    """Of ``world`` ranks, ``node_size`` consecutive ones a node.
+    """Which of ``world`` ranks capture a factor's batch; ``node_size`` consecutive ranks are a node.
 
     Attributes:
-        counts: factor key -> how many contribute to an update; all of them to those that are missing.
-        sequence: so many consecutive ranks have the parts of one sequence: all of them contribute, or none. A factor
-            would see one part of all sequences for ever.
+        counts: factor key -> number of contributors to an update; a missing factor has all ranks.
+        sequence: number of consecutive ranks that hold the parts of one sequence. All of them contribute or none, else
+            a factor would always see the same part of sequences.
     """
 
     world: int
@@ -334,30 +332,25 @@ class Contributors:
     sequence: int = 1
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
-        """Ranks that contribute to a factor at ``step``, ascending: those of the eigen worker's node first.
-
-        Args:
-            owner: its eigen worker.
-        """
+        """Ranks that contribute to a factor at ``step``, ascending. The eigen worker ``owner``'s node comes first."""
         count, everyone = self.counts.get(key, self.world), range(self.world)
         if count >= self.world:
             return everyone
         if (parts := self.sequence) > 1:
             whole = Contributors(self.world // parts, max(1, self.node_size // parts), {key: -(-count // parts)})
-            found = whole.of(key, owner // parts, step)
-            return tuple(parts * sequence + part for sequence in found for part in range(parts))
+            sequences = whole.of(key, owner // parts, step)
+            return tuple(parts * sequence + part for sequence in sequences for part in range(parts))
         start = owner - owner % self.node_size
         node = range(start, min(start + self.node_size, self.world))
-        found = [owner, *_turned([rank for rank in node if rank != owner], count - 1, owner, step)]
-        if len(found) < count:
+        ranks = [owner, *_rotating([rank for rank in node if rank != owner], count - 1, owner, step)]
+        if len(ranks) < count:
             others = [rank for rank in everyone if rank not in node]
-            found += _turned(others, count - len(found), owner, step)
-        return tuple(sorted(found))
+            ranks += _rotating(others, count - len(ranks), owner, step)
+        return tuple(sorted(ranks))
 
 
-def _turned(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
-    """``count`` of them at most, from a place that visits all of them alike as steps go by, another one for every
-    eigen worker."""
+def _rotating(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
+    """At most ``count`` of the ranks, starting at a place that depends on step and owner, so that all take turns."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))
@@ -367,13 +360,13 @@ def _turned(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int
 def counted(
     factors: Sequence[FactorSpec], rows: Mapping[str, float], world: int, *, wanted: int | None
 ) -> Mapping[str, int]:
-    """Factor key -> ranks that have the rows of an update.
+    """Factor key -> number of ranks that together have the rows of an update; all ranks for missing factors.
 
-    A factor is an average over many updates, each of which needs a few rows per column, whatever the number of ranks.
-    So what statistics cost a rank falls with the number of ranks: each captures, sums and sends its part only.
+    A factor averages many updates, each of which needs a few rows per column, whatever the number of ranks. So the cost
+    of statistics on a rank falls with the number of ranks.
 
     Args:
-        rows: factor key -> rows of a rank in a step; factors that are missing take all ranks.
+        rows: factor key -> rows of a rank in a step, if known.
         wanted: rows of an update; None: in proportion to the widest block.
     """
     counts = {}
@@ -385,5 +378,5 @@ def counted(
 
 
 def needed(factor: FactorSpec, wanted: int | None) -> int:
-    """Rows of an update."""
+    """Rows that an update of a factor needs."""
     return wanted or ROWS_PER_COLUMN * (factor.side.block if factor.side.block > 1 else factor.side.dim)

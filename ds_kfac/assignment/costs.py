@@ -1,6 +1,6 @@
-"""What there is to do, and what it costs: seconds of kinds of work on one device, by builtin rates or those of a file;
-factors, separate from layers as two layers that see one input have one A; and what each costs the rank that it is given
-to, in seconds per step and in bytes. Pure; the same numbers on every rank give the same plans.
+"""The tasks of a step and their costs. A device's rates give the seconds of each kind of work; factors are listed apart
+from layers, as layers with one input share an A; and each task has seconds per step and bytes on the rank that does it.
+Pure: every rank makes the same plan from the same numbers.
 """
 
 import json
@@ -17,9 +17,9 @@ from ds_kfac.curvature.methods import EIGEN, ITERATED, Method
 from ds_kfac.model.layers import LayerSpec, key_of
 
 ELEMENT_BYTES = 4
-"""All state and, in the model, everything that is sent is fp32."""
+"""All state is fp32, and all messages are taken to be."""
 FOLD_CALLS, FOLD_PASSES = 10, 6
-"""Kernels started, and passes over it, to fold one batch sum into a copy of a running average."""
+"""Kernels, and passes over memory, to average one batch sum into a copy of a factor."""
 Workers = Mapping[str, tuple[int, ...]]
 """Layer name -> ranks that precondition its gradient, ascending."""
 Table = tuple[tuple[int, float], ...]
@@ -27,18 +27,17 @@ Table = tuple[tuple[int, float], ...]
 
 
 def capture_flops(side: Side, rows: int) -> int:
-    """Of rows^T rows, symmetric, inside the side's blocks."""
+    """FLOPs of x^T x, symmetric, inside the side's blocks."""
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
 def decompose_flops(side: Side, method: Method = EIGEN) -> int:
-    """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for an inverse by
-    Cholesky; a diagonal needs none."""
+    """9 n^3 for eigh by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for a Cholesky inverse, 0 for a diagonal."""
     return sum(method.solver_flops * count * width**3 for count, width in side.groups) if side.block > 1 else 0
 
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
-    """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
+    """FLOPs to rotate a gradient and rotate it back: 4 O I (O + I) for dense sides; half of it with inverses."""
     numel = layer.G.dim * layer.A.basis_numel + layer.A.dim * layer.G.basis_numel
     return method.product_flops * numel // layer.groups
 
@@ -48,22 +47,22 @@ class CostModel:
     """Rates of a device and of the links between ranks; methods return seconds.
 
     Attributes:
-        eigh_seconds, cholesky_seconds: (n, seconds) of one n x n fp32 eigh, of one inverse by Cholesky, n ascending.
-            Between two sizes a power of n; below the first its seconds, as the floor of a call; above the last n^3.
-        gemm_flops: fp32 FLOP per second of a large matrix product.
-        product_flops: (n, the same of n x n matrices); empty: of any size.
-        syrk_flops: the same of rows^T rows, counting rows D (D + 1).
-        copy_bytes: bytes read and written per second by elementwise work.
-        call_seconds: floor of starting any kernel.
-        link_bytes: bytes per second between ranks, each way; of different nodes, if ``node_bytes`` is given.
+        eigh_seconds, cholesky_seconds: (n, seconds) of one n x n fp32 eigh, or inverse by Cholesky, n ascending.
+            Between two sizes a power of n; below the first its seconds, the floor of a call; above the last n^3.
+        gemm_flops: fp32 FLOP/s of a large matrix product.
+        product_flops: (n, FLOP/s of products of n x n matrices); empty: ``gemm_flops`` at all sizes.
+        syrk_flops: FLOP/s of x^T x, counted as rows D (D + 1).
+        copy_bytes: bytes per second that elementwise work reads and writes.
+        call_seconds: seconds to start a kernel.
+        link_bytes: bytes per second between ranks, each way; between nodes, if ``node_bytes`` is given.
         link_seconds: latency of a message.
-        node_size: consecutive ranks of a node.
+        node_size: number of consecutive ranks on a node.
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
-        model_flops: FLOP per second of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
-        node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
-        ieee_flops: of large products in fp32, not TF32, for steps from a last eigenbasis; 0: eigh is as fast.
-        beside: whether decompositions of steps to come run beside the model, in a stream of the device.
-        measured: attributes that a clock has seen on such a device; others are assumed.
+        model_flops: FLOP/s of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
+        node_cores: decompositions that a node's ranks can run at once; 0: each rank has a device of its own.
+        ieee_flops: FLOP/s of large fp32 (not TF32) products, for steps from a last eigenbasis; 0: eigh is as fast.
+        beside: whether decompositions for later steps run beside the model, in a stream of the device.
+        measured: attributes that were measured on such a device; others are assumed.
     """
 
     eigh_seconds: Table
@@ -84,14 +83,14 @@ class CostModel:
     measured: frozenset[str] = frozenset()
 
     def rate(self, width: float) -> float:
-        """FLOP per second of a product of n x n matrices: between two sizes a power of n, beyond them the last."""
+        """FLOP/s of a product of n x n matrices: between two sizes a power of n, beyond them the nearest."""
         if not self.product_flops:
             return self.gemm_flops
         sizes = [size for size, _ in self.product_flops]
         return _interpolated(self.product_flops, min(max(width, sizes[0]), sizes[-1]))
 
     def step(self, width: int, method: Method = ITERATED) -> float:
-        """One step from a last eigenbasis: products, solves, and two Cholesky factors, each a third of an inverse."""
+        """Seconds of one step from a last eigenbasis: products, solves, two Cholesky factors (2/3 of an inverse)."""
         products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
         return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
 
@@ -99,11 +98,11 @@ class CostModel:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
     def transfer(self, nbytes: float, *, within_node: bool = False) -> float:
-        """Between two ranks. Messages of many layers travel in one, so latencies are left out."""
+        """Seconds to send bytes between two ranks, without latency: many layers share a message."""
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
-        """One refresh of a factor, in the mean of those after the burn-in; a diagonal is its own eigenbasis."""
+        """Mean seconds of a factor's refreshes after the burn-in; a diagonal is its own eigenbasis."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
@@ -115,17 +114,17 @@ class CostModel:
         return total
 
     def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
-        """Rotate, divide, rotate back; or multiply by both inverses."""
+        """Seconds to rotate, divide and rotate back, or to multiply by both inverses."""
         seconds = precondition_flops(layer, method) / self.rate(mean_width(layer))
         return seconds + self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
 
     def fold(self, side: Side) -> float:
-        """One batch sum into the running average."""
+        """Seconds to average one batch sum into a factor."""
         return self.elementwise(FOLD_PASSES * ELEMENT_BYTES * side.numel, FOLD_CALLS)
 
 
 def mean_width(layer: LayerSpec) -> float:
-    """Side of a square matrix with as many elements as one of the layer's groups."""
+    """Width of a square matrix with as many elements as one of the layer's groups."""
     return (layer.numel / layer.groups) ** 0.5
 
 
@@ -170,24 +169,24 @@ RATES = "gemm_flops ieee_flops syrk_flops copy_bytes call_seconds link_bytes lin
 
 
 def measured(costs: CostModel, path: str) -> CostModel:
-    """``costs`` with what a file has that ``python -m benchmarks.kernels.costs`` wrote: JSON, an object of fields of
-    :class:`CostModel`, tables as lists of [size, value]; "machine" is for people. What it lacks stays builtin.
+    """``costs`` with values from a file that ``python -m benchmarks.kernels.costs`` wrote: a JSON object of fields of
+    :class:`CostModel`, tables as lists of [size, value]. "machine" is for people; missing fields stay builtin.
 
     Raises:
         ValueError: no such file, or it holds something else.
     """
     fields: dict[str, Any] = {}
     try:
-        found = json.loads(Path(path).read_text())
-        if not isinstance(found, dict):
+        content = json.loads(Path(path).read_text())
+        if not isinstance(content, dict):
             raise ValueError("not an object")
-        for name in found.keys() - {"machine"}:
+        for name in content.keys() - {"machine"}:
             if name not in (*TABLES, *RATES):
                 raise ValueError(f"{name} is none of {', '.join((*TABLES, *RATES))}")
             if name not in TABLES:
-                fields[name] = _positive(found[name])
+                fields[name] = _positive(content[name])
                 continue
-            table = fields[name] = tuple((int(_positive(size)), _positive(value)) for size, value in found[name])
+            table = fields[name] = tuple((int(_positive(size)), _positive(value)) for size, value in content[name])
             if not table or [size for size, _ in table] != sorted({size for size, _ in table}):
                 raise ValueError(f"{name}: sizes must ascend")
     except (OSError, ValueError, TypeError) as problem:
@@ -203,8 +202,8 @@ def _positive(value: Any) -> float:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """A factor that some rank reduces, averages and decomposes; identity sides have none. ``key`` is "<layer>/A" or
-    "<layer>/G", after the first of ``layers``, the names of those that have it: several if they share their input."""
+    """A factor that some rank averages and decomposes; identity sides have none. ``layers``: names of the layers that
+    have it, several if they share their input. ``key``: "<layer>/A" or "<layer>/G", by the first of them."""
 
     key: str
     side: Side
@@ -216,8 +215,8 @@ class FactorSpec:
 
 
 def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()) -> tuple[FactorSpec, ...]:
-    """All factors, in module order, A before G. Layers that name another one in ``shares`` have its A, and those of a
-    group in ``shared``, which see one input, the A of its first."""
+    """All factors, in module order, A before G. A layer has the A of the one that it names in ``shares``; the layers of
+    a group in ``shared``, which see one input, have the A of the first of them."""
     leader = {name: group[0] for group in shared for name in group}
     users: dict[str, list[str]] = {}
     sides: dict[str, Side] = {}
@@ -234,20 +233,20 @@ def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = 
 
 def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
     """Layer name -> {"A": .., "G": ..}, without identity sides."""
-    found: dict[str, dict[str, FactorSpec]] = {}
+    by_layer: dict[str, dict[str, FactorSpec]] = {}
     for factor in factors:
         for layer in factor.layers:
-            found.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
-    return found
+            by_layer.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
+    return by_layer
 
 
 def packed_bytes(side: Side) -> int:
-    """A running factor: fp32 packed triangles and its count."""
+    """Bytes of a running factor: fp32 packed triangles and a counter."""
     return 4 * side.numel + 4
 
 
-def kept_bytes(side: Side, method: Method) -> int:
-    """What workers keep of a factor, in fp32."""
+def basis_bytes(side: Side, method: Method) -> int:
+    """Bytes of a factor's decomposition, in fp32."""
     return 4 * method.numel(side)
 
 
@@ -255,13 +254,13 @@ def kept_bytes(side: Side, method: Method) -> int:
 class Work:
     """Cost of every task that can be assigned to a rank, in seconds per step, amortised over the intervals.
 
-    Both ends pay for what is sent, a sender for every copy; results leave and arrive at once, so the longer direction
-    counts. What every rank does alike, capturing and sending batch sums, is left out.
+    Sender and receiver both pay for a message, the sender for every copy; results leave and arrive at the same time, so
+    the longer direction counts. Work that all ranks do alike, capturing and sending batch sums, is left out.
 
     Attributes:
-        held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
-        moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
-        method: what workers keep of a factor.
+        held: layer name -> gradient elements on each rank; None if all ranks hold all gradients.
+        moments: number of fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
+        method: how factors are decomposed.
     """
 
     layers: Sequence[LayerSpec]
@@ -301,8 +300,8 @@ class Work:
         return self.costs.transfer(nbytes, within_node=within_node) / self.refresh_interval
 
     def moved(self, layer: LayerSpec, rank: int, workers: int = 1) -> float:
-        """Seconds per step on a worker of a layer: gather what others hold of the gradient, return the result; where
-        gradients are replicated, send the result along a row of consecutive ranks."""
+        """Seconds per step that a layer's worker spends on moving: it gathers the gradient's parts and returns the
+        result; if gradients are replicated, it sends the result along a row of consecutive ranks."""
         if self.held is not None:
             missing = max(0, layer.numel - self.held[layer.name][rank])
             return self.costs.transfer(2 * ELEMENT_BYTES * missing)
@@ -312,8 +311,8 @@ class Work:
         return sends + (width - 1 - within) * self.costs.transfer(nbytes)
 
     def worker_bytes(self, layer: LayerSpec) -> tuple[int, int]:
-        """State of a layer on each worker that others do not share: eigenvalues of identities, moments and counter."""
-        ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
+        """(bytes of identities' eigenvalues, bytes of moments and their counter) of a layer on each worker."""
+        ones = sum(basis_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
         return ones, 4 * self.moments * layer.numel + 4 if self.moments else 0
 
     def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
@@ -342,7 +341,7 @@ class Work:
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
-        """Add a factor's seconds to its eigen worker, and its eigenbasis' to both ends of its way to other workers."""
+        """Add a factor's seconds to its eigen worker, and its eigenbasis's travel to sender and receivers."""
         loads[rank] += self.factor[factor.key]
         near, far = self.travel(factor, within_node=True), self.travel(factor)
         node = rank // self.costs.node_size
@@ -352,35 +351,35 @@ class Work:
         loads[rank] += sum(sent.values())
 
     def state(self, workers: Workers, eigen_workers: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
-        """Kind -> bytes of every rank: packed factors on eigen workers; eigenbases, once, and moments on workers."""
-        found = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
+        """Kind -> bytes on every rank: factors on eigen workers; eigenbases, each once, and moments on workers."""
+        nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
         for layer in self.layers:
             ones, moments = self.worker_bytes(layer)
             for rank in workers[layer.name]:
-                found["eigenbases"][rank] += ones
-                found["moments"][rank] += moments
+                nbytes["eigenbases"][rank] += ones
+                nbytes["moments"][rank] += moments
         for factor in self.factors:
             if factor.key in eigen_workers:
-                found["factors"][eigen_workers[factor.key]] += packed_bytes(factor.side)
-            size = kept_bytes(factor.side, self.method)
+                nbytes["factors"][eigen_workers[factor.key]] += packed_bytes(factor.side)
+            size = basis_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
-                found["eigenbases"][rank] += size
-        return found
+                nbytes["eigenbases"][rank] += size
+        return nbytes
 
     def memory(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
         """Bytes of :meth:`state` of every rank."""
         return [sum(kinds) for kinds in zip(*self.state(workers, eigen_workers).values(), strict=True)]
 
     def beside(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
-        """Bytes that a step takes of every rank beside the state, without messages: sums of the factors that it
-        averages, gradients of its layers and what they become."""
-        found = [0] * self.world
+        """Bytes that a step needs on every rank beside the state, without messages: batch sums of the factors that it
+        averages, gradients and results of its layers."""
+        nbytes = [0] * self.world
         for factor in self.factors:
-            found[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
+            nbytes[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
         for layer in self.layers:
             for rank in workers[layer.name]:
-                found[rank] += 2 * ELEMENT_BYTES * layer.numel
-        return found
+                nbytes[rank] += 2 * ELEMENT_BYTES * layer.numel
+        return nbytes
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:

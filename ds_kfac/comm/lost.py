@@ -1,7 +1,7 @@
-"""Whose fault it is that a collective failed: what the backends say names neither a rank nor what was exchanged.
+"""Names the ranks that made a collective fail: the backends' errors name neither a rank nor what was exchanged.
 
-By the job's store. A rank that raises in K-FAC's step leaves a note there; one whose collective fails looks for notes,
-and says that it waits, so that those that do not are known: they died, or are elsewhere.
+Ranks meet in the job's store. One that raises in K-FAC's step leaves a note there. One whose collective fails reads the
+notes and registers as waiting: ranks that do not register have died, or are elsewhere in the program.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch.distributed
 
 NOTE, WAITING = "ds_kfac/note", "ds_kfac/waiting"
 PATIENCE = 3.0
-"""Seconds in which ranks whose collective failed find each other."""
+"""Seconds that a rank whose collective failed waits for others to register."""
 
 
 class LostRank(RuntimeError):
@@ -22,7 +22,7 @@ class LostRank(RuntimeError):
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Around a step: what this rank raises is told to the others, which wait for it. ``where``: what it was doing."""
+    """Wraps a step: an error on this rank is noted for the others, which wait. ``where``: text of what it did."""
     try:
         yield
     except LostRank:
@@ -36,22 +36,22 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def naming(what: str, group: Any, number: int) -> Iterator[None]:
-    """Around a collective of a group's.
+    """Wraps a group's collective.
 
     Args:
-        what: is exchanged.
-        number: of the collective, the same on every rank of the group, and another one for every collective.
+        what: text that says what is exchanged.
+        number: number of the collective in its group.
 
     Raises:
-        LostRank: for what the backend raised, with the ranks that are to blame, as far as they are known.
+        LostRank: the backend raised an error; names the ranks that are to blame, if that can be found out.
     """
     try:
         yield
     except RuntimeError as error:
-        found = ["no rank has said why: see the backend's own error, above"]
+        reasons = ["no rank has said why: see the backend's own error, above"]
         with suppress(Exception):
-            found = _blamed(torch.distributed.get_process_group_ranks(group), number) or found
-        raise LostRank(f"ds_kfac: {what} could not be exchanged: {'; '.join(found)}") from error
+            reasons = _blamed(torch.distributed.get_process_group_ranks(group), number) or reasons
+        raise LostRank(f"ds_kfac: {what} could not be exchanged: {'; '.join(reasons)}") from error
 
 
 def _store() -> Any:

@@ -1,7 +1,7 @@
-"""What ranks exchange: all network traffic of K-FAC, counted by what it carries.
+"""All network traffic of K-FAC, counted by kind.
 
-A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen plan of what moves,
-the same on every rank; scalars that ranks tell each other are one of them.
+A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen plan of its moves,
+the same on every rank; scalars that ranks exchange are such a part.
 """
 
 from collections import Counter
@@ -24,47 +24,47 @@ from ds_kfac.comm.lost import naming
 T = TypeVar("T")
 
 SHOWN = 4
-"""Problems of a rank that a message spells out."""
+"""Problems of a rank that an error lists."""
 
 
-def gathered(mine: T, group: Any = None) -> list[T]:
-    """The object of every rank of a group (None: of the job), by rank; pickled. Collective."""
-    everyone = [mine] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, mine, group=group)
+def gathered(value: T, group: Any = None) -> list[T]:
+    """Each rank's object, by rank of a group (None: the job); pickled. Collective."""
+    everyone = [value] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, value, group=group)
     return everyone
 
 
-def of_ranks(own: Tensor, group: Any) -> Tensor:
-    """A small tensor of every rank of a group, stacked, by rank. Collective."""
-    everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(everyone, own, group=group)
+def of_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Each rank's small tensor, stacked by rank of a group. Collective."""
+    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(everyone, tensor, group=group)
     return torch.stack(everyone)
 
 
 @contextmanager
 def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
-    """Run the block on every rank; it appends problems to the yielded list or raises. Collective; raises ``error`` on
-    every rank, with ``headline`` and every rank's problems, if any rank had one."""
+    """Wraps local work that may fail on some ranks only; the work appends problems to the yielded list, or raises.
+    Collective. If any rank had a problem, raises ``error`` on every rank, with ``headline`` and all ranks' problems."""
     problems: list[str] = []
     try:
         yield problems
     except Exception as problem:  # not swallowed: raised below on every rank
         problems.append(f"{type(problem).__name__}: {problem}")
-    found = []
+    lines = []
     for rank, texts in enumerate(gathered(problems, group)):
-        found += [f"rank {rank}: {text}" for text in texts[:SHOWN]]
+        lines += [f"rank {rank}: {text}" for text in texts[:SHOWN]]
         if len(texts) > SHOWN:
-            found.append(f"rank {rank}: and {len(texts) - SHOWN} more")
-    if found:
-        raise error(headline + "\n  " + "\n  ".join(found))
+            lines.append(f"rank {rank}: and {len(texts) - SHOWN} more")
+    if lines:
+        raise error(headline + "\n  " + "\n  ".join(lines))
 
 
 class Channel:
-    """In a process group of K-FAC's own, so that its traffic is never ordered against DeepSpeed's reductions and
-    prefetches. Collective: construct it on every rank of the job, each with the group whose ranks it connects.
+    """A process group of K-FAC's own, so that its traffic is not ordered against DeepSpeed's reductions and prefetches,
+    with counters. Collective: every rank of the job makes one, each with the group whose ranks it connects.
 
     Attributes:
-        calls: kind -> collectives entered. One that carries several kinds counts for the first.
+        calls: kind -> collectives entered; one that carries several kinds counts for the first.
         sent, received: kind -> payload bytes to and from other ranks.
     """
 
@@ -77,8 +77,7 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Give back the group; the last channel that has it, its threads and descriptors, too. Nothing more the second
-        time. Local: other ranks may be gone, or the job's default group."""
+        """Leave the group; the last channel that uses it ends it. May be called twice. Local: others may be gone."""
         own, self._own, self.group = self._own, None, None
         if own is not None:
             own.close()
@@ -88,7 +87,7 @@ class Channel:
         return naming(what, self.group, sum(self.calls.values()))
 
     def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
-        """A small vector of numbers, summed over all ranks in place. Collective."""
+        """Sum a small vector over all ranks, in place. Collective."""
         with self.naming("numbers of all layers"):
             dist.all_reduce(vector, group=self.group)
         self.calls[kind] += 1
@@ -100,13 +99,13 @@ class Channel:
     def all_to_all(
         self, sent: Tensor, outgoing: list[int], incoming: list[int], carries: Mapping[str, tuple[int, int]]
     ) -> tuple[Tensor, Any]:
-        """Send ``outgoing[r]`` elements to each rank r, receive ``incoming[r]`` from it.
+        """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` from it.
 
         Args:
-            sent: flat, the pieces in rank order.
+            sent: flat, what goes to each rank, in rank order.
             carries: kind -> (bytes to, bytes from) other ranks.
 
-        Returns what is received, and the handle to wait on before it is used.
+        Returns the received tensor, and a handle to wait for before it is read.
         """
         received = sent.new_empty(sum(incoming))
         with self.naming(", ".join(carries)):
@@ -122,13 +121,13 @@ class Channel:
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A process group that DeepSpeed does not use, one for each set of ranks: an engine of ZeRO that nobody destroys
-    lives as long as its process, with or without K-FAC, and a group for each of them would, too. Channels that share it
-    enter its collectives in the order of the program, as engines do with DeepSpeed's groups.
+    """A process group that DeepSpeed does not use. There is one for each set of ranks, shared by channels: a ZeRO
+    engine that is not destroyed lives as long as its process, and groups of their own would pile up. Channels enter a
+    shared group's collectives in the program's order, as engines do with DeepSpeed's groups.
 
     Attributes:
-        number: of the call of :func:`own_group` that made it, the same on all of its ranks.
-        channels: open ones; the last to close ends it.
+        number: number of the call of :func:`own_group` that made it, the same on all its ranks.
+        channels: number of open channels; the last to close ends the group.
     """
 
     group: Any
@@ -143,7 +142,7 @@ class OwnGroup:
         return self.group in torch.distributed.distributed_c10d._world.pg_map
 
     def close(self) -> None:
-        """A channel less."""
+        """Close one channel."""
         self.channels -= 1
         if not self.channels:
             if _own_groups.get(self.ranks) is self:
@@ -157,21 +156,21 @@ _calls = count()
 
 
 def own_group(group: Any) -> OwnGroup:
-    """That of the same ranks, with the job's timeout, which DeepSpeed's own groups do not take over. A new one unless
-    all of these ranks still have the last one. Collective over all ranks of the job, whose groups may differ."""
+    """The group with the same ranks as ``group``, with the job's timeout, which DeepSpeed's own groups do not inherit.
+    A new one, unless all these ranks still have the last one. Collective over the job; ranks' groups may differ."""
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
     timeout = next((option._timeout for option in options if option is not None), None)  # a backend may hide it
     ranks, call = tuple(torch.distributed.get_process_group_ranks(group)), next(_calls)
-    known = _own_groups.get(ranks)
-    number = known.number if known is not None and known.is_alive and known.timeout == timeout else None
+    last = _own_groups.get(ranks)
+    number = last.number if last is not None and last.is_alive and last.timeout == timeout else None
     numbers: dict[tuple[int, ...], set[int | None]] = {}
-    for one, its in gathered((ranks, number)):
-        numbers.setdefault(one, set()).add(its)
-    for one in sorted(numbers):  # every rank takes part in making every group
-        if None in numbers[one] or len(numbers[one]) > 1:
-            made = torch.distributed.new_group(list(one), timeout=timeout)
-            if one == ranks:
+    for members, its_number in gathered((ranks, number)):
+        numbers.setdefault(members, set()).add(its_number)
+    for members in sorted(numbers):  # torch: every rank of the job takes part in making every group
+        if None in numbers[members] or len(numbers[members]) > 1:
+            made = torch.distributed.new_group(list(members), timeout=timeout)
+            if members == ranks:
                 _own_groups[ranks] = OwnGroup(made, ranks, call, timeout)
     own = _own_groups[ranks]
     own.channels += 1
@@ -191,7 +190,7 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """Every piece that changes ranks; pieces already in place are not in it. The same on every rank."""
+    """All moves between ranks; elements that are in place are not listed. The same on every rank."""
 
     world: int
     moves: tuple[Move, ...]
@@ -200,14 +199,14 @@ class RelayoutPlan:
     def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
         """(source, target) -> moves in the order in which they lie in a message."""
         order: dict[tuple[int, int], list[Move]] = {}
-        # of millions; a dataclass's own comparison takes several times as long
+        # there may be millions, and comparing dataclasses takes several times as long
         for move in sorted(self.moves, key=attrgetter("param", "start", "numel", "source", "target")):
             order.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in order.items()}
 
     @cached_property
     def sizes(self) -> Mapping[tuple[int, int], list[int]]:
-        """(source, target) -> elements of each move."""
+        """(source, target) -> numbers of elements of the moves."""
         return {pair: [move.numel for move in moves] for pair, moves in self.moved.items()}
 
     @property
@@ -217,7 +216,7 @@ class RelayoutPlan:
 
 
 ALIGNMENT = 16
-"""Bytes; every part of a message starts at a multiple, so that it can be viewed in its own dtype."""
+"""A part of a message starts at a multiple of this many bytes, so that it can be viewed in its own dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
 
@@ -227,10 +226,10 @@ class MessagePart:
     """One kind of content of a message.
 
     Attributes:
-        kind: for the accounting.
-        plan: what moves; the same on every rank, but moves between two other ranks may be missing.
-        piece: gives the flat elements of a move whose source is this rank.
-        dtype: on the wire, the same on every rank.
+        kind: name under which its bytes are counted.
+        plan: its moves, the same on every rank; moves between two other ranks may be missing.
+        piece: move whose source is this rank -> its flat elements.
+        dtype: dtype on the wire, the same on every rank.
     """
 
     kind: str
@@ -240,11 +239,11 @@ class MessagePart:
 
 
 class Message:
-    """On its way. Collective: made on every rank, in the same order.
+    """A message on its way. Collective: made on every rank, in the same order.
 
     Args:
         parts: at least one.
-        packed: called when the pieces have been copied, before there is memory for what is received.
+        packed: called once the pieces are copied, before memory for the received ones is allocated.
     """
 
     def __init__(
@@ -264,13 +263,13 @@ class Message:
                 place.copy_(part.piece(move))
         if packed is not None:
             packed()
-        self._sent, self._channel = sent, channel  # until it has left
+        self._sent, self._channel = sent, channel  # kept alive until it is sent
         carries = {part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves}
         carries = carries or {parts[0].kind: (0, 0)}
         self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries)
 
     def wait(self) -> list[Arrivals]:
-        """What arrived, per part."""
+        """Wait; the arrivals of each part."""
         with self._channel.naming(", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves))):
             self._handle.wait()
         del self._sent
@@ -288,7 +287,7 @@ Places = list[tuple[MessagePart, tuple[int, int], int, int]]
 def _laid_out(
     parts: Sequence[MessagePart], pairs: Sequence[tuple[int, int]], rank: int
 ) -> tuple[list[int], Places, Counter[str]]:
-    """Bytes between each pair, padding included; where the parts lie; bytes to or from other ranks by kind."""
+    """Layout of a buffer: bytes of each pair, padding included; the parts' places; kind -> bytes to or from others."""
     sizes, places, carried, start = [], [], Counter[str](), 0
     for pair in pairs:
         first = start
@@ -305,8 +304,8 @@ def _laid_out(
 def deliver(
     parts: Sequence[MessagePart], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
 ) -> list[Arrivals]:
-    """Send this rank's pieces of all parts, whose plans hold every rank's moves, return per part those it received. One
-    collective for all of them; none if nothing moves anywhere. ``packed``: see :class:`Message`."""
+    """Send this rank's pieces of all parts, and return those that it received, a list for each part. The plans must
+    have every rank's moves. One collective; none if there are no moves at all. ``packed``: see :class:`Message`."""
     if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
         return Message(parts, channel, device, packed).wait()
     if packed is not None:
@@ -315,11 +314,11 @@ def deliver(
 
 
 class Scalars:
-    """Which rank sends which scalars in this step.
+    """Scalars that ranks send in this step.
 
     Args:
-        names: per rank, the names of its scalars; the same on every rank.
-        rows: groups of ranks that exchange scalars; None: all with all.
+        names: by rank, names of the scalars that it sends; the same on every rank.
+        rows: groups of ranks that exchange scalars; None: all ranks are one group.
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int, rows: Sequence[Sequence[int]] | None = None):
@@ -328,7 +327,7 @@ class Scalars:
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """A rank's scalars to each other one of its row."""
+        """Moves of each rank's scalars to all other ranks of its group."""
         moves = [
             Move(source, 0, len(self.names[source]), source, target)
             for row in self.rows
@@ -339,19 +338,19 @@ class Scalars:
         return RelayoutPlan(len(self.names), tuple(moves))
 
     def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> MessagePart:
-        """To send this rank's scalars: fp32, on the device."""
-        own = [values[name].float().reshape(()) for name in self.names[self.rank]]
-        self._own = torch.stack(own) if own else torch.zeros(0, device=device)
-        return MessagePart("numbers", self.plan, lambda move: self._own, torch.float32)
+        """The message part with this rank's scalars: fp32, on the device."""
+        scalars = [values[name].float().reshape(()) for name in self.names[self.rank]]
+        self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device)
+        return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[int, Tensor]:
-        """Scalars received from each rank (including this one), in the order of their names."""
+        """Rank -> its scalars, in the order of their names; this rank's, too."""
         # copies: a view would keep the whole message
-        sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._own}
+        sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {rank: sent[rank] for rank in sorted(sent)}
 
     def named(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Name -> scalar, of names that only one rank sends."""
+        """Name -> scalar, for names that only one rank sends."""
         return {
             name: number
             for rank, numbers in self.read(received).items()

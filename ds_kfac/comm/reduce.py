@@ -1,9 +1,8 @@
-"""The batch sums of one step on their way to the factors' owners, in messages of 32 or 16 bits.
+"""Reduces a step's batch sums to the factors' owners, in messages of 32 or 16 bits.
 
-A sum travels from each of its contributors to its owner, the rank that averages the factor. Sums that nobody but their
-owner makes do not travel. A message carries as much as its bound lets it: a long sum may travel in several pieces. It
-is an all-to-all followed by a local sum in rank order: the same result whatever the order of arrival, and sums in fp32
-whatever travels. Which sums are in which message is a pure layout, the same on every rank.
+A sum travels from each of its contributors to its owner, the rank that averages the factor. A message has a bound in
+bytes: a long sum may travel in several pieces. Each message is an all-to-all, followed by a local fp32 sum in rank
+order, so the result does not depend on the order of arrival. Which message has which sums is a pure layout.
 """
 
 from collections import Counter
@@ -21,16 +20,15 @@ from ds_kfac.comm.message import Channel, Message, MessagePart, Move, RelayoutPl
 from ds_kfac.model.rows import BatchSum
 
 ALIGNMENT = 32
-"""Elements; a piece of a sum starts at a multiple, so that vectorised kernels may assume it."""
+"""A piece of a sum starts at a multiple of this many elements, for vectorised kernels."""
 COUNT = 4
 """Bytes of a sum's count."""
 PIECES = 4
-"""A piece takes at most such a part of its message."""
-KNOWN = 64
-"""Steps whose layout is kept, and messages whose plans are: contributors come round again after as many updates as a
-node has ranks."""
+"""A piece takes at most 1/PIECES of its message."""
+CACHED = 64
+"""Cached layouts of steps, and plans of messages: contributors repeat after as many updates as a node has ranks."""
 IN_FLIGHT = 2
-"""Messages at a time: each holds what it sends and what it receives."""
+"""Messages at a time; each holds what it sends and what it receives."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,10 +37,10 @@ class Slot:
     """The batch sum of a factor.
 
     Attributes:
-        factor: its key.
-        numel: of the packed sum.
-        owner: the rank that averages it.
-        contributors: ranks that make it, ascending.
+        factor: key of the factor.
+        numel: elements of the packed sum.
+        owner: rank that averages it.
+        contributors: ranks that have rows of it, ascending.
     """
 
     factor: str
@@ -66,20 +64,20 @@ class SumPiece:
 
 
 Bucket = tuple[SumPiece, ...]
-"""What travels in one message."""
+"""Pieces that travel in one message."""
 
 
-def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
+def buckets(slots: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
     """The messages of some sums, in the order in which they leave.
 
     Args:
-        itemsize: of an element on the wire.
-        nbytes: bound on what a rank sends, or receives, in one message.
+        itemsize: bytes of an element on the wire.
+        nbytes: most bytes that a rank sends, or receives, in one message.
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []
     load = np.zeros((2, world))  # sent, received
-    for slot in found:
+    for slot in slots:
         if not (senders := slot.senders):
             continue
         most = max(ALIGNMENT, nbytes // (PIECES * itemsize * len(senders)) // ALIGNMENT * ALIGNMENT)
@@ -98,11 +96,11 @@ def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Sums and messages of a run's steps, the same on every rank.
+    """The sums and messages of each step, the same on every rank.
 
     Attributes:
         eigen_workers: factor key -> rank that averages and decomposes it.
-        dtype: on the wire.
+        dtype: dtype of sums on the wire.
         nbytes: see :func:`buckets`.
     """
 
@@ -111,27 +109,25 @@ class Layout:
     contributors: Contributors
     dtype: torch.dtype
     nbytes: int
-    _known: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
+    _cached: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """The sums of some factors at a step, and their messages in the order in which they leave: made once for as
-        long as the same factors come from the same ranks."""
+        """The sums of some factors at a step, and their messages in order; cached by factors and contributors."""
         owners = {factor.key: self.eigen_workers[factor.key] for factor in self.factors if factor.key in keys}
         ranks = {key: self.contributors.of(key, owner, step) for key, owner in owners.items()}
         context = tuple(ranks.items())
-        if context not in self._known:
-            if len(self._known) == KNOWN:
-                self._known.pop(next(iter(self._known)))
+        if context not in self._cached:
+            if len(self._cached) == CACHED:
+                self._cached.pop(next(iter(self._cached)))
             sizes = {factor.key: factor.side.numel for factor in self.factors}
             sums = tuple(Slot(key, sizes[key], owner, ranks[key]) for key, owner in owners.items())
             world, itemsize = self.contributors.world, self.dtype.itemsize
-            self._known[context] = sums, buckets(sums, world=world, itemsize=itemsize, nbytes=self.nbytes)
-        return self._known[context]
+            self._cached[context] = sums, buckets(sums, world=world, itemsize=itemsize, nbytes=self.nbytes)
+        return self._cached[context]
 
 
 def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """(source, target) -> bytes of a message without padding: of its counts, in fp32, and of its elements, which lie
-    apart."""
+    """(source, target) -> bytes of a message's counts, in fp32, and of its elements, without padding."""
     counts, elements = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for piece in bucket:
         for rank in piece.slot.senders:
@@ -141,14 +137,14 @@ def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], C
 
 
 def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
-    """The same of both together."""
+    """(source, target) -> bytes of a message, without padding."""
     counts, elements = payloads(bucket, itemsize)
     return counts + elements
 
 
-@lru_cache(maxsize=KNOWN)
+@lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """What this rank sends and receives of a message: counts, and elements of its pieces."""
+    """This rank's moves of a message: of counts, and of the pieces' elements."""
     counts, elements = [], []
     for index, piece in enumerate(bucket):
         pairs = [(sender, piece.slot.owner) for sender in piece.slot.senders if rank in (sender, piece.slot.owner)]
@@ -158,8 +154,8 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
 
 
 class Reduction:
-    """One message, to be waited for later. Collective: start on every rank, in the same order. ``sums``: factor key ->
-    this rank's, of the slots that it contributes to or owns."""
+    """One message on its way. Collective: made on every rank, in the same order. ``sums``: factor key -> this rank's
+    sum, for the slots that it contributes to or owns."""
 
     def __init__(
         self, bucket: Bucket, sums: Mapping[str, BatchSum], channel: Channel, device: torch.device, dtype: torch.dtype
@@ -176,41 +172,41 @@ class Reduction:
         self._message = Message(parts, channel, device)
 
     def add_to(self, sums: Mapping[str, BatchSum]) -> None:
-        """Wait, and turn this rank's sums of the slots that it owns into those of all contributors, in rank order."""
+        """Wait; then this rank's sums of the slots that it owns become those of all contributors, in rank order."""
         arrived: dict[tuple[int, int], dict[int, Tensor]] = {}  # (count or elements, piece) -> rank -> its part
         for kind, arrivals in enumerate(self._message.wait()):
             for move, part in arrivals:
                 arrived.setdefault((kind, move.param), {})[move.source] = part
         for (kind, index), parts in arrived.items():
             piece = self.bucket[index]
-            own = sums[piece.slot.factor]
-            whole = own.sum_P.narrow(0, piece.start, piece.numel) if kind else own.count.reshape(1)
-            if self.rank in piece.slot.contributors:  # rounded as theirs, else the sum would depend on who owns it
+            batch = sums[piece.slot.factor]
+            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.count.reshape(1)
+            if self.rank in piece.slot.contributors:  # rounded like the others', else the sum would depend on the owner
                 parts[self.rank] = whole.to(self.dtype) if kind else whole
-            first, *others = (parts[rank].float() for rank in sorted(parts))
+            total, *others = (parts[rank].float() for rank in sorted(parts))
             for part in others:
-                first = first + part
-            whole.copy_(first)
+                total = total + part
+            whole.copy_(total)
 
 
 class Reducer:
-    """Sums of the factors that are due, of which this rank makes those that it contributes to.
+    """Reduces the batch sums of the factors that are due.
 
-    The order of the messages is the same on every rank, and so is their number. Transient memory: this rank's sums and
-    those of the factors it decomposes, and :data:`IN_FLIGHT` messages, each at most twice the layout's ``nbytes``."""
+    The messages are the same on every rank, in number and order. Transient memory: this rank's sums, those of the
+    factors that it averages, and :data:`IN_FLIGHT` messages, each at most twice the layout's ``nbytes``."""
 
     def __init__(self, layout: Layout, channel: Channel, device: torch.device) -> None:
         self.layout, self.channel, self.device = layout, channel, device
         self._slots, self._buckets = layout.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> frozenset[str]:
-        """The next sums are of the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
+        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
         self._slots, self._buckets = self.layout.of(keys, step)
         return frozenset(slot.factor for slot in self._slots if self.channel.rank in slot.contributors)
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Sums over all contributors of the factors that this rank averages. Collective. ``sums``: this rank's, by
-        factor key, taken over; for a factor that is missing zeros travel."""
+        """Sums over all contributors, for the factors that this rank averages. Collective. ``sums``: this rank's, by
+        factor key, which are overwritten and freed; for a missing factor zeros travel."""
         rank, running = self.channel.rank, list[Reduction]()
         for bucket in self._buckets:
             if len(running) == IN_FLIGHT:
@@ -221,7 +217,7 @@ class Reducer:
             running.append(Reduction(bucket, sums, self.channel, self.device, self.layout.dtype))
             for piece in bucket:
                 if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
-                    sums.pop(piece.slot.factor, None)  # all of it is in messages
+                    sums.pop(piece.slot.factor, None)  # all its pieces are in messages
         for reduction in running:
             reduction.add_to(sums)
         for slot in self._slots:

@@ -1,4 +1,4 @@
-"""The ``"kfac"`` block: its keys, a model for each block inside it, whose docstrings are the manual; and its check."""
+"""The keys of the ``"kfac"`` block, a model for each block inside it, and its check. Docstrings are the manual."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # what knows torch is imported where it is used: commands tha
     from ds_kfac.model.scan import LayerChoice
 
 SHARES = True
-"""Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
+"""Whether layers that see one input, and the experts of a stack, share one A; a test may set it to false."""
 
 
 class Block(BaseModel):
-    """Of keys: an unknown one is an error, and nothing is coerced."""
+    """A block of keys: an unknown key is an error, and values are not converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
     _numbers_fit = field_validator("*", mode="before")(values.fits)
@@ -43,9 +43,9 @@ class FactorConfig(Block):
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
     rows: values.Rows | None = None
-    """Rows that a factor sees in an update: its batch comes from as many ranks as have them, those of its eigen
-    worker's node first, others at every update, so that what statistics cost a rank falls with the number of ranks.
-    all: from all ranks. null: 4 per column of the factor."""
+    """Rows per factor update. They come from as few ranks as have that many, the eigen worker's node first, rotating at
+    every update; so the cost of statistics on a rank falls with the number of ranks. all: from all. null: 4 per
+    column."""
     sample_positions: bool = True
     """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
     dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
@@ -93,8 +93,7 @@ class PreconditionerConfig(Block):
     method: Literal["eigen", "inverse"] = "eigen"
     """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
     pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
-    sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues
-    kronecker."""
+    sides of 4096 and up. The damping of an inverse is that of its last refresh. It needs eigenvalues kronecker."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
     the running second moment of the rotated gradient (EKFAC). null: corrected if your optimizer divides by a running
@@ -114,25 +113,22 @@ class BurnInConfig(Block):
 
     steps: int = Field(default=50, ge=0)
     """Number of first steps in which factors are updated twice as often as factor.update_interval says at first, and
-    eigenbases refreshed at every second update, if that is more often; the step after them refreshes everything. 0: no
-    burn-in."""
+    eigenbases refreshed at every second update, if that is more often; the step after them refreshes all. 0: none."""
 
 
 class AdamConfig(Block):
-    """The optimizer KFACAdamW; without effect for others. Its lr, betas, eps and weight_decay are in the optimizer's
-    own block."""
+    """The optimizer KFACAdamW; without effect for others. Its lr, betas, .. are in the optimizer's own block."""
 
     rotate: bool = True
-    """Step in the eigenbasis of A. false: no curvature at all, in the layers' own coordinates and not whitened: nothing
-    is captured, kept or sent for it."""
+    """Step in the eigenbasis of A. false: no curvature at all: the step is in the layers' own coordinates, without
+    whitening, and nothing is captured, kept or sent."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?", "score", "classifier", "(classifier|classification_head)\\.out_proj", "head\\.fc",
         "embed_out", "decoder", "vocab_projector", "qa_outputs",
     ]  # fmt: skip
-    """Layers that keep Adam's direction, as heads do with Muon; those of all others are replaced by their orthogonal
-    factor (Newton-Schulz) at a fixed size. Regexes for the end of a layer's name, from a dot or its beginning on; ".*"
-    is all of them. The default matches the heads of transformers and timm. Norms always keep Adam's
-    direction."""
+    """Layers that keep Adam's direction, as heads do with Muon; the directions of all others are replaced by their
+    orthogonal factor (Newton-Schulz) at a fixed size. Regexes for the end of a layer's name, after a dot or from its
+    beginning; ".*" is all layers. The default matches the heads of transformers and timm. Norms always keep Adam's."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
     weight's name -> how many equal ones follow each other, or their rows, repeated up to the last row. ``{"qkv": 3}``:
@@ -264,7 +260,7 @@ class KFACConfig(Block):
         """With other values in a block."""
         return self.model_copy(update={block: getattr(self, block).model_copy(update=new)})
 
-    # of a config whose nulls are answered, see ds_kfac.plan.plan
+    # after resolve(), which replaces nulls by values
 
     @property
     def choice(self) -> "LayerChoice":
@@ -281,7 +277,7 @@ class KFACConfig(Block):
 
     @property
     def schedule(self) -> Schedule:
-        """What is due when."""
+        """When factors are updated and decomposed."""
         assert self.eigenbasis.refresh_interval is not None
         update, steps = self.factor.update_interval, self.burn_in.steps
         half = max(1, (update.interval_at(0) + 1) // 2)
@@ -310,7 +306,7 @@ def parse(block: Any) -> KFACConfig:
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
-    """Constraints between keys; on the raw block, so that they are reported together with other errors."""
+    """Violated constraints between keys. Reads the raw block, so that they are reported together with other errors."""
     from ds_kfac.curvature.methods import METHODS
 
     def given(section: str, key: str) -> Any:
@@ -321,7 +317,7 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     errors = []
     update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
     update = FactorConfig().update_interval.interval_at(0) if update is None else update
-    # Of schedules nothing is asked: their refreshes wait for the next factor update.
+    # schedules are not checked: their refreshes wait for the next factor update
     plain = all(type(interval) is int and 1 <= interval <= values.LARGEST for interval in (update, refresh))
     if plain and refresh % update:
         errors.append(
@@ -329,8 +325,8 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             f"({update}); otherwise a refresh would see stale factors"
         )
     method = given("preconditioner", "method")
-    known = METHODS.get(method) if isinstance(method, str) else None
-    if known is not None and not known.rotates and given("preconditioner", "eigenvalues") == "corrected":
+    keeps = METHODS.get(method) if isinstance(method, str) else None
+    if keeps is not None and not keeps.rotates and given("preconditioner", "eigenvalues") == "corrected":
         errors.append(
             f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be '
             '"kronecker"; or use method "eigen"'

@@ -1,5 +1,4 @@
-"""Every key of the ``"kfac"`` block, and of KFACAdamW's optimizer block, as a JSON schema, for editors, and as
-Markdown, made from it: docs/config.md."""
+"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it docs/config.md."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -61,7 +60,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def manual(_: object = None) -> str:
-    """The whole page. Keys of the top level come first, then a section for each block."""
+    """The page: keys of the top level, then a section for each block."""
     whole = json_of(KFACConfig)
     blocks = {name: key["$ref"].rpartition("/")[2] for name, key in whole["properties"].items() if "$ref" in key}
     top = {name: key for name, key in whole["properties"].items() if name not in blocks}
@@ -74,12 +73,12 @@ def manual(_: object = None) -> str:
 
 
 def json_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Its JSON schema, with all defaults."""
+    """A model's JSON schema, with all defaults."""
     return model.model_json_schema(schema_generator=_Schema)
 
 
 def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of Markdown, from the schemas of keys."""
+    """Lines of a Markdown table, from the schemas of keys."""
     yield "| key | type | default | |\n|---|---|---|---|"
     for name, key in keys.items():
         if "description" not in key:
@@ -94,7 +93,7 @@ def _text(docstring: str) -> str:
 
 
 def _type(key: Mapping[str, Any]) -> str:
-    """In words."""
+    """A key's type in words."""
     kinds = [kind for kind in key.get("anyOf", ()) if kind.get("type") != "null"]
     if any("properties" in kind for kind in kinds):
         return "schedule"
@@ -118,7 +117,7 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(_: object = None) -> str:
-    """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block, and the optimizer block of KFACAdamW."""
+    """JSON schema of a DeepSpeed config; it only describes the ``"kfac"`` block, and KFACAdamW's optimizer block."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_kfac"}
@@ -128,7 +127,7 @@ def schema(_: object = None) -> str:
 
 
 def _optimizer() -> dict[str, Any]:
-    """Schema of the optimizer block: another optimizer's parameters are not looked at."""
+    """Schema of the optimizer block, which leaves other optimizers' parameters alone."""
     open_ = {"enum": [None, AUTO]}
     params = {
         name: {"description": key["description"], "default": key["default"], "anyOf": [key, open_]}

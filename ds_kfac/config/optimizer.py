@@ -1,17 +1,16 @@
-"""The parameters of ``"optimizer": {"type": "KFACAdamW", "params": {..}}``: names, defaults and what they are, for the
-manual and the schema. What is wrong with one is said by ``ds_kfac/directions/kfac_adamw/optimizer.py``."""
+"""The parameters of ``"optimizer": {"type": "KFACAdamW", "params": {..}}``, for the manual and the schema. Their check
+is in ``ds_kfac/directions/kfac_adamw/optimizer.py``."""
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 NAME = "KFACAdamW"
-"""In ``"optimizer": {"type": "KFACAdamW"}``."""
+"""The optimizer's type in a DeepSpeed config."""
 
 
 class OptimizerParams(BaseModel):
-    """``null`` and ``"auto"`` are the same as leaving a parameter out. Where frameworks fill in ``"auto"``, theirs
-    counts."""
+    """``null`` and ``"auto"`` are the same as leaving a parameter out. A framework may fill in ``"auto"``."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -34,4 +33,4 @@ class OptimizerParams(BaseModel):
 
 
 DEFAULTS: dict[str, Any] = {name: field.default for name, field in OptimizerParams.model_fields.items()}
-"""Parameter -> what leaving it out means."""
+"""Parameter -> its default."""

@@ -1,5 +1,4 @@
-"""What null means: the answers to the keys that a user leaves to us. Those that need a device's costs are in
-``plan/plan.py``."""
+"""What ``null`` means: values for keys that the user leaves to us. Those by a device's costs: ``plan/plan.py``."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +11,7 @@ from ds_kfac.schedule.timetable import Value
 TYPES = list(MATRICES)
 DENSE_MAX = 4096
 REFRESH = 5
-"""Factor updates to a refresh."""
+"""Factor updates between two refreshes."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
 KL_CLIP = 1e-3
 
@@ -20,13 +19,13 @@ KL_CLIP = 1e-3
 def resolve(
     config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
 ) -> tuple[KFACConfig, tuple[str, ...]]:
-    """The config of a run, in which no null means "choose for me", but for those that only a plan can answer: it needs
-    the costs for them, see :func:`ds_kfac.plan.plan.make_plan`.
+    """The config of a run, in which every null that means "choose for me" has a value, but for those that depend on
+    costs, see :func:`ds_kfac.plan.plan.make_plan`.
 
     Args:
         fisher: where the update rule takes G from.
-        blocks: those of the config that only this update rule reads; of others no reason is given.
-        adaptive: whether the optimizer divides by a running second moment, see :func:`adaptive`.
+        blocks: blocks that only update rules read, of which this rule reads these; others get no text.
+        adaptive: see :func:`adaptive`.
 
     Returns the config, and a text for each choice: key, value, reason.
     """
@@ -53,7 +52,7 @@ def resolve(
 
 
 def adaptive(optimizer: str) -> bool:
-    """Whether an optimizer of this class name, or type in a DeepSpeed config, divides by a running second moment (or
-    takes the sign): it undoes the size of what it is given."""
+    """Whether an optimizer, by its class name or type in a DeepSpeed config, divides by a running second moment, or
+    takes the sign: it undoes the size of its gradients."""
     name = optimizer.lower()
     return any(word in name for word in ("adam", "lamb", "lion", "adagrad", "rmsprop", "adafactor"))

@@ -1,5 +1,5 @@
-"""What pydantic lacks: keys that take a number or a schedule object, checked in every number it names and read as a
-Value, counts and regexes; nulls; and errors that say where, what and what instead."""
+"""What pydantic lacks: types for numbers or schedules, counts and regexes; nulls; and errors that say where, what was
+got and what to write instead."""
 
 import difflib
 import json
@@ -20,12 +20,12 @@ from ds_kfac.schedule.timetable import Value
 Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
 LARGEST = 2**63 - 1
-"""Size of a number that everything can hold: tensors of integers, and fp32 its square."""
+"""Largest number: an integer tensor holds it, and fp32 its square."""
 
 
 def fits(value: Any) -> Any:
-    """Whatever is no number, or one of at most :data:`LARGEST`."""
-    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:  # so that it is said of nan
+    """The value, if it is no number or of at most :data:`LARGEST`."""
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:  # true for nan, too
         raise PydanticCustomError("too_large", "Input should be a finite number, below 2^63")
     return value
 
@@ -63,7 +63,7 @@ BlockRows = _checked(
 def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
     def check(pattern: str) -> str:
         try:
-            with warnings.catch_warnings():  # of flags in the middle, which Python 3.10 takes for all of the pattern
+            with warnings.catch_warnings():  # Python 3.10 only warns of flags in the middle, and applies them to all
                 warnings.simplefilter("error", DeprecationWarning)
                 re.compile(inside.format(pattern))
         except (re.error, DeprecationWarning) as problem:
@@ -78,7 +78,7 @@ Pattern = Annotated[str, _compiles("{}", "Must be a regular expression: {problem
 NameEnd = Annotated[
     Pattern, _compiles("(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)")
 ]
-"""The same for the end of a name: it becomes part of a longer one, where flags for all of it cannot be."""
+"""A regex for the end of a name: it becomes part of a longer one, so it cannot have flags for the whole."""
 
 
 class _Form(BaseModel):
@@ -87,7 +87,7 @@ class _Form(BaseModel):
 
 
 class Ramp(_Form, Generic[Number]):
-    """From one number to another. Between them nothing leaves their range, so checking both is enough."""
+    """From one number to another; checking both is enough, as no value lies outside of them."""
 
     schedule: str
     start: Number
@@ -102,7 +102,7 @@ class Ramp(_Form, Generic[Number]):
 
 
 class Piecewise(_Form, Generic[Number]):
-    """Numbers, and the step from which on each but the first holds."""
+    """Numbers, and the steps from which on those after the first hold."""
 
     schedule: str
     values: list[Number] = Field(min_length=1)
@@ -111,7 +111,7 @@ class Piecewise(_Form, Generic[Number]):
     @field_validator("steps")
     @classmethod
     def _fit(cls, steps: list[int], info: Any) -> list[int]:
-        values = info.data.get("values")  # missing if they are wrong themselves
+        values = info.data.get("values")  # missing if the values have errors
         if values is not None and len(steps) != len(values) - 1:
             raise ValueError(f"must be one fewer than the values, {len(values) - 1} for {len(values)}")
         if any(later <= earlier for earlier, later in pairwise(steps)):
@@ -138,7 +138,7 @@ def holds_value(annotation: Any) -> bool:
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """Of a number or a schedule object. Errors are located inside the object; pydantic puts the key's path before."""
+    """A Value from a number or a schedule object. Errors are located in the object; pydantic adds the key."""
     if isinstance(raw, Mapping):
         form = form_of(raw)
         if form is None:
@@ -155,7 +155,7 @@ def _parse(raw: Any, number: Any, name: str) -> Value:
 
 
 def _number_or_schedule(number: Any, name: str) -> Any:
-    """Its JSON schema is a number, or one of the objects, its kind spelt out."""
+    """A type for a number or a schedule object, with a JSON schema of both."""
     schemas = [TypeAdapter(number).json_schema()]
     for form, kinds in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
         found = form[number].model_json_schema()
@@ -166,7 +166,7 @@ def _number_or_schedule(number: Any, name: str) -> Any:
 
 
 Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
-"""Steps, at least 1. Between the integers of a ramp it is rounded: :meth:`Value.interval_at`."""
+"""Steps, at least 1; a ramp is rounded to integers by :meth:`Value.interval_at`."""
 Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)], "number")
 Positive = _number_or_schedule(Annotated[float, Field(gt=0)], "number")
 NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
@@ -183,15 +183,14 @@ REMOVED = {
     "of python -m ds_kfac estimate",
     "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming is exact; leave it out",
 }
-"""Keys of earlier versions, or values, and what became of them."""
+"""Key of an earlier version, or key=value -> what became of it and what to do."""
 AUTO = "auto"
 KEY = "kfac"
-"""Of a DeepSpeed config."""
+"""Name of our block in a DeepSpeed config."""
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """null, and "auto" of Hugging Face's configs, are the same as leaving a known key out; an unknown one must still be
-    seen."""
+    """A block without keys whose value is null, or Hugging Face's "auto"; unknown keys stay, to be errors."""
     pruned = {}
     for key, value in values.items():
         field = model.model_fields.get(key)
@@ -216,13 +215,13 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     if detail["type"] == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object{_such_as(detail['loc'], got, model)}"
     message = detail["msg"].removeprefix("Value error, ")
-    huge = detail["type"] == "too_large" and isinstance(got, int)  # whose digits say nothing
+    huge = detail["type"] == "too_large" and isinstance(got, int)  # its digits would fill the screen
     shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
     return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
 
 def _nested(path: str, value: Any, model: Model) -> str | None:
-    """How a key is written that was given flat, as the manual names it; None if it is not one."""
+    """The nested form of a key that was written flat, with points; None if it is no key."""
     if path.removeprefix(f"{KEY}.") not in set(paths(model)) or "." not in path:
         return None
     return _nest(path.removeprefix(f"{KEY}."), value)
@@ -235,7 +234,7 @@ def _nest(path: str, value: Any) -> str:
 
 
 def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
-    """What an object for a block looks like where something else was given."""
+    """An example of the object that a block must be."""
     for name in location:
         model = _inner_model(model.model_fields[name], None) or BaseModel
     if "value" in model.model_fields and isinstance(got, (int, float)):
@@ -245,7 +244,7 @@ def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
-    """The valid key closest to an unknown one, in the same object or, for blocks, in any other."""
+    """A hint at the valid key closest to an unknown one, in the same block, else in any."""
     *parents, key = location
     prefix, inner, in_schedule = "".join(f"{parent}." for parent in parents), model, False
     for parent in parents:
@@ -266,7 +265,7 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
 
 
 def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
-    """The model of a field that is a block of its own, or is given as a schedule."""
+    """The model of a field that is a block, or a schedule."""
     annotation = field.annotation if field else None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -274,7 +273,7 @@ def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
 
 
 def paths(model: Model, prefix: str = "") -> Iterator[str]:
-    """Every key of every block."""
+    """All keys, with those of inner blocks, as "block.key"."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if inner := _inner_model(field, None):
@@ -282,11 +281,8 @@ def paths(model: Model, prefix: str = "") -> Iterator[str]:
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:
-    """The ``"kfac"`` block of a whole DeepSpeed config; None if there is none.
-
-    Raises:
-        ValueError: no such key, but one that looks like a misspelt one: DeepSpeed would ignore it silently.
-    """
+    """The ``"kfac"`` block of a DeepSpeed config; None if there is none. Raises ValueError for a key that looks like a
+    misspelt one: DeepSpeed would silently ignore it."""
     if KEY in ds_config:
         return ds_config[KEY]
     for key in ds_config:

@@ -1,5 +1,4 @@
-"""Eigenbases of a side and of a layer, their exact decomposition with its fallbacks, and the precision of a step's
-products.
+"""Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's products.
 
 torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set around a few products
 and reset after them, also after an error. Another thread that needs exact products at that time holds the same lock.
@@ -41,8 +40,7 @@ class Eigenbasis:
     """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.
 
     Attributes:
-        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty if Q is the identity, as it
-            is for a diagonal factor.
+        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty for a diagonal factor: Q is I.
         values: fp32 [D], ascending in each block, clamped at 0: a second moment has no negative ones but by rounding.
     """
 
@@ -113,8 +111,7 @@ class Request:
     Attributes:
         partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
         last: the eigenbasis to iterate from (``curvature/iteration.py``); None: decompose by eigh.
-        alone: whether it must not share a batch: other ranks decompose copies of this factor next to other factors, and
-            rounding may depend on the batch.
+        alone: whether it must not share a batch: other ranks have copies of it, and rounding depends on the batch.
     """
 
     factor: KroneckerFactor
@@ -216,8 +213,7 @@ def decomposed(blocks: Tensor) -> BlockEigh:
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], is_valid: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An attempt fails by an error or an
-    invalid result.
+    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An error or invalid result fails.
 
     Args:
         is_valid: takes the result, gives bool [n].

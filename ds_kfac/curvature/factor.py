@@ -157,8 +157,7 @@ class History:
 
     Attributes:
         last, before: fp32 [P]; None until there was such a value.
-        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value, on the computing device. None: not computed
-            yet.
+        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value, on the device. None: not computed yet.
     """
 
     side: Side
@@ -179,8 +178,7 @@ class KroneckerFactor:
     Attributes:
         side: its width and blocks.
         packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are offloaded.
-        updates: fp32 scalar on the device, number of averaged batches. A tensor, because only the device knows whether
-            a batch had any rows.
+        updates: fp32 scalar on the device, number of averaged batches. A tensor: the device knows if a batch had rows.
         history: its last two values, for adaptive intervals; None if these are off.
     """
 
@@ -197,8 +195,7 @@ class KroneckerFactor:
     def usable(self) -> Tensor:
         """Bool scalar: whether it can be decomposed. An identity can; zero, non-finite or no data cannot.
 
-        G is zero as long as the layers above pass no gradient, as with a zero-initialised output projection; relative
-        damping would then be zero, too.
+        G is zero while the layers above pass no gradient; relative damping would then be zero, too.
         """
         if self.side.block == 0:
             return torch.ones((), dtype=torch.bool, device=self.packed_P.device)
@@ -210,8 +207,7 @@ class KroneckerFactor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors, each once: the history's last value is the average itself, unless that came back
-        from another device."""
+        """Bytes of its tensors, each once: the history's last value may be the average itself."""
         tensors = [self.packed_P, self.updates]
         if self.history is not None:
             tensors += [x for x in (self.history.last, self.history.before, self.history.norms) if x is not None]

@@ -38,8 +38,7 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
 """Damping that is added to a factor, as a function of lambda and of the mean diagonals of this factor and its partner:
-pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative" multiplies lambda by mean(A) mean(G): the partner's mean
-cancels."""
+pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative": lambda times mean(A) mean(G), the partner's cancels."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ Place = tuple[int, int]
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
     """As :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the iteration for requests on a GPU that have
-    a last basis. If the step fails its checks, eigh follows, counted as a retry. Synchronises once more than
-    ``refresh_all``.
+    a last basis. If a step fails its checks, eigh follows, counted as a retry. Synchronises once more.
     """
     results = dict[int, Refreshed]()
     if requests and grouped(requests[0].factor.packed_P.device):

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import (
-    DampedInverse,
-    LayerInverse,
-    from_packed,
-    inverse_numel,
-    packed,
-    refresh_inverse,
-)
+from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
 from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, packed_bytes
+from ds_kfac.assignment.costs import BUILTIN, CostModel, basis_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
@@ -133,8 +133,7 @@ def _sequence(engine: Any) -> int:
 
 
 def _node(device: torch.device) -> tuple[int, int]:
-    """(ranks of a node, as the launcher says; how many of them its cores can run at once, 0 if all of them). (1, 0) if
-    nodes differ. Collective."""
+    """(ranks of a node, by the launcher; how many its cores run at once, 0: all); (1, 0) if they differ. Collective."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
     node = size, at_once if device.type == "cpu" and size > at_once else 0
@@ -167,7 +166,7 @@ def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig
         return [config] * len(views)
     method = METHODS[config.preconditioner.method]
     needs = [
-        sum(packed_bytes(side) + kept_bytes(side, method) for layer in view.layers for side in (layer.A, layer.G))
+        sum(packed_bytes(side) + basis_bytes(side, method) for layer in view.layers for side in (layer.A, layer.G))
         / view.layout.world
         for view in views
     ]

@@ -131,8 +131,7 @@ class Attachment:
 
     def log_line(self) -> dict[str, float]:
         """A few numbers for a line of a framework's logs, by the monitor's names: the size of a step, the spread of
-        eigenvalues, and failures that have occurred. Empty with ``"report": "none"``. Reads scalars from the device:
-        call it at logged steps only."""
+        eigenvalues, and failures that have occurred. Empty with ``"report": "none"``. Reads device scalars."""
         return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
 
     def log_constants(self) -> dict[str, float]:

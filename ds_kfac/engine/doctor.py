@@ -138,10 +138,7 @@ def _enabled() -> Answer:
     if not word:
         return "DS_KFAC is not set: scripts need `python -m ds_kfac run`, DS_KFAC=1 or import ds_kfac", ""
     there = any(isinstance(finder, ds_kfac_startup.Finder) for finder in sys.meta_path)
-    return (
-        f"DS_KFAC={word}",
-        "" if there else "Python has not read ds_kfac.pth at its start: pip install ds_kfac",
-    )
+    return (f"DS_KFAC={word}", "" if there else "Python has not read ds_kfac.pth at its start: pip install ds_kfac")
 
 
 QUESTIONS: dict[str, Callable[[], Answer]] = {

@@ -180,8 +180,7 @@ def asked_for(word: str) -> bool:
 def enable() -> None:
     """Make ``deepspeed.initialize`` attach K-FAC, for code that calls it itself (HF Trainer, Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If the program ends and no engine had
-    K-FAC, rank 0 says so.
+    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If no engine gets K-FAC rank 0 says so.
     """
     global _enabled
     warn_of_compilation()

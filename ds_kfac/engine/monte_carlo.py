@@ -87,8 +87,7 @@ class LossSampling:
         """Draw labels for every forward that waits for its backward, run the extra backward and add its statistics.
 
         Args:
-            loss: where the true backward starts. Forwards that it does not depend on go on waiting. None: all are
-                sampled.
+            loss: where the true backward starts. Forwards that it does not depend on go on waiting.
 
         Raises:
             ValueError: no forward was seen in this step, or the graph does not allow a second backward.

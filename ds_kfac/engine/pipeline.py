@@ -19,8 +19,7 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
     """The engine's table of instructions, in which a micro-batch's backward pass is announced to the capture with its
     forward, so that recomputations are attributed to that. Several outputs get one backward, see :func:`joined`.
 
-    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function directly, and other stages
-    start from a received gradient.
+    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function, others get a gradient.
     """
     table, captures = getattr(engine, INSTRUCTIONS), [kfac.capture for kfac in job.preconditioners]
     forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, one for each capture

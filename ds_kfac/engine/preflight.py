@@ -88,8 +88,7 @@ def is_compiled() -> bool:
 
 @cache
 def warn_of_compilation() -> None:
-    """Warn once that DeepSpeed compiles at its first start on a CPU. A run killed meanwhile leaves a lock that blocks
-    others."""
+    """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock."""
     first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
     if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
         return

@@ -21,7 +21,7 @@ from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, s
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
 from ds_kfac.estimate.rows import proof_lines
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
-from ds_kfac.factors.fitting import kept_bytes, plan_of
+from ds_kfac.factors.fitting import peak_bytes, plan_of
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share
@@ -147,7 +147,7 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
     """What the same model's factors would take without training."""
     choice = replace(subject.config.choice, curvature=True, gradients=True)
     plan = plan_of(scan(subject.model, choice).layers, subject.config, world, torch.device("cpu"))
-    nbytes = number(max(kept_bytes(plan)), "B")
+    nbytes = number(max(peak_bytes(plan)), "B")
     return [
         "",
         f"  A and G of this model by ds_kfac.fit, without training (docs/factors.md): {nbytes} on a rank at most",

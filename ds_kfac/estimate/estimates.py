@@ -206,7 +206,7 @@ class Estimate:
     def memory(self) -> Mapping[str, np.ndarray]:
         """Kind -> bytes [W], once everything is there."""
         plan, moments = self.plan, self.rule.moments(self.plan.config)
-        kept = {factor.key: rates.kept_bytes(factor.side, plan.method) for factor in self.factors}
+        kept = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
@@ -226,7 +226,7 @@ class Estimate:
         waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
         waiting = self._on_workers(lambda layer: waits * layer.numel)
 
-        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})
+        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _cached={})
         memory["sums"], under_way = self._reduced(self.every, self.layout)
         captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
         for step in {step for steps in steps_of(plan) for step in steps}:

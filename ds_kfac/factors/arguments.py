@@ -1,10 +1,10 @@
-"""Arguments of ``python -m ds_kfac factors`` and ``convert``: apart, as help must not wait for torch."""
+"""Arguments of ``python -m ds_kfac factors`` and ``convert``, in a file without torch, which help must not wait for."""
 
 import argparse
 from pathlib import Path
 
 TOOLS = ("kronfluence", "regmean", "gptq", "eva")
-"""That factors can be written for."""
+"""Tools for which factors can be written."""
 
 
 def of_factors(parser: argparse.ArgumentParser) -> None:

@@ -23,14 +23,14 @@ from ds_kfac.factors.progress import saved
 from ds_kfac.factors.summary import draw, table
 
 SIZES = {"length": 512, "batch": 8, "limit": None}
-"""Of the data of hf: models, unless they are given."""
+"""Defaults of options about the data of hf: models."""
 STOPPED = 130
-"""Exit status after Ctrl-C, as of a shell."""
+"""Exit status after Ctrl-C, the shell's."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Compute; returns the text for people, empty on ranks but the first."""
+    """Compute the factors; returns the text to print, empty on all ranks but the first."""
     given = _config(arguments)
     for name in SIZES:
         value = getattr(arguments, name)
@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace) -> str:
     get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))  # zero.Init asks for it
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "batch", "limit")}
-    with joined():  # weights are cut between ranks while they are read
+    with joined():  # the model is read inside: at ZeRO stage 3 its weights are partitioned while they are read
         model, tokenizer = _model(arguments.model, given)
         data = _data(arguments, tokenizer, rank, ranks)
         try:
-            found = fit(
+            factors = fit(
                 model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source
             )
         except KeyboardInterrupt:
@@ -62,17 +62,18 @@ def run(arguments: argparse.Namespace) -> str:
     if rank:
         return ""
     title = (
-        f"{arguments.out}: {len(found.layers)} layers, {found.header['fisher']} Fisher, "
-        f"{found.header['sequences']:,.0f} sequences, {found.header['rows']:,.0f} rows"
+        f"{arguments.out}: {len(factors.layers)} layers, {factors.header['fisher']} Fisher, "
+        f"{factors.header['sequences']:,.0f} sequences, {factors.header['rows']:,.0f} rows"
     )
-    picture = draw(found, arguments.out / "spectra.png")
-    return "\n".join([title, *table(found), f"  spectra: {picture or 'not drawn, pip install matplotlib'}"])
+    picture = draw(factors, arguments.out / "spectra.png")
+    return "\n".join([title, *table(factors), f"  spectra: {picture or 'not drawn, pip install matplotlib'}"])
 
 
 def run_convert(arguments: argparse.Namespace) -> str:
-    found = Factors.load(arguments.factors)
-    left = convert(found, arguments.to, arguments.out, name=arguments.name, rank=arguments.rank, rho=arguments.rho)
-    lines = [f"wrote {len(found.layers) - len(left)} of {len(found.layers)} layers for {arguments.to}: {arguments.out}"]
+    factors = Factors.load(arguments.factors)
+    left = convert(factors, arguments.to, arguments.out, name=arguments.name, rank=arguments.rank, rho=arguments.rho)
+    done, total = len(factors.layers) - len(left), len(factors.layers)
+    lines = [f"wrote {done} of {total} layers for {arguments.to}: {arguments.out}"]
     return "\n".join([*lines, *(f"  left out: {layer}: {why}" for layer, why in left.items())])
 
 

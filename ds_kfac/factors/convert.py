@@ -1,6 +1,6 @@
 """Factors in the formats of other tools: kronfluence, RegMean, GPTQ, PEFT's EVA.
 
-Only plain linear layers, whose factors are dense, have a place in them; what is left out is returned.
+These only take plain linear layers with dense factors; layers that are left out are returned.
 """
 
 import json
@@ -17,16 +17,15 @@ LINEAR = ("Linear", "Conv1D")
 
 
 def convert(factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2.0) -> dict:
-    """Write factors as another tool reads them.
+    """Write factors in another tool's format.
 
     Args:
         kind: "kronfluence", "regmean", "gptq" or "eva".
-        out: kronfluence: the ``output_dir`` of its Analyzer, in which ``factors_<name>`` appears; else a safetensors
-            file.
-        name: kronfluence: that of the factors.
-        rank, rho: eva: rows of a layer's A in the mean of the layers, and how many times that at most.
+        out: a safetensors file; for kronfluence its Analyzer's ``output_dir``, in which ``factors_<name>`` appears.
+        name: kronfluence: name of the factors.
+        rank, rho: eva: rows of LoRA's A, the mean over layers; a layer has at most ``rho`` times as many.
 
-    Returns left out layer -> why.
+    Returns layer that is left out -> why.
 
     Raises:
         FactorsError: an unknown kind, numbers out of range, a folder for a file, or nothing that could be converted.
@@ -58,9 +57,9 @@ def _unfit(factors: Factors, layer: str, about: Mapping[str, Any], kind: str) ->
     if kind == "kronfluence" and about["kind"] != "Linear":
         return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear before"
     for side in "AG" if kind == "kronfluence" else "A":
-        own = factors.side(layer, side)
-        if own.block != own.dim or not factors.has(layer, side):
-            return f"its {side} is no dense matrix ({own.kind}); raise factor.dense_max"
+        shape = factors.side(layer, side)
+        if shape.block != shape.dim or not factors.has(layer, side):
+            return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
         if kind == "kronfluence" and f"{about[side]['of']}/values" not in factors.header["weight_map"]:
             return f"its {side} is zero, or has no eigenvectors"
     return None
@@ -73,8 +72,8 @@ def inputs(factors: Factors, layer: str) -> Tensor:
 
 
 def kronfluence(factors: Factors, layers: list[str], out: Path, options: Mapping[str, Any]) -> None:
-    """What ``Analyzer.fit_all_factors`` leaves, so that ``compute_pairwise_scores`` finds it there: sums and counts of
-    its covariances, eigenvectors, and lambda, per sequence."""
+    """The files of ``Analyzer.fit_all_factors``, which ``compute_pairwise_scores`` reads: sums and counts of
+    covariances, eigenvectors, and lambda per sequence."""
     folder = out / f"factors_{options['name']}"
     tables: dict[str, dict[str, Tensor]] = {}
 
@@ -111,28 +110,28 @@ def _grams(scale: Callable[[Factors, str], float]) -> Callable[..., None]:
 
 def eva(factors: Factors, layers: list[str], out: Path, options: Mapping[str, Any]) -> None:
     """``eva_state_dict`` for ``peft.initialize_lora_eva_weights``: the directions in which a layer's inputs vary most,
-    [r, I]. A layer with more to explain gets more of them (Paischer et al. 2024, arXiv:2410.07170)."""
+    [r, I]. Directions are shared out by the variance that they explain (Paischer et al. 2024, arXiv:2410.07170)."""
     most = int(options["rank"] * options["rho"])
-    found = {}
+    directions = {}
     for layer in layers:
         values, vectors = torch.linalg.eigh(inputs(factors, layer).double())
-        found[layer] = (
+        directions[layer] = (
             values.flip(0)[:most] / values.clamp(min=0).sum().clamp(min=1e-300),
             vectors.mT.flip(0)[:most].float(),
         )
-    shares = sorted((float(part), layer) for layer, (parts, _) in found.items() for part in parts)[::-1]
+    shares = sorted((float(part), layer) for layer, (parts, _) in directions.items() for part in parts)[::-1]
     counts = dict.fromkeys(layers, 0)
     for _, layer in shares[: options["rank"] * len(layers)]:
         counts[layer] += 1
     prefix = "base_model.model."
-    write_shard(out, {prefix + factors.layers[x]["module"]: found[x][1][: max(1, counts[x])] for x in layers})
+    write_shard(out, {prefix + factors.layers[x]["module"]: directions[x][1][: max(1, counts[x])] for x in layers})
 
 
 CONVERTERS: dict[str, Callable[..., None]] = {
     "kronfluence": kronfluence,
-    # the sum of x x^T; of a run's export, whose counts are batches, the mean
+    # the sum of x x^T; from a run's export the mean, as its counts are batches
     "regmean": _grams(lambda factors, layer: factors.count(layer, "A") if "rows" in factors.header else 1.0),
     "gptq": _grams(lambda factors, layer: 2.0),  # its H, 2 E[x x^T]
     "eva": eva,
 }
-"""By name: what it writes of (factors, layers, out, options). regmean, gptq: weight's name -> [I, I]."""
+"""Format -> function (factors, layers, out, options) that writes it. regmean, gptq: weight's name -> [I, I]."""

@@ -1,10 +1,10 @@
-"""EKFAC's eigenvalues: second moments of gradients in the eigenbasis, not of rows one side at a time.
+"""EKFAC's eigenvalues: second moments of gradients in the eigenbasis, in place of products of the factors' eigenvalues.
 
     per token       E over loss terms n of     (Q_G^T g_n a_n^T Q_A)^2 = (Q_G^T g_n)^2 (Q_A^T a_n)^2 ^T
     per sequence    E over sequences of        (sum over its terms of Q_G^T g_n a_n^T Q_A)^2
 
 George et al. 2018 (arXiv:1806.03884) have the second, as tools for influence do (Grosse et al. 2023, arXiv:2308.03296).
-Every rank has rows of all layers, an owner a layer's sums: bases go out and sums come in, a layer at a time.
+Every rank has rows of all layers; layer by layer the bases are broadcast and the sums reduced to an owner.
 
 Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
 """
@@ -26,13 +26,13 @@ from ds_kfac.ops.functional import block_product
 
 logger = logging.getLogger("ds_kfac")
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
-"""What torch's attention multiplies rows by: sequences come first, whatever its ``batch_first``."""
+"""Modules inside torch's attention, whose rows have positions first, whatever its ``batch_first``."""
 CHUNK = 1 << 26
-"""Elements of products of sequences at a time (256 MB), or those of one sequence."""
+"""Most elements of sequences' products at a time (256 MB), unless one sequence has more."""
 
 
 def squares(x_NTI: Tensor, g_NTO: Tensor, basis: LayerBasis, *, sequences: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Sums [O, I], fp32, over terms and over sequences; None where rows have no ``sequences``.
+    """(sum over terms, sum over sequences), fp32 [O, I]; None for the second if rows are not in ``sequences``.
 
     Cost: R (I^2 + O^2 + O I) for R = N T rows, N T O I for the sequences.
     """
@@ -54,16 +54,15 @@ class Corrected:
     """The sums of a pass over the data.
 
     Args:
-        layers: those that have both bases; of grouped maps and of norms none.
-        owners: layer -> rank that keeps its sums.
-        bases: factor key -> eigenbasis, of the factors decomposed here.
-        keys: layer -> side -> factor key.
+        layers: layers with both bases; no grouped maps, no norms.
+        owners: layer name -> rank that keeps its sums.
+        bases: factor key -> eigenbasis, for factors decomposed on this rank.
+        keys: layer name -> side -> factor key.
         homes: factor key -> rank that has its basis.
-        group: of all ranks.
+        group: process group of all ranks.
 
     Attributes:
-        sums: "<layer>/corrected.<kind>" -> fp64 [O, I], of this rank's layers; NaN per sequence where some call gave
-            rows without sequences.
+        sums: "<layer>/corrected.<kind>" -> fp64 [O, I], for this rank's layers. NaN for rows without sequences.
     """
 
     def __init__(
@@ -78,37 +77,37 @@ class Corrected:
 
     @torch.no_grad()
     def add(self, calls: Sequence[tuple[Call, Tensor | None]], seed: float, examples: int, positions: int) -> None:
-        """A batch of every rank; those without one add nothing. Collective.
+        """Add a batch of every rank; ranks without one add nothing. Collective.
 
         Args:
-            calls: with the gradients of their outputs, in the order in which they ran.
-            examples, positions: sequences in the batch, and positions of all of them.
+            calls: (call, gradient of its output), in the order in which they ran.
+            examples, positions: number of sequences in the batch, and of positions in all of them.
         """
         of_layer: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, gradient in calls:
             if gradient is not None and call.x is not None and call.x.numel() and "G" in call.sides:
                 of_layer.setdefault(call.layer.name, []).append((call, gradient))
-        for layer in reversed(self.layers):  # as gradients come by: the first has the rows that others are counted by
+        for layer in reversed(self.layers):  # in a backward's order: the first layer's rows give the number of terms
             basis = LayerBasis(*(self._basis(layer, side) for side in "GA"))
-            found = [torch.zeros(layer.shape, device=self.device) for _ in KINDS]
+            batch = [torch.zeros(layer.shape, device=self.device) for _ in KINDS]
             pairs, ordered = self._pairs(of_layer.get(layer.name, ()), seed, examples, positions)
             for x_NTI, g_NTO in pairs:
                 token, sequence = squares(x_NTI, g_NTO, basis, sequences=ordered)
-                found[0] += token
-                found[1] += torch.nan if sequence is None else sequence
-            total, owner = torch.stack(found), self.owners[layer.name]
+                batch[0] += token
+                batch[1] += torch.nan if sequence is None else sequence
+            total, owner = torch.stack(batch), self.owners[layer.name]
             dist.reduce(total, owner, group=self.group)
-            for kind, own in zip(KINDS, total, strict=True) if owner == self.rank else ():
+            for kind, part in zip(KINDS, total, strict=True) if owner == self.rank else ():
                 name = f"{layer.name}/corrected.{kind}"
-                self.sums[name] = self.sums[name] + own if name in self.sums else own.double()
+                self.sums[name] = self.sums[name] + part if name in self.sums else part.double()
         self.rows.counted.clear()
 
     def _pairs(
         self, calls: Sequence[tuple[Call, Tensor]], seed: float, examples: int, positions: int
     ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        """Rows of a layer's calls, and whether they lie by sequences: then of all calls together, as one sequence's
-        gradient is the sum over them."""
-        found, ordered = list[tuple[Tensor, Tensor]](), True
+        """(x, g) of a layer's calls, and whether they are in sequences. If so all calls are joined into one pair, as a
+        sequence's gradient is the sum over its calls."""
+        pairs, ordered = list[tuple[Tensor, Tensor]](), True
         shape = examples, positions // max(1, examples)
         square = shape[0] == shape[1] > 1
         for call, gradient in reversed(calls):
@@ -116,13 +115,14 @@ class Corrected:
             rows = call.rows
             first = isinstance(call.module, ATTENTION) or (tuple(x.shape[:2]) == shape[::-1] and not square)
             transposed = first and rows.mask is None and rows.examples == 0
-            flat = len(x) != examples and x.shape[1] == 1 and call.select is None  # or an expert's, of some sequences
+            # an expert's rows, of some sequences only, are not flattened sequences
+            flat = len(x) != examples and x.shape[1] == 1 and call.select is None
             if transposed or (flat and len(x) == positions):
                 sides = shape[::-1] if transposed else shape
                 if ordered := ordered and x.shape[:2].numel() == positions:
-                    x, g = (own.reshape(*sides, own.shape[-1]) for own in (x, g))
-                    x, g = (own.transpose(0, 1) if transposed else own for own in (x, g))
-            # rows of one sequence after another, or of all at one position after another
+                    x, g = (rows.reshape(*sides, rows.shape[-1]) for rows in (x, g))
+                    x, g = (rows.transpose(0, 1) if transposed else rows for rows in (x, g))
+            # ambiguous: rows of one sequence after another, or of one position after another
             either = square and len(calls) % examples == 0 and x.shape[1] == 1
             ordered &= len(x) == examples and call.select is None and not either
             if rows.doubt and not self._warned:
@@ -132,30 +132,30 @@ class Corrected:
                     "come first, its corrected eigenvalues per sequence are wrong; give batches of another size "
                     "(shown once, for the first such layer)"
                 )
-            found.append((x, g))
+            pairs.append((x, g))
         pieces = [call.rows.piece for call, _ in reversed(calls) if call.rows.piece is not None]
-        if found and len(pieces) == len(found):  # slices, which may cut sequences
+        if pairs and len(pieces) == len(pairs):  # slices of the batch, which may cut sequences
             places = torch.cat([piece.rows(*shape) for piece in pieces])
             counts = (places // shape[1]).bincount(minlength=examples)
             if ordered := bool((counts == counts[0]).all()):
                 order = places.argsort(stable=True).to(self.device)
-                x, g = (torch.cat([own.flatten(0, 1) for own in side])[order] for side in zip(*found, strict=True))
-                found = [(x.view(examples, -1, x.shape[-1]), g.view(examples, -1, g.shape[-1]))]
-            return found, ordered
-        if ordered and len(found) > 1:
-            xs, gs = zip(*found, strict=True)
-            found = [(torch.cat(xs, dim=1), torch.cat(gs, dim=1))]
-        return found, ordered
+                x, g = (torch.cat([part.flatten(0, 1) for part in side])[order] for side in zip(*pairs, strict=True))
+                pairs = [(x.view(examples, -1, x.shape[-1]), g.view(examples, -1, g.shape[-1]))]
+            return pairs, ordered
+        if ordered and len(pairs) > 1:
+            xs, gs = zip(*pairs, strict=True)
+            pairs = [(torch.cat(xs, dim=1), torch.cat(gs, dim=1))]
+        return pairs, ordered
 
     def _basis(self, layer: LayerSpec, side: str) -> Eigenbasis:
-        """From the rank that has it. Collective."""
-        own, key = getattr(layer, side), self.keys[layer.name].get(side)
-        if key is None or own.block < 2:
+        """Eigenvectors of a side, broadcast from the rank that has them. Collective."""
+        shape, key = getattr(layer, side), self.keys[layer.name].get(side)
+        if key is None or shape.block < 2:
             return Eigenbasis((), torch.ones(0, device=self.device))
         if key in self.bases:
             vectors = tuple(x.to(self.device) for x in self.bases[key].vectors)
         else:
-            vectors = tuple(torch.empty(n, b, b, device=self.device) for n, b in own.groups)
+            vectors = tuple(torch.empty(n, b, b, device=self.device) for n, b in shape.groups)
         for tensor in vectors:
             dist.broadcast(tensor, self.homes[key], group=self.group)
         return Eigenbasis(vectors, torch.ones(0, device=self.device))

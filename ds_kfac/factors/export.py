@@ -18,19 +18,17 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 def export(
     job: Job, folder: Path, *, sides: str = "AG", dtype: torch.dtype = torch.float32, bases: bool = True
 ) -> Path:
-    """Write what the ranks have of the factors of the last steps. Collective.
-
-    A factor is a running average over batches; "counts" has how many there were. The eigenbases are those in use, of
-    the last refresh: older than the factors.
+    """Write a run's factors: running averages over batches, whose number is in "counts". The eigenbases are those in
+    use, from the last refresh, and so older than the factors. Collective.
 
     Args:
-        folder: for the files; one of the last export is replaced.
-        sides: which factors, "A", "G" or both.
-        dtype: of factors in the files.
-        bases: whether eigenbases are written.
+        folder: for the files; an earlier export in it is replaced.
+        sides: "A", "G" or both.
+        dtype: dtype of factors in the files.
+        bases: whether to write eigenbases.
 
     Raises:
-        FactorsError: on every rank; nothing could be written, or no factor has been computed yet.
+        FactorsError: on every rank; writing failed, or no factor has been computed yet.
     """
     group, tensors, counts, layers = job.channel.group, dict[str, Tensor](), dict[str, float](), {}
     shard = f"factors-{job.channel.rank:05d}.safetensors"
@@ -38,19 +36,19 @@ def export(
         get_accelerator().synchronize()  # offloaded factors may be on their way to the host
         (folder / INDEX).unlink(missing_ok=True)
         for kfac in job.preconditioners:
-            keys = {old: kfac.names[old[:-2]] + old[-2:] for old in kfac.curvature.specs}
+            keys = {key: kfac.names[key[:-2]] + key[-2:] for key in kfac.curvature.specs}  # local -> global
             for layer in kfac.layers:
-                own = {side: keys[spec.key] for side, spec in kfac.curvature.of_layer.get(layer.name, {}).items()}
-                layers[kfac.names[layer.name]] = described(layer, own)
-            for old, factor in kfac.curvature.factors.items():
-                if old[-1] in sides and old[:-2] in kfac.saved and float(factor.updates) > 0:
-                    tensors[keys[old]] = factor.packed_P.to(dtype)
-                    counts[keys[old]] = float(factor.updates)
+                specs = kfac.curvature.of_layer.get(layer.name, {})
+                layers[kfac.names[layer.name]] = described(layer, {x: keys[spec.key] for x, spec in specs.items()})
+            for key, factor in kfac.curvature.factors.items():
+                if key[-1] in sides and key[:-2] in kfac.saved and float(factor.updates) > 0:
+                    tensors[keys[key]] = factor.packed_P.to(dtype)
+                    counts[keys[key]] = float(factor.updates)
             if bases:
                 tensors |= _bases(kfac, keys, sides)
     parts = gathered((counts, layers, dict.fromkeys(tensors, shard)), group)
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
-        if not any(own for own, _, _ in parts):
+        if not any(each for each, _, _ in parts):
             raise FactorsError("no factor has been computed yet; train a step first")
         written = write_shard(folder / shard, tensors)
     shards = dict(gathered((shard, written), group))
@@ -69,16 +67,16 @@ def export(
 
 
 def _bases(kfac: KFACPreconditioner, keys: dict[str, str], sides: str) -> dict[str, Tensor]:
-    """Of the layers whose first gradient worker this rank is, by factor."""
-    found = dict[str, Tensor]()
+    """Eigenbases of the layers whose first gradient worker this rank is, by name in the files."""
+    tensors = dict[str, Tensor]()
     for layer in kfac.owned:
         first = kfac.plan.assignment.workers[layer.name][0] == kfac.rank and layer.name in kfac.saved
         for side, spec in kfac.curvature.of_layer.get(layer.name, {}).items() if first else ():
             basis = getattr(kfac.state[layer.name], side)
             if side in sides and spec.layers[0] == layer.name and isinstance(basis, Eigenbasis):
-                found |= {f"{keys[spec.key]}/vectors.{k}": x for k, x in enumerate(basis.vectors)}
-                found[f"{keys[spec.key]}/values"] = basis.values
-    return found
+                tensors |= {f"{keys[spec.key]}/vectors.{k}": x for k, x in enumerate(basis.vectors)}
+                tensors[f"{keys[spec.key]}/values"] = basis.values
+    return tensors
 
 
 SEEN = 100.0

@@ -1,7 +1,7 @@
 """The files of factors: safetensors, one shard of each kind from every owner, and an index that is written last.
 
-    index.json                    layers, counts, what they are of, and which shard has which tensor
-    factors-00000.safetensors     of owner 0: factors, eigenvectors and eigenvalues
+    index.json                    layers, counts, settings, and which shard has which tensor
+    factors-00000.safetensors     owner 0's factors, eigenvectors and eigenvalues
     corrected-00000.safetensors   EKFAC's eigenvalues
 
     <layer>/A, <layer>/G          the mean of a a^T, of g g^T: lower triangles of the side's blocks, one after the
@@ -11,9 +11,9 @@
     <layer>/corrected.token       [O, I], the mean over loss terms of (Q_G^T g a^T Q_A)^2, elementwise
     <layer>/corrected.sequence    [O, I], the mean over sequences of the square of the sum over their terms
 
-A shard has a CRC-32 of each of its tensors, the index one of each shard's and of itself: what is read is what was
-written, or an error. A folder without index.json is not finished, and nothing loads it. ``layer`` is a module's name,
-or that of one of its matrices (an expert's). I counts the 1 of a bias, the last column.
+A shard has a CRC-32 of each of its tensors; the index has one of each shard's checksums, and of itself: damage is an
+error. A folder without index.json is not finished, and does not load. ``layer`` is the name of a module, or of one of
+its matrices (an expert's). I includes the 1 of a bias, the last column.
 """
 
 import difflib
@@ -39,11 +39,11 @@ from ds_kfac.model.layers import LayerSpec
 
 INDEX, VERSION, SUMS = "index.json", 2, "crc32"
 KINDS = ("token", "sequence")
-"""Of corrected eigenvalues."""
+"""Kinds of corrected eigenvalues."""
 
 
 class FactorsError(ValueError):
-    """Factors could not be computed, written or read; with what to do."""
+    """Factors could not be computed, written or read; says what to do."""
 
 
 def safetensors() -> Any:
@@ -55,20 +55,18 @@ def safetensors() -> Any:
 
 
 def crc32(tensor: Tensor, before: int = 0) -> int:
-    """Of its bytes, after those that ``before`` is of."""
+    """CRC-32 of a tensor's bytes. ``before``: CRC-32 of preceding bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data, before)
 
 
 class Shard:
-    """An open file, whose tensors are read when they are asked for.
+    """An open file, whose tensors are read on access. Raises FactorsError, also on access, if it is truncated, damaged,
+    or not written by :func:`write_shard`.
 
     Attributes:
-        sums: CRC-32 of each of its tensors.
-        crc32: of those.
-
-    Raises:
-        FactorsError: here and where a tensor is read: it is cut off, damaged, or not of :func:`write_shard`.
+        sums: tensor's name -> CRC-32.
+        crc32: CRC-32 of ``sums``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,14 +80,14 @@ class Shard:
         self.crc32 = _crc32_of(self.sums)
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU."""
+        """A tensor, on the CPU."""
         try:
-            found: Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._file.get_tensor(name)
         except Exception as problem:
             raise self._damaged(f"{name}: {problem}") from problem
-        if crc32(found) != self.sums[name]:
+        if crc32(tensor) != self.sums[name]:
             raise self._damaged(f"{name}: wrong checksum")
-        return found
+        return tensor
 
     def _damaged(self, what: str) -> FactorsError:
         return FactorsError(f"{self.path}: damaged, or not of ds_kfac ({what}); remove the folder and compute it again")
@@ -100,18 +98,17 @@ def _crc32_of(values: Any) -> int:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Put a file there whole, or not at all, and return the CRC-32 of its tensors' checksums. Raises FactorsError where
-    there is no space, or no permission."""
+    """Write a file, whole or not at all (FactorsError), and return the CRC-32 of its tensors' checksums."""
     save, temporary = safetensors().save_file, path.with_name(path.name + ".tmp")
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    sums = {name: crc32(tensor) for name, tensor in kept.items()}
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    sums = {name: crc32(tensor) for name, tensor in copies.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(kept, str(temporary), {"format": "pt", SUMS: json.dumps(sums)})
+        save(copies, str(temporary), {"format": "pt", SUMS: json.dumps(sums)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except Exception as problem:  # safetensors has an error of its own for those of the system
+    except Exception as problem:  # safetensors raises its own class for system errors
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         full = getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem)
@@ -130,7 +127,7 @@ def write_index(folder: Path, header: Mapping[str, Any]) -> None:
 
 
 def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Of a layer, for the index. ``keys``: side -> factor key that has it, of sides that are no identities."""
+    """A layer's entry in the index. ``keys``: side -> key of its factor, without identity sides."""
     return {
         "module": layer.module, "kind": layer.kind, "weight": layer.weight, "bias": layer.bias,
         "A": {**asdict(layer.A), "of": keys.get("A")}, "G": {**asdict(layer.G), "of": keys.get("G")},
@@ -140,13 +137,13 @@ def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """A finished folder; tensors are read when they are asked for, on the CPU.
+    """A finished folder. Tensors are read on access, to the CPU.
 
     Attributes:
-        header: of the index. "layers": name -> module, kind, weight, bias, sides and groups. "counts": factor key ->
-            rows of A, or loss terms of G, that it is the mean of. "batches", "sequences", "rows": of the data.
+        header: the index. "layers": name -> module, kind, weight, bias, sides and groups. "counts": factor key ->
+            number of rows (A) or loss terms (G) that it is the mean of. "batches", "sequences", "rows": of the data.
             "fisher": "empirical", "monte_carlo" or "activations_only". "left_alone": module -> why. "weight_map":
-            tensor -> shard. "shards": shard -> CRC-32 of its checksums. "data": of each rank's batches, a CRC-32.
+            tensor -> shard. "shards": shard -> CRC-32 of its checksums. "data": CRC-32 of each rank's batches.
     """
 
     folder: Path
@@ -154,7 +151,7 @@ class Factors:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Factors":
-        """Raises FactorsError if it is not finished, damaged, or not one of ours."""
+        """Open a folder. Raises FactorsError if it is unfinished, damaged, or not ours."""
         path = Path(folder) / INDEX
         try:
             header = json.loads(path.read_text())
@@ -181,22 +178,22 @@ class Factors:
 
     def side(self, layer: str, side: str) -> Side:
         """Width and blocks of "A" or "G"."""
-        found = self._layer(layer)[side]
-        return Side(found["dim"], found["block"])
+        entry = self._layer(layer)[side]
+        return Side(entry["dim"], entry["block"])
 
     def count(self, layer: str, side: str) -> float:
-        """Rows, or loss terms, that a factor is the mean of."""
+        """Number of rows (A) or loss terms (G) that a factor is the mean of."""
         key = self._key(layer, side)
         if key not in self.header["counts"]:
             raise FactorsError(f"{self.folder}: {layer} has no {side}; it was not computed")
         return self.header["counts"][key]
 
     def factor(self, layer: str, side: str) -> Tensor:
-        """[D, D], fp32, symmetric; zero between blocks, the identity where no factor is kept."""
-        own = self.side(layer, side)
-        if own.block == 0:
-            return torch.eye(own.dim)
-        blocks = own.blocks(self.packed(layer, side))
+        """A factor as one matrix, fp32 [D, D], zero between blocks; the identity if the side is that."""
+        shape = self.side(layer, side)
+        if shape.block == 0:
+            return torch.eye(shape.dim)
+        blocks = shape.blocks(self.packed(layer, side))
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
 
     def packed(self, layer: str, side: str) -> Tensor:
@@ -204,16 +201,16 @@ class Factors:
         return self._tensor(self._key(layer, side)).float()
 
     def eigenbasis(self, layer: str, side: str) -> Eigenbasis:
-        """Raises FactorsError where none was computed: of a factor that is zero, or beside a checkpoint."""
-        own = self.side(layer, side)
-        if own.block == 0:
-            return Eigenbasis((), torch.ones(own.dim))
+        """A factor's eigenbasis. FactorsError if there is none, as for a zero factor."""
+        shape = self.side(layer, side)
+        if shape.block == 0:
+            return Eigenbasis((), torch.ones(shape.dim))
         key = self._key(layer, side)
-        vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(len(own.groups) if own.block > 1 else 0))
+        vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(len(shape.groups) if shape.block > 1 else 0))
         return Eigenbasis(vectors, self._tensor(f"{key}/values"))
 
     def corrected(self, layer: str, per: str = "token") -> Tensor:
-        """EKFAC's eigenvalues [O, I], per "token" or per "sequence". Raises FactorsError where there are none."""
+        """EKFAC's eigenvalues [O, I], per "token" or per "sequence". Raises FactorsError if there are none."""
         if per not in KINDS:
             raise FactorsError(f"corrected eigenvalues: got {per!r}; must be one of {', '.join(KINDS)}")
         self._layer(layer)

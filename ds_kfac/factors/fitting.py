@@ -1,8 +1,8 @@
-"""``ds_kfac.fit``: exact factors of any model, without training, each kept by one rank.
+"""``ds_kfac.fit``: exact factors of any model, without training; each factor has one owner.
 
-Batch sums of a few layers at a time leave for their owners, who add them up in fp64: means over all rows, without
-decay. Then eigenbases; a second pass over the data finds EKFAC's eigenvalues. Transient memory of a rank, beside the
-model's own: inputs and output gradients of all layers of one batch, sums of at most :data:`ROUND_BYTES` or of one
+Batch sums of a few layers at a time are sent to their owners, which add them up in fp64: means over all rows, without
+decay. Then come eigenbases, and in a second pass over the data EKFAC's eigenvalues. A rank's transient memory, beside
+the model's: inputs and output gradients of all layers for one batch, sums of :data:`ROUND_BYTES` at most or of one
 layer, and their messages.
 """
 
@@ -27,16 +27,7 @@ from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import Eigenbasis, Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.factors.corrected import Corrected
-from ds_kfac.factors.files import (
-    INDEX,
-    Factors,
-    FactorsError,
-    Shard,
-    described,
-    safetensors,
-    write_index,
-    write_shard,
-)
+from ds_kfac.factors.files import INDEX, Factors, FactorsError, Shard, described, safetensors, write_index, write_shard
 from ds_kfac.factors.passes import Loss, Passes
 from ds_kfac.factors.progress import Progress, check_same, fingerprint, named
 from ds_kfac.model.batch import ReadBatch
@@ -48,7 +39,7 @@ from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 
 TERMS = "terms"
 ROUND_BYTES = 1 << 30
-"""Batch sums of a rank at a time, or those of one layer."""
+"""Most bytes of batch sums on a rank at a time, unless one layer has more."""
 
 
 def fit(
@@ -66,29 +57,28 @@ def fit(
 ) -> Factors:
     """Factors, eigenbases and EKFAC's eigenvalues of a model over some data. Collective if torch.distributed runs.
 
-    A killed call goes on from its last save, at most five minutes before: call it again with the same arguments. The
-    model is run in evaluation mode, and left in the mode it was in.
+    A killed call continues from its last save, at most five minutes earlier: call it again with the same arguments. The
+    model runs in evaluation mode, and is left in the mode it was in.
 
     Args:
         model: an nn.Module, whole on every rank, or a DeepSpeedEngine of any ZeRO stage, with or without an optimizer;
             its state does not change.
         data: batches of this rank, the same at every iteration: a dict (the forward's keywords), a tuple or list (its
-            arguments) or a tensor. Ranks may have different numbers.
+            arguments) or a tensor. Ranks may have different numbers of batches.
         loss: (model, batch) -> scalar; None: the first scalar that the model returns.
         out: folder for the files (:mod:`ds_kfac.factors.files`).
-        config: a "kfac" block; read are ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``fisher``
-            ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
-            pass) and its sampler.
-        reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum. How many terms a mean has is
-            read from ``labels`` among the forward's arguments, or taken to be as many as the model's predictions: for a
-            loss of your own that leaves some out give their sum, or ``read_batch``.
+        config: a "kfac" block, of which ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``sampler``
+            and ``fisher`` are read: "empirical" (the default), "monte_carlo" (the true Fisher) or "activations_only"
+            (A alone, without a backward pass).
+        reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum. The number of terms of a mean
+            is read from ``labels`` among the forward's arguments, else it is the number of the model's predictions: if
+            your own loss leaves some out, make it a sum or give ``read_batch``.
         read_batch: (arguments, keywords) of the forward -> :class:`ds_kfac.BatchInfo`: which rows count, and how many
             terms the loss has; None: by Hugging Face's names, ``attention_mask`` and ``labels``.
-        corrected: whether there is a second pass.
-        source: values that JSON has, for the index, such as the data's name; a run with others does not go on from
-            this one.
+        corrected: whether to make the second pass.
+        source: JSON values for the index, such as the data's name; a run with other values is another run.
 
-    Returns what is in ``out``; without a pass if all of it was there, once the data has been read and found the same.
+    Returns the factors in ``out``; without a pass if they are there, once the data was found to be the same.
 
     Raises:
         FactorsError: on every rank; no data, no row that counts, a layer that is never called, a loss or a sum that is
@@ -103,11 +93,11 @@ def fit(
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
     safetensors()
     try:
-        source = json.loads(json.dumps(dict(source or {})))  # as it is read from the index
+        source = json.loads(json.dumps(dict(source or {})))  # as it will be read back from the index
     except TypeError as problem:
         raise ValueError(f"ds_kfac.fit: source: {problem}; must be plain values, as those of JSON") from problem
-    own, _ = resolve(config if isinstance(config, KFACConfig) else parse(config or {}), fisher="empirical")
-    fisher: Any = own.factor.fisher
+    resolved, _ = resolve(config if isinstance(config, KFACConfig) else parse(config or {}), fisher="empirical")
+    fisher: Any = resolved.factor.fisher
     if corrected and fisher != "activations_only" and isinstance(data, Iterator):
         raise FactorsError(
             "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a DataLoader or "
@@ -117,22 +107,22 @@ def fit(
         channel = Channel(torch.distributed.group.WORLD)
         try:
             passes = Passes(
-                model, data, loss, reduction=reduction, fisher=fisher, sampler=SAMPLERS[own.factor.sampler],
-                read_batch=read_batch, padding=own.padding.count, channel=channel, shows=progress,
+                model, data, loss, reduction=reduction, fisher=fisher, sampler=SAMPLERS[resolved.factor.sampler],
+                read_batch=read_batch, padding=resolved.padding.count, channel=channel, shows=progress,
             )  # fmt: skip
             what = f"{reduction} of {named(loss)}, rows by {named(read_batch)}"
-            return _Fitting(passes, Path(out), own, corrected=corrected, source=source, what=what).run()
+            return _Fitting(passes, Path(out), resolved, corrected=corrected, source=source, what=what).run()
         finally:
             channel.close()
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """In the process's job: that which it is in, or a launcher's, else one of a single rank until the end."""
+    """Run in the process's job, or the launcher's; without one, in a job of a single rank, which then ends."""
     outside = not torch.distributed.is_initialized()
     alone = outside and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if outside:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of a compiler, for little traffic
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling takes minutes, traffic is small
     if alone:
         backend = get_accelerator().communication_backend_name()
         backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
@@ -149,9 +139,8 @@ class _Fitting:
     """One call of :func:`fit`.
 
     Attributes:
-        rounds: layers, the last ones first, whose batch sums are in memory together; and their factors.
-        keys: layer -> side -> factor key.
-        shard: name of this rank's file of a kind.
+        rounds: (names of layers whose batch sums are in memory together, keys of their factors), the last layers first.
+        keys: layer name -> side -> factor key.
     """
 
     def __init__(
@@ -166,17 +155,17 @@ class _Fitting:
             )
         if passes.fisher == "monte_carlo" and config.factor.prediction:
             raise FactorsError("ds_kfac.fit: factor.prediction is for training; give a loss that draws labels itself")
-        found = scan(passes.model, config.choice)
-        if cut := [layer.name for layer in found.layers if layer.cut != (1, 1) or layer.copies > 1]:
+        scanned = scan(passes.model, config.choice)
+        if cut := [layer.name for layer in scanned.layers if layer.cut != (1, 1) or layer.copies > 1]:
             raise FactorsError(
                 f"ds_kfac.fit: {cut[0]} is a shard of a tensor-parallel layer; train a step and use engine.kfac.export"
             )
-        self.plan = plan_of(found.layers, config, self.channel.world, self.device)
-        self.skipped, roles = found.skipped, self.plan.assignment
+        self.plan = plan_of(scanned.layers, config, self.channel.world, self.device)
+        self.skipped, roles = scanned.skipped, self.plan.assignment
         self.specs, self.homes = {spec.key: spec for spec in roles.factors}, roles.eigen_workers
         self.keys = {
-            name: {side: spec.key for side, spec in own.items()}
-            for name, own in factors_by_layer(roles.factors).items()
+            name: {side: spec.key for side, spec in sides.items()}
+            for name, sides in factors_by_layer(roles.factors).items()
         }
         self.rounds = list(rounds(self.plan.layers, self.specs))
         self.settings = {
@@ -201,9 +190,9 @@ class _Fitting:
         with failing_together(f"ds_kfac: {self.out}", self.channel.group, FactorsError):
             self.out.mkdir(parents=True, exist_ok=True)
         if any(gathered((self.out / INDEX).exists(), self.channel.group)):
-            found = Factors.load(self.out)
-            check_same(self.out, found.header, {"settings": self.settings, "data": self.passes.marks()})
-            return found
+            factors = Factors.load(self.out)
+            check_same(self.out, factors.header, {"settings": self.settings, "data": self.passes.marks()})
+            return factors
         self.progress = Progress(self.out, self.settings, self.channel)
         self.capture = self.passes.capture(self.plan.layers, self.config.factor.weight_sharing)
         modes = {module: module.training for module in self.passes.model.modules()}
@@ -225,8 +214,8 @@ class _Fitting:
 
     @torch.no_grad()
     def _summed(self) -> dict[str, Tensor]:
-        """The first pass: fp64 packed sums of the factors that this rank owns, and of each its count; and how many
-        loss terms the batches of this rank have had."""
+        """The first pass. Returns "<key>" -> fp64 packed sum and "<key>/count" for the factors that this rank owns, and
+        the number of loss terms of its batches."""
         sums = self.progress.load(self.device)
         if any(gathered(bool(sums) and TERMS not in sums, self.channel.group)):
             raise FactorsError(f"{self.out}: holds an unfinished run of an earlier version; remove it and start again")
@@ -241,11 +230,11 @@ class _Fitting:
         keys = frozenset(self.specs)
         for batch in self.passes.over("factors", capture, keys, self.progress, lambda: sums, self._wrong):
             for names, factors in self.rounds:
-                own = [pair for pair in batch.calls if pair[0].layer.name in names]
-                capture.add_sampled([call for call, _ in own], [gradient for _, gradient in own], self.passes.seed)
-                del own  # gradients, while the next batch runs
-                for made in capture.sums.values():
-                    self.finite &= made.sum_P.sum().isfinite()
+                pairs = [pair for pair in batch.calls if pair[0].layer.name in names]
+                capture.add_sampled([call for call, _ in pairs], [gradient for _, gradient in pairs], self.passes.seed)
+                del pairs  # they would keep gradients alive while the next batch runs
+                for summed in capture.sums.values():
+                    self.finite &= summed.sum_P.sum().isfinite()
                 reducer.begin(factors, batch.number)
                 for key, total in reducer.reduce(capture.sums).items():
                     if key in sums:
@@ -260,19 +249,19 @@ class _Fitting:
         return "" if bool(self.finite) else "a gradient or an input is not finite; leave the batch out"
 
     def _write_factors(self, sums: dict[str, Tensor]) -> None:
-        """Means, their eigenbases, and this rank's shard of them. Collective."""
+        """Write this rank's shard: means and their eigenbases. Collective."""
         layers = {layer.name: layer for layer in self.plan.layers}
         terms = self.channel.sum(sums.pop(TERMS))
-        for key, spec in self.specs.items():  # of an expert, also those of batches in which no token came to it
+        for key, spec in self.specs.items():  # G is a mean over all loss terms, also of batches without its tokens
             of_gradients = not spec.is_A or LAYERS[layers[spec.layers[0]].kind].needs_gradients
             if of_gradients and key in sums and bool(sums[f"{key}/count"] > 0):
                 sums[f"{key}/count"] = terms.clone()
         counts = {key: float(sums[f"{key}/count"]) for key in self.specs if key in sums}
-        everyone = {key: count for own in gathered(counts, self.channel.group) for key, count in own.items()}
+        everyone = {key: count for each in gathered(counts, self.channel.group) for key, count in each.items()}
         if not any(everyone.values()):
             raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
         without = {key[:-2] for key, count in everyone.items() if not count}
-        if idle := sorted(name for name in without if layers[name].part[1] == 1):  # no expert that no token took
+        if idle := sorted(name for name in without if layers[name].part[1] == 1):  # an expert may have had no token
             raise FactorsError(
                 f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, the loss "
                 "does not depend on them, or activation checkpointing hides them (it needs use_reentrant=False); leave "
@@ -284,7 +273,7 @@ class _Fitting:
                 count = sums[f"{key}/count"]
                 packed = (sums.pop(key) / count.clamp(min=1)).float()
                 tensors |= {key: packed, f"{key}/count": count}
-                if bool(packed.any()):  # zero as long as what is above a layer is
+                if bool(packed.any()):  # G is zero if the layers above pass no gradient
                     factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))
                     request = Request(factor)
                     basis = refresh_all([request])[0].basis
@@ -295,20 +284,20 @@ class _Fitting:
             write_shard(self.out / self.shard("factors"), tensors)
 
     def _read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Of this rank's shard of factors."""
+        """Tensors from this rank's shard of factors, by name."""
         file = Shard(self.out / self.shard("factors"))
         return {name: file.tensor(name) for name in file.sums if wanted(name)}
 
     def _correct(self) -> None:
-        """The second pass, and this rank's shard of it. Collective."""
-        own = self._read(lambda name: "/v" in name)
+        """The second pass; writes this rank's shard of corrected eigenvalues. Collective."""
+        read = self._read(lambda name: "/v" in name)
         bases = {
-            key: Eigenbasis(tuple(own[n] for n in sorted(own) if n.startswith(f"{key}/vectors.")), own[f"{key}/values"])
+            key: Eigenbasis(tuple(read[n] for n in sorted(read) if n.startswith(f"{key}/vectors.")), values)
             for key in self.specs
-            if f"{key}/values" in own
+            if (values := read.get(f"{key}/values")) is not None
         }
-        known = set().union(*gathered(set(bases), self.channel.group))
-        fit = [x for x in self.plan.layers if correctable(x) and set(self.keys[x.name].values()) <= known]
+        everywhere = set().union(*gathered(set(bases), self.channel.group))
+        fit = [x for x in self.plan.layers if correctable(x) and set(self.keys[x.name].values()) <= everywhere]
         owners = {name: ranks[0] for name, ranks in self.plan.assignment.workers.items()}
         sums = Corrected(
             fit, owners, bases, self.keys, self.homes, self.capture.rows,
@@ -322,7 +311,8 @@ class _Fitting:
             "corrected eigenvalues", self.capture, keys, self.progress, lambda: sums.sums, lambda: ""
         ):
             sums.add(batch.calls, self.passes.seed, batch.sequences, batch.positions)
-        terms = {key: float(count) for own in gathered(self.counts, self.channel.group) for key, count in own.items()}
+        counts = gathered(self.counts, self.channel.group)
+        terms = {key: float(count) for each in counts for key, count in each.items()}
         sequences, tensors = self.progress.seen[1], dict[str, Tensor]()
         for name, total in sums.sums.items():
             layer, kind = name.rsplit("/corrected.", 1)
@@ -337,18 +327,18 @@ class _Fitting:
         """Collective."""
         kinds = ["factors", *(["corrected"] if self.corrected else [])]
         files = {self.shard(kind): Shard(self.out / self.shard(kind)) for kind in kinds}
-        mine = {name: shard for shard, file in files.items() for name in file.sums}
+        shard_of = {name: shard for shard, file in files.items() for name in file.sums}
         counts = {name.removesuffix("/count"): float(count) for name, count in self.counts.items()}
-        parts = gathered((mine, counts), self.channel.group)
+        parts = gathered((shard_of, counts), self.channel.group)
         shards = gathered({shard: file.crc32 for shard, file in files.items()}, self.channel.group)
         header = {
             "settings": self.settings, "fisher": self.passes.fisher, "data": self.passes.marks(),
-            "shards": {shard: crc32 for own in shards for shard, crc32 in own.items()},
+            "shards": {shard: crc32 for each in shards for shard, crc32 in each.items()},
             "batches": self.progress.seen[0], "sequences": self.progress.seen[1], "rows": self.progress.seen[2],
-            "counts": {key: count for _, own in parts for key, count in own.items()},
+            "counts": {key: count for _, each in parts for key, count in each.items()},
             "layers": {layer.name: self._described(layer) for layer in self.plan.layers},
             "left_alone": {one.name: f"{one.kind}: {one.reason}" for one in self.skipped},
-            "weight_map": {n: shard for own, _ in parts for n, shard in own.items() if not n.endswith("/count")},
+            "weight_map": {n: shard for each, _ in parts for n, shard in each.items() if not n.endswith("/count")},
         }  # fmt: skip
         with failing_together("ds_kfac.fit: index", self.channel.group, FactorsError):
             if self.channel.rank == 0:
@@ -356,15 +346,15 @@ class _Fitting:
 
 
 def plan_of(layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device) -> Plan:
-    """Who owns what: one rank a layer, whatever ZeRO does, by predicted cost."""
+    """The plan: each layer has one owner, by predicted cost, whatever ZeRO does."""
     config = config.having("assignment", gradient_worker_fraction=1 / world).having("preconditioner", method="eigen")
     costs = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
     facts = EngineFacts(world, None, torch.float32, torch.float32, moments=0, device=device)
     return make_plan(layers, facts, config, costs)
 
 
-def kept_bytes(plan: Plan) -> list[int]:
-    """What :func:`fit` keeps on each rank at most: fp64 sums while the fp32 bases are made of them, or bases and fp64
+def peak_bytes(plan: Plan) -> list[int]:
+    """Most bytes that :func:`fit` keeps on each rank: fp64 sums while fp32 bases are made of them, or bases and fp64
     sums of corrected eigenvalues."""
     roles = plan.assignment
     first, second = [0] * roles.world, [0] * roles.world
@@ -382,18 +372,18 @@ def rounds(
 ) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
     """See :class:`_Fitting`."""
     names, keys, nbytes = set[str](), set[str](), 0
-    for layer in reversed(layers):  # as gradients come by: the first has the rows that loss terms are counted by
-        own = {key for key in layer.keys if key in specs}
-        more = sum(4 * specs[key].side.numel for key in own)
+    for layer in reversed(layers):  # in a backward's order: the first layer's rows give the number of loss terms
+        its_keys = {key for key in layer.keys if key in specs}
+        more = sum(4 * specs[key].side.numel for key in its_keys)
         if names and nbytes + more > ROUND_BYTES:
             yield frozenset(names), frozenset(keys)
             names, keys, nbytes = set(), set(), 0
         names.add(layer.name)
-        keys |= own
+        keys |= its_keys
         nbytes += more
     yield frozenset(names), frozenset(keys)
 
 
 def correctable(layer: LayerSpec) -> bool:
-    """Whether a layer's gradient is one sum of g a^T: not of grouped maps, nor of norms."""
+    """Whether a layer's gradient is one sum of g a^T, unlike that of grouped maps or norms."""
     return layer.groups == 1 and not LAYERS[layer.kind].needs_gradients

@@ -1,5 +1,5 @@
-"""Runs a model over data for :mod:`ds_kfac.factors.fitting`: batches of all ranks in step, and of each the gradients of
-layer outputs, which autograd is asked for; no parameter gets one."""
+"""Runs a model over data for :mod:`ds_kfac.factors.fitting`. Ranks take their batches at the same time; autograd is
+asked for the gradients of layer outputs, so no parameter gets one."""
 
 import itertools
 import zlib
@@ -25,7 +25,7 @@ from ds_kfac.model.samplers import Sampler
 from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}
-"""Of a loss whose gradients would underflow in 16 bits; others have 1."""
+"""dtype -> factor on the loss, where gradients would underflow."""
 SEED = 0x5EED
 END = object()
 
@@ -34,15 +34,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass
 class Batch:
-    """What a batch of this rank has shown; empty where it has none left.
+    """Results of a batch on this rank; empty if the rank has no batch left.
 
     Attributes:
         number: the same on all ranks, from 0.
-        calls: of layers, and the gradients of their outputs, times ``Passes.seed``; None where the loss does not depend
-            on one.
-        sequences, rows: in its first tensor: its first dimension; its elements, if they are tokens.
-        positions: of all sequences, the first two dimensions.
-        problem: what is wrong with it, "" if nothing is.
+        calls: (layer's call, gradient of its output times ``Passes.seed``, None if the loss does not depend on it).
+        sequences: first dimension of the batch's first tensor.
+        rows: elements of that tensor if they are tokens, else its first dimension.
+        positions: product of its first two dimensions.
+        problem: text of what is wrong with the batch; "" if nothing is.
     """
 
     number: int
@@ -59,13 +59,13 @@ class Passes:
     Args:
         model: an nn.Module or a DeepSpeedEngine.
         loss, reduction, read_batch: see :func:`ds_kfac.factors.fitting.fit`.
-        fisher: what gradients are of, "empirical", "monte_carlo" or "activations_only": then there are none.
-        padding: which rows count, the key ``padding.count`` of a config.
+        fisher: "empirical", "monte_carlo", or "activations_only", which needs no gradients.
+        padding: which rows count, as the config's ``padding.count``.
 
     Attributes:
-        seed: by which gradients are multiplied.
-        device: of the model.
-        mark: of this rank's data; None before it was read to its end.
+        seed: factor on gradients.
+        device: the model's.
+        mark: checksum of this rank's data, see :func:`_marked`; None until it was read to its end.
     """
 
     def __init__(
@@ -85,21 +85,22 @@ class Passes:
         self.seed = SCALES.get(dtype, 1.0)
         self._error: Exception | None = None
         self.mark: int | None = None
-        # at ZeRO stage 3 ranks fetch weights from each other: one without a batch runs its last one again
+        # at ZeRO stage 3 all ranks fetch weights together: a rank without a batch runs its last one again
         self.sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         self._reader = read_batch or ArgumentReader(self.model, count=padding)
         self._divisor = 1.0 if reduction == "sum" and fisher != "monte_carlo" else None
 
     def weights(self) -> str:
-        """A number that other weights hardly have. Collective."""
+        """A fingerprint of the weights: their squared norm. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self.model.parameters():
-            own = getattr(parameter, "ds_tensor", parameter).detach()
-            total += torch.linalg.vector_norm(own, dtype=torch.float64).to(self.device) ** 2 if own.numel() else 0.0
+            local = getattr(parameter, "ds_tensor", parameter).detach()
+            norm = torch.linalg.vector_norm(local, dtype=torch.float64).to(self.device) if local.numel() else 0.0
+            total += norm**2
         return f"{float(self.channel.sum(total)):.9g}"
 
     def marks(self) -> list[int]:
-        """Of each rank's batches, see :func:`_marked`; reads them if no pass has. Collective."""
+        """Checksums of all ranks' batches, see :func:`_marked`; reads the data if no pass has. Collective."""
         with failing_together("ds_kfac.fit: data", self.channel.group, FactorsError):
             if self.mark is None:
                 self.mark = reduce(_marked, self.data, 0)
@@ -114,12 +115,12 @@ class Passes:
         self, what: str, capture: Capture, keys: frozenset[str], progress: Progress,
         saved: Callable[[], Mapping[str, Tensor]], wrong: Callable[[], str],
     ) -> Iterator[Batch]:  # fmt: skip
-        """The batches of a pass that are not in the last save. Collective; raises FactorsError on every rank.
+        """The batches of a pass, after those of the last save. Collective; raises FactorsError on every rank.
 
         Args:
-            what: for people.
-            saved: what is to be saved now and then.
-            wrong: says whether the last batch's sums are of no use.
+            what: name of the pass, for the progress bar.
+            saved: gives the tensors to save now and then.
+            wrong: gives a text if the last batch's sums are invalid, else "".
         """
         seen, begun, last, iterator = list(progress.seen), progress.batches, None, iter(self.data)
         mark = 0
@@ -136,27 +137,26 @@ class Passes:
                             "the data is not what it was before the last save; remove the folder, or give that data"
                         )
                     batch = next(iterator, END)
-                except Exception as error:  # told to all ranks, which wait for this one
+                except Exception as error:  # raised on all ranks by _summed, as they wait for this one
                     problem = f"batch {number}: {type(error).__name__}: {error}"
                     self._error = error
-                own = batch is not END
-                last, mark = (batch, _marked(mark, batch)) if own else (last, mark)
+                has = batch is not END
+                last, mark = (batch, _marked(mark, batch)) if has else (last, mark)
                 without = self.sharded and last is None
-                left, save, lacking = self._together(problem, own, self.channel.rank == 0 and progress.due, without)
+                left, save, lacking = self._summed(problem, has, self.channel.rank == 0 and progress.due, without)
                 if not left:
                     break
-                if lacking:  # a rank that had none, or resumes after its last one, runs another's
-                    others = gathered(batch if own else None, self.channel.group)
+                if lacking:  # a rank that never had a batch, or resumes after its last one, runs another rank's
+                    others = gathered(batch if has else None, self.channel.group)
                     last = next(other for other in others if other is not None) if without else last
-                found = self._try(last, number, capture, keys) if own or self.sharded else Batch(number)
-                if not own:
-                    found = Batch(number)
-                yield found
-                found.calls = ()  # whoever took it holds it while the next one runs
-                problem = found.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
-                seen = [
-                    a + b for a, b in zip(seen, self._together(problem, own, found.sequences, found.rows), strict=True)
-                ]
+                result = self._try(last, number, capture, keys) if has or self.sharded else Batch(number)
+                if not has:
+                    result = Batch(number)
+                yield result
+                result.calls = ()  # the caller still refers to the result: free gradients before the next batch runs
+                problem = result.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
+                more = self._summed(problem, has, result.sequences, result.rows)
+                seen = [a + b for a, b in zip(seen, more, strict=True)]
                 rate = (seen[2] - progress.seen[2]) / max(1e-9, bar.format_dict["elapsed"])
                 bar.set_postfix_str(f"{seen[2]:,.0f} rows, {rate:,.0f} a second", refresh=False)
                 bar.update()
@@ -166,15 +166,15 @@ class Passes:
         if not seen[0]:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
 
-    def _together(self, problem: str, *numbers: float) -> list[float]:
-        """Sums over ranks. Collective; raises FactorsError on all if one has a problem."""
-        told = torch.tensor([bool(problem), *map(float, numbers)], dtype=torch.float64, device=self.device)
-        some, *found = self.channel.sum(told).tolist()
-        if some:
+    def _summed(self, problem: str, *numbers: float) -> list[float]:
+        """Numbers summed over ranks. Collective; raises FactorsError on all ranks if one has a problem."""
+        vector = torch.tensor([bool(problem), *map(float, numbers)], dtype=torch.float64, device=self.device)
+        problems, *sums = self.channel.sum(vector).tolist()
+        if problems:
             everyone = enumerate(gathered(problem, self.channel.group))
             texts = [f"rank {rank}, {text}" for rank, text in everyone if text]
             raise FactorsError("ds_kfac.fit: " + "; ".join(texts[:4])) from self._error
-        return found
+        return sums
 
     def _read_batch(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         info = self._reader(arguments, keywords)
@@ -184,7 +184,7 @@ class Passes:
         try:
             return self._run(batch, number, capture, keys)
         except Exception as error:
-            if self.sharded and self.channel.world > 1:  # others wait for this rank's weights, not for what it says
+            if self.sharded and self.channel.world > 1:  # others wait inside the forward for this rank's weights
                 raise
             self._error = error
             return Batch(number, problem=f"batch {number}: {type(error).__name__}: {error}")
@@ -215,7 +215,7 @@ class Passes:
         else:
             edges = [call.edge for call in calls if call.edge is not None]
             gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
-            if bool(torch.isfinite(value)):  # known after the backward, which at ZeRO stage 3 all ranks run together
+            if bool(torch.isfinite(value)):  # checked after the backward: at ZeRO stage 3 all ranks must run it
                 found.calls = list(zip(calls, gradients, strict=True))
             else:
                 value = value.detach()
@@ -223,12 +223,12 @@ class Passes:
         return found
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """The engine's; else what is around the call, if anything is."""
+        """The engine's autocast; without an engine, that around the call stays."""
         dtype = None if self.engine is None else autocast(self.engine)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _value(self, batch: Any, number: int, capture: Capture) -> Any:
-        """The loss of a batch; on drawn labels for a true Fisher."""
+        """The loss of a batch; with "monte_carlo" on drawn labels."""
         outputs: list[Any] = []
         handle = self.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:
@@ -249,7 +249,7 @@ class Passes:
 
 
 def _marked(mark: int, batch: Any) -> int:
-    """The CRC-32 of this batch and those before it, whose is ``mark``; others, or another order, hardly have it."""
+    """CRC-32 of a batch and those before it, whose CRC-32 is ``mark``."""
     for x in tensors_of(batch):
         mark = crc32(x, zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), mark))
     return zlib.crc32(b"end", mark)

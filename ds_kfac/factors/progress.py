@@ -1,4 +1,4 @@
-"""A pass over data that can be killed: sums so far in shards, and a file that names the last whole set of them."""
+"""Saves of a pass over data that may be killed: shards of sums, and a file that names the last whole set."""
 
 import functools
 import hashlib
@@ -19,13 +19,12 @@ from ds_kfac.factors.files import FactorsError, Shard, crc32, write_shard
 
 PROGRESS, MARK, PHASES = "progress.json", "mark", ("factors", "corrected")
 SAVE_SECONDS = 300.0
-"""Between saves."""
+"""Seconds between saves."""
 
 
 def named(function: Any) -> str:
-    """What tells a function from others, also from one of the same name: its code and constants, and the plain values,
-    tensors and functions that it holds or finds in its module; of an object, its class and those among its attributes.
-    """
+    """A function's name with a fingerprint of its code and constants, and of plain values, tensors and functions that
+    it holds or finds in its module; for an object, of its class and such attributes."""
     if function is None:
         return "its own"
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -33,11 +32,11 @@ def named(function: Any) -> str:
 
 
 DEPTH = 8
-"""Of what is looked into for :func:`named`."""
+"""Most levels that :func:`named` looks into."""
 
 
 def _content(value: Any, depth: int, seen: list[Any]) -> Any:
-    """As JSON has it, the same in every process. ``seen``: functions and objects that were looked into already."""
+    """JSON that is the same in every process. ``seen``: functions and objects that were looked into already."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if depth > DEPTH:
@@ -66,15 +65,15 @@ def _content(value: Any, depth: int, seen: list[Any]) -> Any:
         return name
     seen.append(value)
     if isinstance(value, types.FunctionType):
-        found = inspect.getclosurevars(value)
-        own = {key: x for key, x in sorted(found.globals.items()) if not isinstance(x, types.ModuleType)}
-        return of(value.__code__, value.__defaults__, value.__kwdefaults__, found.nonlocals, own)
-    inside = any(not isinstance(other, types.FunctionType) for other in seen[:-1])  # an object of an object
+        names = inspect.getclosurevars(value)
+        outside = {key: x for key, x in sorted(names.globals.items()) if not isinstance(x, types.ModuleType)}
+        return of(value.__code__, value.__defaults__, value.__kwdefaults__, names.nonlocals, outside)
+    inside = any(not isinstance(other, types.FunctionType) for other in seen[:-1])  # an attribute of an object
     return [name, *of({} if inside else {k: x for k, x in getattr(value, "__dict__", {}).items() if k[:1] != "_"})]
 
 
 def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise FactorsError where a folder is of other settings or data. ``data`` follows only from reading it all."""
+    """Raise FactorsError if a folder has factors of other settings or data."""
     if differ := _different(before["settings"], now["settings"]):
         raise FactorsError(f"{folder}: holds factors of other settings ({differ}); give another folder, or remove it")
     if before["data"] != now["data"]:
@@ -85,10 +84,10 @@ def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first setting that differs, in words; "" if none does."""
+    """Text of the first setting that differs; "" if none does."""
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
-            was, is_now = (str(own.get(key))[:80] for own in (before, now))
+            was, is_now = (str(settings.get(key))[:80] for settings in (before, now))
             return f"{key} was {was}, is {is_now}"
     return ""
 
@@ -98,13 +97,13 @@ def fingerprint(settings: Any) -> str:
 
 
 class Progress:
-    """What of a job is done. Every rank has one; what they say is the same on all.
+    """What has been saved of a job; the same on every rank but for ``mark``.
 
     Attributes:
-        phase: "factors", "corrected".
-        batches: of this phase that are in the sums of the last save.
-        seen: numbers that go with them, as many as the job has.
-        mark: of this rank's batches in them, by which other data, or another order, shows.
+        phase: "factors" or "corrected".
+        batches: number of this phase's batches in the last save.
+        seen: [batches, sequences, rows] that all ranks have had.
+        mark: checksum of this rank's batches in the last save, which shows other data or another order.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], channel: Channel) -> None:
@@ -113,17 +112,17 @@ class Progress:
         self.phase, self.batches, self.seen, self._save = "factors", 0, [0.0, 0.0, 0.0], 0
         self._last, self.mark = time.monotonic(), 0
         with failing_together(f"ds_kfac: {folder}", channel.group, FactorsError):
-            found = self._read()
-            if found is not None:
-                if differ := _different(found["settings"], self.settings):
+            saved = self._read()
+            if saved is not None:
+                if differ := _different(saved["settings"], self.settings):
                     raise FactorsError(
                         f"holds an unfinished run with other settings ({differ}); give another folder, or remove it"
                     )
                 self.phase, self.batches, self.seen, self._save = (
-                    found[key] for key in ("phase", "batches", "seen", "save")
+                    saved[key] for key in ("phase", "batches", "seen", "save")
                 )
             probe = self.folder / f"probe-{channel.rank:05d}.safetensors"
-            write_shard(probe, {})  # not only after the first pass
+            write_shard(probe, {})  # a folder that cannot be written to is an error now, not after the first pass
             probe.unlink()
 
     def _read(self) -> dict[str, Any] | None:
@@ -131,39 +130,38 @@ class Progress:
         if not path.exists():
             return None
         try:
-            found = json.loads(path.read_text())
-            whole = isinstance(found["settings"], dict) and len(found["seen"]) == 3 and found["phase"] in PHASES
-            if not whole or found["save"] < 0 or found["batches"] < 0:
+            saved = json.loads(path.read_text())
+            whole = isinstance(saved["settings"], dict) and len(saved["seen"]) == 3 and saved["phase"] in PHASES
+            if not whole or saved["save"] < 0 or saved["batches"] < 0:
                 raise ValueError("not what ds_kfac writes")
-            return found
+            return saved
         except (ValueError, KeyError, TypeError) as problem:
             raise FactorsError(f"{path}: damaged ({problem}); remove the folder and start again") from problem
 
     @property
     def due(self) -> bool:
-        """Whether this rank's clock says that it is time to save."""
+        """Whether it is time to save, by this rank's clock."""
         return time.monotonic() - self._last > SAVE_SECONDS
 
     def load(self, device: torch.device) -> dict[str, Tensor]:
-        """This rank's sums of the last save; none if there was none in this phase. Collective."""
-        found: dict[str, Tensor] = {}
+        """This rank's sums in the last save; empty if this phase has none. Collective."""
+        sums: dict[str, Tensor] = {}
         with failing_together(f"ds_kfac: {self.folder}", self.channel.group, FactorsError):
             if self.batches:
-                path = self._shard(self._save)
-                file = Shard(path)
-                found = {name: file.tensor(name).to(device) for name in file.sums}
-                self.mark = int(found.pop(MARK, 0))
-        return found
+                file = Shard(self._shard(self._save))
+                sums = {name: file.tensor(name).to(device) for name in file.sums}
+                self.mark = int(sums.pop(MARK, 0))
+        return sums
 
     def save(self, batches: int, seen: list[float], mark: int, sums: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Keep the sums of so many batches. Collective; raises FactorsError on every rank if that fails on one."""
+        """Save the sums of this many batches. Collective; raises FactorsError on every rank if it fails on one."""
         number = self._save + 1
         with failing_together("ds_kfac: could not save", self.channel.group, FactorsError):
             write_shard(self._shard(number), {**sums(), MARK: torch.tensor(mark)})
         self._put(self.phase, batches, seen, number)
 
     def begin(self, phase: str) -> None:
-        """The last phase is done, and its results are on disk. Collective."""
+        """Begin a phase; the results of the last one are on disk. Collective."""
         self._put(phase, 0, self.seen, self._save + 1)
 
     def _put(self, phase: str, batches: int, seen: list[float], number: int) -> None:
@@ -176,8 +174,8 @@ class Progress:
         self._shard(old).unlink(missing_ok=True)
 
     def finished(self) -> None:
-        """The index is there. Local."""
-        for old in self.folder.glob(f"partial-*-{self.channel.rank:05d}.safetensors*"):  # of killed saves, too
+        """Remove saves, once the index is written. Local."""
+        for old in self.folder.glob(f"partial-*-{self.channel.rank:05d}.safetensors*"):  # also of killed saves
             old.unlink(missing_ok=True)
         if self.channel.rank == 0:
             (self.folder / PROGRESS).unlink(missing_ok=True)
@@ -187,10 +185,10 @@ class Progress:
 
 
 def saved(folder: Path) -> str:
-    """What another call of the command will do, in words."""
+    """Text that says where another call of the command will continue."""
     try:
-        found = json.loads((folder / PROGRESS).read_text())
-        done, phase = int(found["batches"]), PHASES.index(found["phase"]) + 1
+        state = json.loads((folder / PROGRESS).read_text())
+        done, phase = int(state["batches"]), PHASES.index(state["phase"]) + 1
     except (OSError, ValueError, KeyError, TypeError):
         done, phase = 0, 1
     if not done and phase == 1:

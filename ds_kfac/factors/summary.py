@@ -1,4 +1,4 @@
-"""What factors are like, in words and a picture: rows, effective rank and condition of every side."""
+"""A table and a picture of factors: rows, effective rank and condition number of every side."""
 
 import importlib
 from pathlib import Path
@@ -10,24 +10,24 @@ from ds_kfac.factors.files import Factors
 
 HEADER = ("layer", "[O, I]", "rows", "A rank", "A cond", "G rank", "G cond")
 SHOWN = 40
-"""Layers of a table."""
+"""Most layers in a table."""
 
 
 def effective_rank(values: Tensor) -> float:
-    """(sum of the eigenvalues)^2 / sum of their squares: how many directions there would be if all had the same."""
+    """(sum of the eigenvalues)^2 / sum of their squares: the number of directions if all nonzero ones were equal."""
     values = values.double().clamp(min=0)
     return float(values.sum() ** 2 / values.square().sum().clamp(min=1e-300))
 
 
 def condition(values: Tensor) -> float:
-    """Largest over smallest eigenvalue that fp32 tells from zero."""
+    """Largest eigenvalue over the smallest that exceeds fp32 rounding."""
     values = values.double()
     floor = values.max() * torch.finfo(torch.float32).eps
     return float(values.max() / values[values > floor].min()) if values.max() > 0 else float("nan")
 
 
 def spectrum(factors: Factors, layer: str, side: str) -> Tensor | None:
-    """Eigenvalues, descending; None of an identity, or of a factor without any."""
+    """Eigenvalues, descending; None for an identity, or a factor without eigenvalues."""
     if (
         factors.side(layer, side).block == 0
         or f"{factors.layers[layer][side]['of']}/values" not in factors.header["weight_map"]
@@ -37,7 +37,7 @@ def spectrum(factors: Factors, layer: str, side: str) -> Tensor | None:
 
 
 def table(factors: Factors) -> list[str]:
-    """Lines: a row a layer."""
+    """Lines of a table with a row for each layer."""
     rows: list[tuple[str, ...]] = [HEADER]
     for layer in factors:
         shape = f"{factors.side(layer, 'G').dim:,} x {factors.side(layer, 'A').dim:,}"

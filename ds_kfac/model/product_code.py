@@ -91,8 +91,7 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
 
 
 def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Children whose weights a module's code multiplies by itself, or passes to a function; and whether it also calls
-    them."""
+    """Children whose weights a module's code multiplies, or passes to a function; and whether it calls them, too."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [(module.out_proj, False)]
     kind: Any = type(module)

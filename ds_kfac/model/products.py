@@ -36,8 +36,7 @@ class Product:
         x: [.., I]; for a stack [matrices, .., I].
         output: its gradient gives the rows of G.
         transposed: whether the matrix lies [I, O] in the parameter.
-        entries: (number of a matrix in the stack, its rows of x and output) for each that was used; else ((0, all
-            rows),).
+        entries: (number of a matrix in the stack, its rows of x and output) if used; else ((0, all rows),).
         columns: which outputs of the whole matrix were computed; None: all.
         to_rows: turns the gradient that arrives at ``output`` into rows [.., O]; None: it is in rows.
         window: (stride, padding, dilation, groups) of a convolution, whose x and output are images; else None.

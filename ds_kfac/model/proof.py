@@ -354,8 +354,7 @@ def _padding(call: Call, mask: Tensor) -> Tensor | None:
 
 
 def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
-    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: where each weight is used. Waits for
-    the device."""
+    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: of each weight. Synchronises."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
     left_out, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
     most = 2 * outs > left_out  # one row may have a gradient rightly: the last pad predicts a text's first token

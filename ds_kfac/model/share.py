@@ -55,14 +55,12 @@ class Share:
         return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
 
 
-def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
-    """How much of a model of so many parameters the layers are, for people."""
+def share(layers: Sequence[LayerSpec], parameters: int) -> str:
+    """Text that says which part of a model's parameters the layers are."""
     ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
-    some = trained is not None and trained < parameters
-    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
     return (
-        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
-        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+        f"{parameters:,} parameters, {ours:,} of them ({ours / parameters:.0%}) in {len(layers)} K-FAC layers "
+        f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
     )
 
 

@@ -38,24 +38,24 @@ class PolynomialDecay:
 
     @property
     def part(self) -> float:
-        """Of the first rate."""
+        """Fraction of the first rate that holds now."""
         done = (self.steps - self.start) / (self.end - self.start)
         return (1 - min(max(done, 0.0), 1.0)) ** self.power
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """After an optimizer step, or to a given one."""
+        """Advance by an optimizer step, or to a given one."""
         self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
         self._set()
 
     def get_lr(self) -> list[float]:
-        """Of every group."""
+        """The rate of every group."""
         return [rate * self.part for rate, _ in self.first]
 
     get_last_lr = get_lr
 
     @property
     def last_batch_iteration(self) -> int:
-        """By the name of DeepSpeed's schedulers."""
+        """The number of steps, by the name that DeepSpeed's schedulers have for it."""
         return self.steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class PolynomialDecay:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, first = state["steps"], [tuple(pair) for pair in state["first"]]
-        if len(first) == len(self.first):  # else of another optimizer's groups: the config's rates go on
+        if len(first) == len(self.first):  # else the save has other groups, and the config's rates hold
             self.first = first
         self._set()
 

@@ -1,5 +1,5 @@
-"""When: numbers that change over steps, which work is due at a step, and for which factors: the schedule, displaced
-factor by factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811.12019)."""
+"""Numbers that change over steps, and which work is due at a step for which factors: a schedule, displaced for each
+factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811.12019)."""
 
 import math
 from bisect import bisect_right
@@ -13,13 +13,12 @@ KINDS = ("constant", "linear", "cosine", "exponential", "piecewise")
 
 @dataclass(frozen=True)
 class Value:
-    """A number over steps. Not checked here: config does, and names the key.
+    """A number as a function of the step. The config checks it, as it can name the key.
 
     Attributes:
-        kind: one of ``KINDS``. Ramps go from one value to another: linear, cosine (half of one, flat at both ends),
-            exponential (by the same factor every step).
-        values: the numbers it passes through.
-        steps: increasing; where a ramp begins and ends, or where the pieces after the first begin.
+        kind: one of ``KINDS``. Ramps: linear, cosine (half a period, flat at both ends), exponential.
+        values: the numbers it goes through.
+        steps: increasing; begin and end of a ramp, or the beginnings of the pieces after the first.
     """
 
     kind: str
@@ -32,7 +31,7 @@ class Value:
 
     @classmethod
     def ramp(cls, kind: str, start: float, end: float, steps: int, delay: int = 0) -> "Value":
-        """``start`` for ``delay`` steps, then to ``end`` over ``steps`` steps (at least 1), ``end`` from there on."""
+        """``start`` for ``delay`` steps, then to ``end`` within ``steps`` steps (at least 1), where it stays."""
         return cls(kind, (float(start), float(end)), (delay, delay + steps))
 
     @classmethod
@@ -41,7 +40,7 @@ class Value:
         return cls("piecewise", tuple(map(float, values)), tuple(steps))
 
     def at(self, step: int) -> float:
-        """The number at ``step``, the count of applied steps before it."""
+        """The number at ``step``, the number of applied steps before it."""
         if self.kind in ("constant", "piecewise"):
             return self.values[bisect_right(self.steps, step)]
         (start, end), (first, last) = self.values, self.steps
@@ -60,7 +59,7 @@ class Value:
 
     @property
     def settled(self) -> int:
-        """The step from which on it no longer changes."""
+        """The step after which it does not change."""
         return self.steps[-1] if self.steps else 0
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ class BurnIn:
 
 
 class Due(NamedTuple):
-    """Whether a step folds its batch into the factors, and whether it decomposes them again."""
+    """Whether a step averages its batch into the factors, and whether it decomposes them again."""
 
     capture: bool
     refresh: bool
@@ -94,7 +93,7 @@ class Due(NamedTuple):
 
 @dataclass
 class _Walked:
-    """The steps up to ``last`` are decided: which of them capture and refresh."""
+    """Steps up to ``last`` that capture, and that refresh."""
 
     last: int = 0
     captures: list[int] = field(default_factory=lambda: [0])
@@ -106,17 +105,16 @@ class Schedule:
     """Decoupled intervals (Pauloski et al. 2020), in steps: factors every ``update``, bases less often.
 
     Step 0 captures and refreshes. A later step captures once ``update`` steps have passed since the last capture, and
-    a capture refreshes once ``refresh`` steps have passed since the last refresh: bases never come from old factors,
-    so a ``refresh`` that is no multiple of ``update`` waits for the next capture. An interval is read at the step that
-    is asked about, not at the last capture, so a shorter one takes effect at once.
+    a capture refreshes once ``refresh`` steps have passed since the last refresh. Bases never come from old factors, so
+    a ``refresh`` that is no multiple of ``update`` waits for the next capture. Intervals are read at the step in
+    question, not at the last capture, so a shorter one takes effect at once.
 
-    During the burn-in its intervals hold where shorter; ``update`` and ``refresh`` keep their clock. The step after it,
-    ``burn_in.steps``, captures and refreshes whatever the intervals say: the longer interval starts with fresh bases.
+    The burn-in's intervals hold where they are shorter. The first step after it, ``burn_in.steps``, captures and
+    refreshes in any case: the longer interval starts with fresh bases.
 
-    With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is 0):
-    nothing is due until B + offset % update interval, which captures whatever the interval says, and nothing refreshes
-    until B + offset, which captures and refreshes. Likewise in the burn-in from step 1 on, by the offset modulo its
-    refresh interval. Step 0 is the same for all offsets.
+    An ``offset`` above 0 displaces the clock from the end B of the burn-in on (B = 0 without one): nothing is due until
+    B + offset % update interval, which captures in any case, and nothing refreshes until B + offset, which captures and
+    refreshes. In the burn-in the same holds from step 1 on, with the offset modulo its refresh interval.
     """
 
     update: Value
@@ -126,7 +124,7 @@ class Schedule:
     _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
 
     def displaced(self, offset: int) -> "Schedule":
-        """The same intervals with this ``offset`` >= 0, whatever it was before; see the class."""
+        """The same intervals with this ``offset`` >= 0, see the class."""
         assert offset >= 0, f"a schedule cannot be displaced by {offset} steps"
         return replace(self, offset=offset)
 
@@ -136,7 +134,7 @@ class Schedule:
         return self.burn_in.steps if self.burn_in else 0
 
     def intervals(self, step: int) -> tuple[int, int]:
-        """Steps between captures and between refreshes that hold at ``step``."""
+        """Steps between captures, and between refreshes, as of ``step``."""
         update, refresh, burn_in = self.update.interval_at(step), self.refresh.interval_at(step), self.burn_in
         if burn_in and step < burn_in.steps:
             return min(update, burn_in.update_interval), min(refresh, burn_in.refresh_interval)
@@ -144,25 +142,23 @@ class Schedule:
 
     @cached_property
     def settled(self) -> int:
-        """The step from which on both intervals no longer change, and from which on no offset is waited for."""
+        """The step after which both intervals are constant and no offset is waited for."""
         return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:
-        """Work due at ``step`` >= 0, the number of applied steps before it, in whatever order steps are asked about.
-
-        Up to ``settled`` it depends on the steps before, which are decided once and kept; after it, it is periodic.
-        """
+        """Work due at ``step`` >= 0, the number of applied steps before it; steps may be queried in any order. Up to
+        ``settled`` it depends on earlier steps, whose work is cached; then it is periodic."""
         return Due(self.captures(step) > self.captures(step - 1), self.last_refresh(step) == step)
 
     def captures(self, step: int) -> int:
-        """How many of the steps 0 .. ``step`` capture; 0 for step -1."""
+        """Number of the steps 0 .. ``step`` that capture; 0 for step -1."""
         captures = self._walked.captures
         if self._walk(step):
             return bisect_right(captures, step)
         return len(captures) + (step - captures[-1]) // self._rhythm[0]
 
     def last_refresh(self, step: int) -> int:
-        """The last step up to ``step`` >= 0 that refreshes."""
+        """The last refresh at or before ``step`` >= 0."""
         refreshes = self._walked.refreshes
         if self._walk(step):
             return refreshes[bisect_right(refreshes, step) - 1]
@@ -170,7 +166,7 @@ class Schedule:
         return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
 
     def refreshes(self, step: int) -> int:
-        """How many of the steps 0 .. ``step`` refresh; 0 for step -1."""
+        """Number of the steps 0 .. ``step`` that refresh; 0 for step -1."""
         refreshes = self._walked.refreshes
         if self._walk(step):
             return bisect_right(refreshes, step)
@@ -178,7 +174,7 @@ class Schedule:
         return len(refreshes) + max(0, 1 + (step - next_refresh) // period)
 
     def _walk(self, step: int) -> bool:
-        """Decide all steps up to ``step``, or up to ``settled`` if that is less; whether ``step`` is among them."""
+        """Decide all steps up to ``step``, but not beyond ``settled``; returns whether ``step`` is decided."""
         walked = self._walked
         while walked.last < min(step, self.settled):
             walked.last += 1
@@ -187,7 +183,7 @@ class Schedule:
 
     def _decide(self, step: int) -> None:
         walked, (update, refresh) = self._walked, self.intervals(step)
-        start, offset = self.burnt_in, self.offset  # of the part of the run that the step is in
+        start, offset = self.burnt_in, self.offset  # of the part of the run, burn-in or not, that the step is in
         if step < start:
             start, offset = 0, offset % self.intervals(0)[1]
         captures = step >= walked.captures[-1] + update
@@ -201,7 +197,7 @@ class Schedule:
 
     @cached_property
     def _rhythm(self) -> tuple[int, int, int]:
-        """After ``settled``, once it is decided: steps between captures, first refresh, steps between refreshes."""
+        """After ``settled``: (steps between captures, first refresh, steps between refreshes)."""
         update, refresh = self.intervals(self.settled)
         first, last_refresh = self._walked.captures[-1], self._walked.refreshes[-1]
         next_refresh = first + update * max(1, -(-(last_refresh + refresh - first) // update))
@@ -209,12 +205,9 @@ class Schedule:
 
 
 def next_interval(interval: int, previous: int, similar_to_last: bool, similar_to_before: bool) -> tuple[int, int]:
-    """How an interval follows a factor's change, SP-NGD's; in units of the ordinary one: the next (interval, previous),
-    halved after a change, kept after a small one, else 1, 2, 3, 5, 8, ...
-
-    ``previous`` is the interval before the last growth. It never exceeds ``interval``, so that growth after some
-    halvings at most doubles.
-    """
+    """SP-NGD's rule: the next (interval, previous), in units of the ordinary interval. The interval is halved after a
+    change, kept after a small one, else it grows: 1, 2, 3, 5, 8, ... ``previous``, the interval before the last growth,
+    never exceeds it, so that after halvings it grows to the double at most."""
     if not similar_to_last:
         interval = max(1, interval // 2)
         return interval, min(previous, interval)
@@ -229,7 +222,7 @@ Similar = Mapping[str, tuple[bool, bool]]
 
 @dataclass(frozen=True)
 class FactorsDue:
-    """Factors to fold this step's batch into, and those of them to decompose again."""
+    """Factors into which this step's batch is averaged, and those of them that are decomposed again."""
 
     capture: Keys
     refresh: Keys
@@ -237,12 +230,12 @@ class FactorsDue:
 
 NOTHING = FactorsDue(frozenset(), frozenset())
 AHEAD = 1000
-"""Steps that are looked ahead at most for the next one at which anything is due."""
+"""Most steps to look ahead for the next one at which anything is due."""
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Where the adaptive rule is with a factor: its intervals, and the steps it was last captured and refreshed at."""
+    """The adaptive rule's state of a factor: its intervals, and the steps of its last capture and refresh."""
 
     interval: int = 1
     previous: int = 1
@@ -251,19 +244,18 @@ class _Clock:
 
 
 class Timetable:
-    """When each factor is captured and refreshed. The same on every rank that records the same.
+    """When each factor is captured and refreshed; the same on every rank that records the same.
 
-    Without an adaptive rule this is a function of the step alone. With one, from the end of the burn-in on, a factor
-    takes part in one of so many captures of its schedule, its interval, and then refreshes if its schedule refreshed in
-    the meantime.
+    Without an adaptive rule it depends on the step alone. With one, after the burn-in, a factor takes part in every
+    n-th capture of its schedule, n its interval, and then refreshes if its schedule has refreshed in the meantime.
 
     Args:
-        keys: all factors.
-        offsets: steps by which factors are displaced, see :meth:`Schedule.displaced`; 0 for those not in it.
+        keys: keys of all factors.
+        offsets: key -> steps by which its schedule is displaced, see :meth:`Schedule.displaced`; 0 if missing.
 
     Attributes:
-        clocks: key -> intervals and last steps; ``interval``: captures of its schedule that the next one stands for.
-        captured, skipped: captures of factors that were recorded, and those that the rule left out of the schedule.
+        clocks: key -> state of the adaptive rule.
+        captured, skipped: numbers of factors' captures that were recorded, and that the rule left out.
     """
 
     def __init__(
@@ -282,32 +274,31 @@ class Timetable:
         self._groups = tuple((schedule.displaced(offset), frozenset(group)) for offset, group in groups.items())
         self.keys, self.adaptive, self._adaptive_from = frozenset(keys), adaptive, schedule.burnt_in
         self._quiet = range(0)  # steps at which no schedule captures
-        self._asked: tuple[int, FactorsDue] | None = None
+        self._cached: tuple[int, FactorsDue] | None = None  # the last step queried, and its work
         self._unread: tuple[int, FactorsDue, Callable[[], Sequence[float]]] | None = None
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
-        """Factors due at ``step``, the count of applied steps before it. Between two of them that have any, one that
-        has none costs nothing."""
+        """Factors due at ``step``, the number of applied steps before it. Costs nothing if there are none."""
         if step in self._quiet:
             return NOTHING
         if self._unread is not None and self.captures_possible(step):
             self.settle()
-        if self._asked is None or self._asked[0] != step:
-            self._asked = step, self._found(step)
+        if self._cached is None or self._cached[0] != step:
+            self._cached = step, self._due(step)
             ahead = range(step + 1, step + AHEAD)
             self._quiet = range(step + 1, next(filter(self.captures_possible, ahead), step + AHEAD))
-        return self._asked[1]
+        return self._cached[1]
 
     def captures_possible(self, step: int) -> bool:
-        """Whether any factor's schedule captures at ``step``, whatever the adaptive rule makes of it."""
+        """Whether any factor's schedule captures at ``step``; the adaptive rule may still skip it."""
         return step not in self._quiet and any(schedule.due(step).capture for schedule, _ in self._groups)
 
     def exact(self, key: str, step: int, every: int) -> bool:
-        """Whether a factor that is refreshed at ``step`` is decomposed from nothing, and not from its last result: in
-        the burn-in, at the first refresh after it, and at one of ``every`` from there on; with an adaptive rule at the
-        first that it does not sit out. A function of the step and of what a checkpoint has."""
-        schedule = next(own for own, group in self._groups if key in group)
+        """Whether a refresh at ``step`` decomposes from scratch, not from the last result: in the burn-in, at the first
+        refresh after it, and at every ``every``-th one from there on; with an adaptive rule at the next one that the
+        factor takes part in. Depends only on the step and on what a checkpoint has."""
+        schedule = next(schedule for schedule, group in self._groups if key in group)
         start = schedule.burnt_in
         before = max(self.clocks[key].refreshed if self.adaptive else step - 1, start - 1)
         if step < start:
@@ -317,21 +308,20 @@ class Timetable:
         return now > past
 
     def settle(self) -> None:
-        """Wait for what is still to be read."""
+        """Read similarities that were recorded as a function, see :meth:`record`; waits for the device."""
         if self._unread is not None:
             (step, due, read), self._unread = self._unread, None
             codes = zip(sorted(due.capture), map(int, read()), strict=True)
             self.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes})
 
     def record(self, step: int, due: FactorsDue, similar: Similar | Callable[[], Sequence[float]]) -> None:
-        """After an applied step, any: count, and set the next intervals of the factors captured in it.
+        """After each applied step: count its captures, and set the next intervals of the factors captured in it.
 
         Args:
-            due: what was done at ``step``; ``due(step)``, or more.
-            similar: of each captured factor, whether it is similar to itself at its last refresh before this step, and
-                at the one before that; read if adaptive and past the burn-in only. Or what reads that from a device, 1
-                and 2 added up for each of ``sorted(due.capture)``: when the next step that might capture asks, long
-                after, so that nobody waits.
+            due: the work that was done at ``step``: ``due(step)``, or more.
+            similar: key of a captured factor -> whether it is similar to its last value, and to the one before; read
+                after the burn-in with an adaptive rule only. Or a function that reads them from the device: for each of
+                ``sorted(due.capture)`` 1 and 2 added up. It is called at the next step that might capture.
         """
         if callable(similar):
             self._unread = step, due, similar
@@ -348,26 +338,26 @@ class Timetable:
             self.clocks[key] = clock
         for key in due.refresh:
             self.clocks[key] = replace(self.clocks[key], refreshed=step)
-        self._asked = None
+        self._cached = None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, of all applied steps; plain numbers, strings, lists and dicts."""
+        """State for a checkpoint, as plain numbers, strings, lists and dicts."""
         self.settle()
         clocks = self.clocks.items() if self.adaptive else ()
         factors = {key: [clock.interval, clock.previous, clock.captured, clock.refreshed] for key, clock in clocks}
         return {"captured": self.captured, "skipped": self.skipped, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`. Factors that are not in it start afresh: all intervals 1, refreshed at the next
+        """Continue from :meth:`state`. Factors that are not in it start with interval 1, and refresh at their next
         capture; those of another model are ignored."""
         self.clocks = dict.fromkeys(self.keys, _Clock())
-        self._asked = self._unread = None
+        self._cached = self._unread = None
         self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
         if self.adaptive:
-            known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}
-            self.clocks |= known
+            saved = state.get("factors", {})
+            self.clocks |= {key: _Clock(*numbers) for key, numbers in saved.items() if key in self.keys}
 
-    def _found(self, step: int) -> FactorsDue:
+    def _due(self, step: int) -> FactorsDue:
         capture, refresh = set[str](), set[str]()
         adapts = self.adaptive and step >= self._adaptive_from
         for schedule, group in self._groups:

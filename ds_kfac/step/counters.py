@@ -68,8 +68,7 @@ def constants(job: Job) -> dict[str, float]:
 def health(kfac: KFACPreconditioner) -> dict[str, float]:
     """Two health numbers, each missing until there is something to measure:
 
-    - "step_to_weight": root mean square of KFACAdamW's last step over that of its layers' weights; at ZeRO-3 of the
-      weights that this rank holds.
+    - "step_to_weight": root mean square of KFACAdamW's last step over that of its layers' weights on this rank.
     - "eigenvalue_spread": largest eigenvalue of an A over the mean of its eigenvalues, the median over this rank's
       layers. 1: all input directions are alike, so curvature changes nothing.
     """

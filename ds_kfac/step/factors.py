@@ -47,8 +47,7 @@ class FactorDraft:
         scalars: name -> scalar, as exchanged by all ranks.
         bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
         failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
-        unproven: keys whose layers failed the last proof of their rows. They are not decomposed, and no other factor
-            waits for them.
+        unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
     """
 
     step: int

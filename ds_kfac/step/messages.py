@@ -39,8 +39,7 @@ class Delivery:
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
         rounded: keys of the factors whose eigen worker itself uses the decomposition as it is after travelling: those
-            that travel, so that all workers have the same bits, and those of copied layers, as another plan may send
-            them.
+            that travel, so that all workers have the same bits, and copied layers', which another plan may send.
         travels: whether anything ever travels.
         kinds, dtypes: of the parts on the wire, in their order.
     """

@@ -1,8 +1,6 @@
-"""All that ds_kfac reads of DeepSpeed beyond what every supported version has: its private attributes, and those that
-came with a version. One function for each, which says since when, and what stands in its place before; "since" names
-the first of :data:`TESTED` that has it. Nothing else in the package touches one of them.
-
-A wrong guess here is no wrong gradient: the self-test at attach proves where a version keeps gradients.
+"""Access to DeepSpeed's private attributes, and to those that not every supported version has: one function for each,
+which says since when it exists, and what replaces it before. "Since" names the first of :data:`TESTED` that has it. No
+other file reads such an attribute. The self-test at attach proves where a version keeps gradients.
 """
 
 import inspect
@@ -20,9 +18,9 @@ from packaging.version import Version
 from torch import Tensor
 
 OLDEST = "0.17"
-"""Of those that attach takes; older ones have other reductions, and no test here."""
+"""Oldest version that attach accepts; older ones reduce gradients otherwise, and are not tested."""
 TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
-"""By ``make versions``, oldest first."""
+"""Versions that ``make versions`` tests, oldest first."""
 
 
 def refusal() -> str | None:
@@ -42,17 +40,17 @@ def check() -> None:
 
 
 def untested() -> str | None:
-    """A line of the attach report, where the installed DeepSpeed is newer than all tested ones."""
+    """A line of the attach report if the installed DeepSpeed is newer than all tested versions."""
     if Version(deepspeed.__version__).release <= Version(TESTED[-1]).release:
         return None
     return f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the self-test at attach passed"
 
 
-# faults that a version had mended, for the attach report
+# faults that some versions have, for the attach report
 
 
 def offload_faults(micro_batches: int) -> tuple[str, ...]:
-    """Of ZeRO-1/2 with offload; mended in 0.19.0."""
+    """Faults of ZeRO-1/2 with offload; fixed in 0.19.0."""
     if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
         return ()
     return (
@@ -62,8 +60,8 @@ def offload_faults(micro_batches: int) -> tuple[str, ...]:
 
 
 def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
-    """Of ZeRO-2 without offload in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9; read from its code, as it is not known
-    in which versions between."""
+    """Faults of ZeRO-2 without offload in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9; for others read from its
+    code."""
     code = inspect.getsource(type(optimizer).independent_gradient_partition_epilogue)
     mended = "all_grad_tensors[i] =" not in code or "in self.all_grad_tensors" in code
     if micro_batches < 2 or mended or not optimizer.partition_gradients:
@@ -74,7 +72,7 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
 
 
 def bf16_optimizer_faults() -> tuple[str, ...]:
-    """Of BF16_Optimizer; 0.18.0 has not got it yet, 0.18.9 has, and 0.19.0 has mended it."""
+    """Faults of BF16_Optimizer: in 0.18.9, not in 0.18.0; fixed in 0.19.0."""
     if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
         return ()
     return (
@@ -84,7 +82,8 @@ def bf16_optimizer_faults() -> tuple[str, ...]:
 
 
 def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
-    """Of pipelines; up to 0.18.0 no stage divides by them, in 0.18.9 and 0.19.0 each but the last once too often."""
+    """Faults of pipelines: up to 0.18.0 no stage divides by the number of micro-batches; in 0.18.9 and 0.19.0 all but
+    the last divide twice."""
     if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
         return ()
     return (
@@ -94,7 +93,7 @@ def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
 
 
 def gather_faults(backend: str) -> tuple[str, ...]:
-    """Of ZeRO-3 with gloo, whose gathers end in any order; in 0.19.4 still, not in 0.19.8. Read from its code."""
+    """Faults of ZeRO-3 with gloo, whose gathers end in any order: in 0.19.4, not in 0.19.8. Read from its code."""
     code = inspect.getsource(partition_parameters.Init._allgather_params_coalesced)
     if backend != "gloo" or "launch_handles[-1].wait()" not in code:
         return ()
@@ -114,12 +113,12 @@ INSTRUCTIONS = "_INSTRUCTION_MAP"
 
 
 def manual_backward(engine: Any) -> bool:
-    """Whether the next backward is one that the user scaled by ``engine.scale``, since 0.18.9."""
+    """Whether the user has scaled the next backward by ``engine.scale``; since 0.18.9."""
     return getattr(engine, "_manual_backward_expected", False)
 
 
 def caller_sets_boundaries(engine: Any) -> bool:
-    """Whether somebody else than the engine says where a step ends. ``managed_gradient_accumulation`` since 0.19.4."""
+    """Whether the caller, not the engine, decides where a step ends. ``managed_gradient_accumulation`` since 0.19.4."""
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     return not managed or engine._is_gradient_accumulation_boundary is not None
 
@@ -130,7 +129,8 @@ def computes_norms(engine: Any) -> bool:
 
 
 def sent_in(parameter: Any) -> torch.dtype:
-    """dtype of a parameter's gradient on its way between ranks, with torch_autocast since 0.17.6 maybe another one."""
+    """dtype in which a parameter's gradient travels; with torch_autocast, since 0.17.6, it may not be the
+    parameter's."""
     module = sys.modules.get("deepspeed.runtime.torch_autocast")
     return parameter.dtype if module is None else module.get_comm_dtype(parameter)
 
@@ -142,7 +142,7 @@ def autocast(engine: Any) -> torch.dtype | None:
 
 
 def zenflow(engine: Any) -> bool:
-    """Since 0.17.6."""
+    """Whether ZenFlow is on; since 0.17.6."""
     return bool(getattr(engine, "zenflow", False))
 
 
@@ -152,12 +152,12 @@ def offload(engine: Any) -> Any:
 
 
 def set_gradient_norm(engine: Any, norm: Tensor) -> None:
-    """What ``get_global_grad_norm`` says. All versions."""
+    """Set what ``get_global_grad_norm`` returns. All versions."""
     engine._global_grad_norm = norm
 
 
 def writes_in_background(engine: Any) -> bool:
-    """Whether its checkpoints are written after ``save_checkpoint`` has returned, since 0.17.6."""
+    """Whether checkpoints are written after ``save_checkpoint`` has returned; since 0.17.6."""
     return getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)()
 
 
@@ -186,13 +186,12 @@ def sequence_parallel_size() -> int:
 
 
 def loss_scale(optimizer: Any) -> float:
-    """By what FP16_Optimizer and FP16_UnfusedOptimizer divide gradients. ``loss_scale_config`` since 0.18.9; before,
-    they have its values themselves."""
+    """Loss scale of FP16_Optimizer and FP16_UnfusedOptimizer. In ``loss_scale_config`` since 0.18.9."""
     return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
 
 
 def multiplies_loss(optimizer: Any) -> bool:
-    """Whether a loss is multiplied by it: no longer since 0.18.9."""
+    """Whether they multiply a loss by it: not since 0.18.9."""
     return not hasattr(optimizer, "loss_scale_config")
 
 
@@ -207,15 +206,15 @@ COMPACT = "_use_compact_grad_partition_buffer"
 
 
 def master_dtype(optimizer: Any) -> torch.dtype:
-    """Of masters and their gradients with offload. Others than fp32 since 0.18.9."""
+    """dtype of masters and their gradients with offload. Not always fp32 since 0.18.9."""
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
 def gradient_dtype(optimizer: Any) -> torch.dtype:
-    """In which gradients are kept without offload. Stage 2 has ``data_types.grad_accum_dtype`` since 0.19.8; before,
-    the parameters' own dtype, and only stages 1 and 3 had that."""
-    own = getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
-    if own and hasattr(optimizer, "use_grad_accum_attribute") and not hasattr(optimizer, COMPACT):
+    """dtype of gradients without offload: ``data_types.grad_accum_dtype``, at stage 2 only since 0.19.8; before, the
+    parameters' dtype."""
+    halves = getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
+    if halves and hasattr(optimizer, "use_grad_accum_attribute") and not hasattr(optimizer, COMPACT):
         return optimizer.dtype
     return optimizer.gradient_accumulation_dtype
 
@@ -226,26 +225,26 @@ def is_aligned(optimizer: Any) -> bool:
 
 
 def applies_nonfinite(optimizer: Any) -> bool:
-    """Whether ZeRO-1/2 steps with gradients in bf16 that are not finite: always, before ``bf16.check_grad_overflow``,
-    since 0.17.6."""
+    """Whether ZeRO-1/2 steps with gradients in bf16 that are not finite: always before 0.17.6
+    (``check_grad_overflow``)."""
     return optimizer.dtype == torch.bfloat16 and not getattr(optimizer, "check_grad_overflow", False)
 
 
 def offsets(optimizer: Any, group: int) -> Sequence[int]:
-    """Where in ZeRO-1/2's flat buffer each of ``round_robin_bit16_groups[group]`` begins. Kept since 0.19.8, when
-    parameters can be aligned; before, they lie end to end."""
-    if (kept := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
-        return kept[group]
+    """First element of each of ``round_robin_bit16_groups[group]`` in ZeRO-1/2's flat buffer. Stored since 0.19.8,
+    which can align parameters; before, they lie end to end."""
+    if (stored := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
+        return stored[group]
     return list(accumulate((p.numel() for p in optimizer.round_robin_bit16_groups[group]), initial=0))[:-1]
 
 
 def wait_for_offload(optimizer: Any) -> None:
-    """For gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
+    """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
 
 
 def link_states(optimizer: Any) -> bool:
-    """Link ZeRO-1/2's parameters to their states again, once they were linked; whether they were. All versions."""
+    """Link ZeRO-1/2's parameters to their states again if they were linked; returns whether they were. All versions."""
     if not optimizer._hp_optimizer_states_linked:
         return False
     optimizer._hp_optimizer_states_linked = False
@@ -261,13 +260,13 @@ def compact_buffer(optimizer: Any, group: int) -> Any:
 
 
 def preflattened(optimizer: Any, group: int) -> Tensor | None:
-    """What is in that buffer, as ZeRO-1/2's step takes it, since 0.19.4."""
+    """The content of that buffer, as ZeRO-1/2's step reads it, since 0.19.4."""
     return getattr(optimizer, "_get_preflattened_grad_partition", lambda group: None)(group)
 
 
 def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[Tensor]:
-    """ZeRO-1/2's list of gradients in this rank's slice of a group: ``gradients``, of ``params_in_partition``, cut.
-    They are kept in ``all_grad_tensors``, and the group is asked for, since 0.17.6; before, they are parameters'."""
+    """ZeRO-1/2's list of gradients in this rank's slice of a group, cut from ``gradients`` of ``params_in_partition``.
+    Since 0.17.6 these are in ``all_grad_tensors``, before in the parameters."""
     params, named = optimizer.params_in_partition[group], {}
     if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
         kept[group], named = gradients, {"param_group_idx": group}
@@ -284,25 +283,25 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Those beside ``averaged_gradients``, see :func:`flat_partition`."""
+    """Drop gradients outside of ``averaged_gradients``, see :func:`flat_partition`."""
     getattr(optimizer, "all_grad_tensors", {}).clear()
 
 
 def accumulated(optimizer: Any) -> list[Any]:
-    """ZeRO-1/2: gradients that wait for a step, and None in the place of others."""
+    """ZeRO-1/2's gradients that wait for a step; None in place of others."""
     return [*optimizer.averaged_gradients.values(), *getattr(optimizer, "all_grad_tensors", {}).values()]
 
 
 def accumulated_on_host(optimizer: Any) -> bool:
-    """The same with offload: parameters reduced since the last step. ``_offload_accumulated_param_ids`` since 0.19.8;
-    before, the count of backwards since then, which begins at -1."""
+    """Whether ZeRO-1/2 with offload has gradients that wait for a step. ``_offload_accumulated_param_ids`` since
+    0.19.8; before, the number of backwards since the last step, which begins at -1."""
     reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
     return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)
 
 
 def accumulated_at_stage_3(optimizer: Any) -> bool:
-    """The same at stage 3, whose buffers keep the last step's gradient: its count of backwards, which begins at 0;
-    since 0.18.9 it goes up at the next forward, and a flag tells of the last backward."""
+    """The same at stage 3, by its number of backwards, which begins at 0; since 0.18.9 the next forward increases it,
+    and a flag tells of the last backward."""
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 
 
@@ -311,8 +310,7 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 
 @contextmanager
 def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> Iterator[None]:
-    """In place of what a universal checkpoint has of the whole optimizer, as stages 1 and 2 and BF16_Optimizer load it;
-    stage 3 loads by name."""
+    """Replaces the optimizer-wide state that stages 1, 2 and BF16_Optimizer load from a universal checkpoint."""
     name = "_load_global_state"
     original = getattr(optimizer, name, None)
     if original is None:

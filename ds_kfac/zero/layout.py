@@ -95,8 +95,7 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        """Put a flat fp32 gradient where the optimizer will read it. It is not rounded to 16 bits, unless results are
-        written :attr:`in_place`."""
+        """Put a flat fp32 gradient where the optimizer will read it. Only :attr:`in_place` it may be rounded."""
 
     @cached_property
     def in_place(self) -> bool:

@@ -181,8 +181,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
     DeepSpeed's code fills its gradient buffers with known values, which workers must receive exactly. They send back
     the values + 0.5. The gradients that DeepSpeed would then give its optimizer must be larger by 0.5 at the
-    preconditioned elements and unchanged elsewhere; 0.5 shows rounding to 16 bits on the way. If results are kept in 16
-    bits, 1 is added instead.
+    preconditioned elements and unchanged elsewhere; 0.5 shows rounding to 16 bits. Results kept in 16 bits get 1.
 
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
@@ -247,8 +246,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
 
 def _zero3_chunks(layout: ShardLayout) -> list[str]:
-    """Problems of ZeRO-3's chunks: ours are compared with DeepSpeed's partition of the weights. Gathers every parameter
-    on every rank."""
+    """Differences between our ZeRO-3 chunks and DeepSpeed's partition of the weights. Gathers every parameter."""
     mine = {shard.param: shard for shard in layout.whole.on(layout.rank)}
     problems = []
     for index, param in enumerate(layout.params):

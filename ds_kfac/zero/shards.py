@@ -49,8 +49,7 @@ class ParamPart:
 class ShardMap:
     """All shards of the preconditioned parameters, or of parts of them.
 
-    Every element of every parameter is covered: by exactly one rank if gradients are partitioned, by all ranks if they
-    are replicated.
+    Each element of each parameter is on exactly one rank if gradients are partitioned, on all if they are replicated.
     """
 
     world: int

@@ -259,8 +259,7 @@ class Stage3(ZeroLayout):
         return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def end(self) -> None:
-        """Clear gradients, which DeepSpeed keeps: a parameter that the next step does not use would be stepped with its
-        old one again."""
+        """Clear gradients: DeepSpeed would step a parameter that the next step does not use with its old one."""
         while self._chunks:
             self._chunks.pop().zero_()
 

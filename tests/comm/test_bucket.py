@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import COUNT, KNOWN, Layout, buckets, payload
+from ds_kfac.comm.reduce import CACHED, COUNT, Layout, buckets, payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
@@ -113,7 +113,7 @@ def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
         assert seen.setdefault(ranks, made) is made
     assert 1 < len(seen) <= 3, "others of the node in turn"
     assert layout == again, "what is kept is no part of it"
-    for number in range(2 * KNOWN):
+    for number in range(2 * CACHED):
         layout.of(frozenset([FACTORS[0].key]), number)
         layout.of(frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0)
-    assert len(layout._known) <= KNOWN
+    assert len(layout._cached) <= CACHED
