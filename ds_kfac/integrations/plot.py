@@ -1,13 +1,14 @@
-"""``python -m ds_kfac plot``: a picture for each question, from the logs that a run has written anyway."""
+"""``python -m ds_kfac plot``: a page of four questions, from the logs that a run has written anyway."""
 
 import argparse
 import csv
 import importlib
 import json
 import re
+import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ Series = dict[str, Points]
 
 
 class Question(NamedTuple):
-    """What a picture answers.
+    """What a panel of the page answers.
 
     Attributes:
         y: what its axis has.
@@ -44,25 +45,34 @@ HEALTH = (
 QUESTIONS = {
     "loss": Question("loss", r"loss", 'such as "csv_monitor": {"enabled": true}', whole=True),
     "seconds": Question(
-        "seconds a step, rank 0", r"(?:(?i:kfac)_seconds|elapsed_time_ms)_", '"wall_clock_breakdown": true for the '
+        "", r"(?:(?i:kfac)_seconds|elapsed_time_ms)_", '"wall_clock_breakdown": true for the '
         "model's, engine.kfac.metrics.timings = True for K-FAC's stages", grows=True),
-    "bytes": Question("bytes sent a step, rank 0", r"(?i:kfac)_sent_bytes_?", COUNTERS, grows=True),
-    "health": Question(
+    "step to weight": Question(
+        "size of a step over that of the weights", r"(?i:kfac)_(?=step_to_weight$|nu$)",
+        f"{COUNTERS}, or a framework's logs; of KFACAdamW, else kl-clip's factor nu"),
+    "failures": Question(
         "so far; layers of the last step", r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
         f"{COUNTERS}; a framework's logs have those that are not 0"),
 }  # fmt: skip
-"""Name of the picture -> what it shows."""
+"""Name of the panel -> what it shows."""
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+"""Okabe and Ito's, which everybody can tell apart."""
+MODEL, OPTIMIZER, CAPTURE = "forward and backward", "optimizer", "capture"
+STAGES = (CAPTURE, "reduce", "refresh", "relayout", "precondition")
+"""Of K-FAC, as ``ds_kfac.metrics`` names them; all but capture are inside of DeepSpeed's step."""
+OF_DEEPSPEED = " (DeepSpeed's)"
+FORWARD = f"forward{OF_DEEPSPEED}"
+PAGE = "kfac.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder with DeepSpeed's csv or tensorboard logs or trainer_state.json, "
                         "or one such file")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder for the pictures kfac_loss.png, kfac_seconds.png, .. "
-                        "default: that of the logs")  # fmt: skip
+    parser.add_argument("--out", type=Path, help=f"folder for the page, {PAGE}; default: that of the logs")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """The files that were written, and what is not in the logs.
+    """The page's path, and what is not in the logs.
 
     Raises:
         ValueError: no logs there, a wrong line in one, or matplotlib is missing.
@@ -76,17 +86,11 @@ def run(arguments: argparse.Namespace) -> str:
         )
     folder = arguments.out or (source if source.is_dir() else source.parent)
     folder.mkdir(parents=True, exist_ok=True)
-    said = []
-    for name, question in QUESTIONS.items():
-        found = lines(series, question)
-        path = folder / f"kfac_{name}.png"
-        if not found:
-            said.append(f"no {name} in these logs: {question.missing}")
-        elif not any(value for points in found.values() for _, value in points):
-            said.append(f"{name}: always 0: {', '.join(found)}")
-        else:
-            said.append(f"wrote {draw(found, question, path)}")
-    return "\n".join(said)
+    panels = {name: lines(series, question) for name, question in QUESTIONS.items()}
+    missing = [f"no {name} in these logs: {QUESTIONS[name].missing}" for name, found in panels.items() if not found]
+    if len(missing) == len(panels):
+        return "\n".join(missing)
+    return "\n".join([f"wrote {draw(panels, folder / PAGE)}", *missing])
 
 
 def read(source: Path) -> Series:
@@ -152,7 +156,7 @@ def lines(series: Series, question: Question) -> Series:
             continue
         label = name if question.whole else name[match.end() :] or "all"
         if "elapsed_time_ms" in name:
-            label, points = f"{label} (DeepSpeed's)", [(x, value / 1e3) for x, value in points]
+            label, points = f"{label}{OF_DEEPSPEED}", [(x, value / 1e3) for x, value in points]
         elif question.grows:
             points = per_step(points, steps)
         if points:
@@ -172,21 +176,80 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
     return [(x, (value - last) / (now - past)) for (_, past, last), (x, now, value) in pairs]
 
 
-def draw(series: Series, question: Question, path: Path) -> Path:
-    """A line for each series; counters that stayed at zero are named in the title."""
+def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
+    """Mean seconds a step of each part, each once: K-FAC's stages are taken out of DeepSpeed's times, which they are
+    inside of. And K-FAC's share of a step, where the logs have both.
+
+    Args:
+        found: the lines of "seconds"; of each the first point, with what is compiled at a start, does not count.
+    """
+    values = {name: [y for _, y in points[len(points) > 1 :]] for name, points in found.items()}
+    mean = {name: statistics.fmean(own) for name, own in values.items()}
+    if FORWARD in values:  # where evaluations between steps count, too
+        mean[FORWARD] = statistics.median(values[FORWARD])
+    stages = {stage: mean[stage] for stage in STAGES if stage in mean}
+    forward, backward, step = (mean.get(name) for name in (FORWARD, f"backward{OF_DEEPSPEED}", f"step{OF_DEEPSPEED}"))
+    if forward is None or backward is None or step is None:
+        return stages or mean, None
+    inside = sum(seconds for stage, seconds in stages.items() if stage != CAPTURE)
+    own = {MODEL: forward + backward - stages.get(CAPTURE, 0.0), OPTIMIZER: step - inside}
+    share = sum(stages.values()) / (forward + backward + step) if stages else None
+    return {**{name: max(0.0, seconds) for name, seconds in own.items()}, **stages}, share
+
+
+def draw(panels: Mapping[str, Series], path: Path) -> Path:
+    """The page: a panel for each question, whose title says what was found; what is not in the logs is said there."""
     _module("matplotlib").use("Agg")
-    figure, axis = _module("matplotlib.pyplot").subplots(figsize=(8, 4.5), layout="constrained")
-    quiet = [name for name, points in series.items() if not any(value for _, value in points)]
-    for name, points in series.items():
-        if name not in quiet:
-            axis.plot(*zip(*points, strict=True), label=name, linewidth=1, marker=".", markersize=3)
-    if quiet:
-        axis.set_title(textwrap.fill(f"always 0: {', '.join(quiet)}", 100), fontsize=8)
-    axis.set(xlabel="step or sample, as logged", ylabel=question.y, yscale="log" if question.grows else "linear")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    figure, axes = _module("matplotlib.pyplot").subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    for axis, (name, found) in zip(axes.flat, panels.items(), strict=True):
+        question = QUESTIONS[name]
+        active = {label: points for label, points in found.items() if any(value for _, value in points)}
+        if name == "seconds" and active:
+            _draw_parts(axis, *parts_of_step(active))
+        elif not active:
+            quiet = name == "failures" and found
+            text = f"always 0: {', '.join(found)}" if quiet else f"not in these logs: {question.missing}"
+            axis.set_title("nothing has failed" if quiet else f"no {name}", loc="left", fontsize=11)
+            axis.text(0.5, 0.5, textwrap.fill(text, 50), ha="center", va="center", fontsize=9, color="0.35")
+            axis.set_axis_off()
+        else:
+            _draw_lines(axis, name, active, [label for label in found if label not in active])
     figure.savefig(path, dpi=120)
     return path
+
+
+def _draw_lines(axis: Any, name: str, found: Series, quiet: Sequence[str]) -> None:
+    """``quiet``: lines that stayed at zero."""
+    several = max(map(len, found.values())) > 1
+    found = {label: points for label, points in found.items() if len(points) > 1 or not several}  # a run's mean is one
+    for index, (label, points) in enumerate(found.items()):
+        color = COLORS[index % len(COLORS)]
+        axis.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.2, marker=".", markersize=3)
+    ends = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in list(found.items())[:2])
+    more = f"; always 0: {len(quiet)} others" if quiet else ""
+    axis.set_title(textwrap.fill(f"{'failures' if name == 'failures' else 'at the end'}: {ends}{more}", 70),
+                   loc="left", fontsize=11)  # fmt: skip
+    axis.set(xlabel="step or sample, as logged", ylabel=QUESTIONS[name].y)
+    if name != "loss":
+        axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _draw_parts(axis: Any, parts: Mapping[str, float], share: float | None) -> None:
+    total = sum(parts.values())
+    names = list(parts)[::-1]
+    colors = [COLORS[0] if name in STAGES else "0.6" for name in names]
+    axis.barh(names, [parts[name] for name in names], color=colors)
+    for row, name in enumerate(names):
+        of_step = f", {parts[name] / total:.0%}" if share is not None else ""
+        axis.text(parts[name], row, f" {parts[name]:.3g} s{of_step}", va="center", fontsize=9)
+    title = f"K-FAC takes {share:.0%} of a step" if share is not None else "K-FAC's share is not known: "
+    lacks = "the model's times" if all(name in STAGES for name in names) else "K-FAC's times"
+    axis.set_title(title if share is not None else f"{title}{lacks} are not logged", loc="left", fontsize=11)
+    axis.set(xlabel="seconds a step, rank 0", xlim=(0, 1.3 * max(parts.values())))
+    axis.grid(alpha=0.3, axis="x")
+    axis.set_axisbelow(True)
 
 
 def _module(name: str) -> Any:

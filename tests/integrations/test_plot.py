@@ -6,6 +6,7 @@ import pytest
 
 from ds_kfac.__main__ import main
 from ds_kfac.integrations import plot
+from ds_kfac.metrics import STAGES
 
 
 def write_logs(folder, tensorboard: bool) -> None:
@@ -35,11 +36,11 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
     assert found["train_loss"] == [(3, 1.5)], "named as in csv, so that a run's two logs are one line"
     assert main(["plot", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert said.count("wrote") == 2 and "no seconds in these logs" in said and "timings = True" in said
-    assert "no health in these logs" in said
-    for name in ("loss", "bytes"):
-        image = (tmp_path / f"kfac_{name}.png").read_bytes()
-        assert image.startswith(b"\x89PNG") and len(image) > 10_000
+    assert said.count("wrote") == 1 and "no seconds in these logs" in said and "timings = True" in said
+    assert "no failures in these logs" in said and "no step to weight in these logs" in said
+    image = (tmp_path / "kfac.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 10_000
+    assert [path.name for path in tmp_path.glob("*.png")] == ["kfac.png"], "one page"
 
 
 def series(name: str, *points: tuple[float, float]) -> plot.Series:
@@ -55,19 +56,55 @@ def test_seconds_are_seconds_of_a_step():
     assert found == {"forward (DeepSpeed's)": [(32, 0.25)], "reduce": [(32, 0.5), (96, 0.5)]}
 
 
-def test_bytes_are_those_of_a_step():
-    logged = series("kfac_sent_bytes", (10, 100.0), (20, 400.0), (30, 50.0))  # the Trainer's, resumed after step 20
-    assert plot.lines(logged, plot.QUESTIONS["bytes"]) == {"all": [(20, 30.0)]}
+def test_a_frameworks_logs_count_from_where_a_run_went_on():
+    logged = series(
+        "kfac_seconds_refresh", (10, 100.0), (20, 400.0), (30, 50.0)
+    )  # the Trainer's, resumed after step 20
+    assert plot.lines(logged, plot.QUESTIONS["seconds"]) == {"refresh": [(20, 30.0)]}
 
 
-def test_health_names_what_is_zero(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "Train_KFAC_empty_updates.csv").write_text("step,x\n4,0\n8,0\n")
-    assert main(["plot", str(tmp_path)]) == 0
-    assert "health: always 0: empty_updates" in capsys.readouterr().out
-    (tmp_path / "Train_KFAC_refresh_failures.csv").write_text("step,x\n4,0\n8,2\n")
-    assert main(["plot", str(tmp_path)]) == 0
-    assert (tmp_path / "kfac_health.png").exists()
+def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
+    """capture is inside of forward and backward, all else of the optimizer's step; the first step does not count."""
+    found = {f"{name} (DeepSpeed's)": [(1, 99.0), (2, seconds), (3, seconds)] for name, seconds in
+             {"forward": 1.0, "backward": 2.0, "step": 1.0, "backward_inner": 1.9}.items()}  # fmt: skip
+    found["forward (DeepSpeed's)"] += [(4, 50.0), (5, 1.0)]  # with an evaluation in it
+    stages = {"capture": 0.5, "reduce": 0.1, "refresh": 0.2, "relayout": 0.1, "precondition": 0.1}
+    found |= {name: [(1, 99.0), (2, 0.0), (3, 2 * seconds)] for name, seconds in stages.items()}
+    parts, share = plot.parts_of_step(found)
+    assert parts == pytest.approx({"forward and backward": 2.5, "optimizer": 0.5, **stages})
+    assert share == pytest.approx(sum(stages.values()) / 4) and sum(parts.values()) == pytest.approx(4)
+    assert plot.parts_of_step({name: found[name] for name in stages})[1] is None, "of what is not known"
+    assert plot.STAGES == STAGES
+
+
+def titles(panels: dict, folder) -> list[str]:
+    """Of the page's panels."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    plot.draw({**{key: {} for key in plot.QUESTIONS}, **panels}, folder / "page.png")
+    return [axis.get_title(loc="left") for axis in pyplot.gcf().axes]
+
+
+def test_the_pages_titles_say_what_was_found(tmp_path):
+    parts = {"forward (DeepSpeed's)": 1.0, "backward (DeepSpeed's)": 2.0, "step (DeepSpeed's)": 1.0, "refresh": 0.5}
+    failures = {"refresh_failures": [(1, 0.0), (2, 3.0)], "empty_updates": [(1, 0.0), (2, 0.0)]}
+    steps = {"step_to_weight": [(1, 0.2), (2, 0.1)]}
+    panels = {
+        "loss": {"loss": [(1, 3.0), (2, 2.0)], "train_loss": [(2, 2.5)]},
+        "failures": failures,
+        "step to weight": steps,
+    }
+    panels["seconds"] = {name: [(1, 9.0), (2, seconds)] for name, seconds in parts.items()}
+    assert titles(panels, tmp_path) == [
+        "at the end: loss 2", "K-FAC takes 12% of a step", "at the end: step_to_weight 0.1",
+        "failures: refresh_failures 3; always 0: 1 others",
+    ]  # fmt: skip
+    del failures["refresh_failures"]
+    assert titles({"failures": failures}, tmp_path) == [
+        "no loss",
+        "no seconds",
+        "no step to weight",
+        "nothing has failed",
+    ]
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "checkpoint.json"])
@@ -76,7 +113,7 @@ def test_a_trainers_state_is_taken_by_its_path(name, tmp_path, capsys):
     state = tmp_path / name
     state.write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]}))
     assert main(["plot", str(state), "--out", str(tmp_path / "new")]) == 0
-    assert (tmp_path / "new" / "kfac_loss.png").exists()
+    assert (tmp_path / "new" / "kfac.png").exists()
 
 
 def test_a_file_of_another_kind_is_named(tmp_path, capsys):

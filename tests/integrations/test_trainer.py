@@ -105,3 +105,21 @@ def test_a_job_that_was_not_converted_is_told_how(kind, tmp_path):
         said = run_ranks(worker, world=1, payload=(str(tmp_path), 2, other, True, universal))[0]["error"]
         assert f"ds_to_universal --inject_missing_state --input_folder {tmp_path}/checkpoint-2/global_step2 " in said
         assert ("take that out" in said) == universal, said
+
+
+@pytest.mark.parametrize(
+    ("door", "kind", "prefix"),
+    [
+        ("Trainer", "tensorboard", "train/kfac/"), ("Trainer", "wandb", "train/kfac/"), ("Trainer", "mlflow", "kfac/"),
+        ("monitor", "tensorboard", "kfac/"), ("monitor", "wandb", "kfac/"),
+    ],
+)  # fmt: skip
+def test_every_logger_has_our_numbers_once_and_constants_at_the_start_alone(door, kind, prefix, tmp_path):
+    pytest.importorskip(kind)
+    payload = (str(tmp_path), door, kind)
+    found = run_ranks("tests.integrations.trainer_runs:logged_worker", world=1, payload=payload)[0]
+    ours = {name: values for name, values in found.items() if "kfac" in name}
+    assert all(name.startswith(prefix) for name in ours), ours
+    for name, count in {"stepped": 1, "curved": 1, "nu": 3, "kl": 3, "eigenvalue_spread": 3}.items():
+        assert len(ours[prefix + name]) == count, (name, ours)
+    assert ("kfac/refreshes" in ours) == (door == "monitor"), "which has all counters"

@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import json
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,24 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": Tr
 
 
 def trainer_of(
-    folder: str, *, accumulation: int, micro: int, kfac: Any = KFAC, stage: int = 2, **given: Any
+    folder: str,
+    *,
+    accumulation: int,
+    micro: int,
+    kfac: Any = KFAC,
+    stage: int = 2,
+    more: Any = None,
+    **given: Any,
 ) -> Trainer:
     fresh()
     options = tiny.options([])
-    config = tiny.ds_config(options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": stage})
+    config = tiny.ds_config(options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": stage},
+                            **(more or {}))  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=folder, deepspeed=config, max_steps=2, per_device_train_batch_size=micro, logging_steps=1,
+        output_dir=folder, deepspeed=config, per_device_train_batch_size=micro, logging_steps=1,
         gradient_accumulation_steps=accumulation, learning_rate=1e-2, adam_epsilon=1e-3, disable_tqdm=True,
-        lr_scheduler_type="constant", save_strategy="no", use_cpu=tiny.ON_CPU, **{"report_to": "none", **given},
+        lr_scheduler_type="constant", save_strategy="no", use_cpu=tiny.ON_CPU,
+        **{"report_to": "none", "max_steps": 2, **given},
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
     rows = tiny.tokens(2 * ROWS)
@@ -171,3 +183,63 @@ def moving_worker(payload: tuple[str, int, str, bool, bool]) -> dict[str, Any]:
         "kfac steps": attachment.counters()["steps"] if attachment else None,
         "decay": max(group["weight_decay"] for group in engine.basic_optimizer.param_groups),
     }  # fmt: skip
+
+
+def logged_worker(payload: tuple[str, str, str]) -> dict[str, list[float]]:
+    """Name -> values that have reached a reporter of the Trainer's, or DeepSpeed's monitor, in three logged steps."""
+    folder, door, kind = payload
+    os.environ |= {
+        "WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true", "WANDB_PROJECT": "kfac",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/ml.db", "TENSORBOARD_LOGGING_DIR": f"{folder}/board",
+    }  # fmt: skip
+    ds_kfac.enable()
+    place = {"output_path": folder, "job_name": "board"} if kind == "tensorboard" else {"project": "kfac"}
+    blocks = {kind: {"enabled": True, **place}} if door == "monitor" else {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(folder, accumulation=1, micro=4, more=blocks, max_steps=3,
+                             report_to="none" if blocks else kind)  # fmt: skip
+        trainer.train()
+    if kind == "wandb":
+        import wandb
+
+        wandb.finish()
+    return READERS[kind](Path(folder))
+
+
+def of_tensorboard(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent))
+    accumulator.Reload()
+    return {n: [event.value for event in accumulator.Scalars(n)] for n in accumulator.Tags()["scalars"]}
+
+
+def of_mlflow(folder: Path) -> dict[str, list[float]]:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/ml.db")
+    run = client.search_runs([each.experiment_id for each in client.search_experiments()])[0]
+    return {n: [each.value for each in client.get_metric_history(run.info.run_id, n)] for n in run.data.metrics}
+
+
+def of_wandb(folder: Path) -> dict[str, list[float]]:
+    """An offline run's file: records in blocks of 32 kB, in LevelDB's format."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole, found = next(folder.rglob("*.wandb")).read_bytes(), 7, b"", dict[str, list[float]]()
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            for item in record.history.item:
+                found.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
+    return found
+
+
+READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
