@@ -43,20 +43,12 @@ def ds_config(path: Path, **changes: Any) -> dict[str, Any]:
 def arguments(options: argparse.Namespace, *, evaluates: bool = True) -> dict[str, Any]:
     """What all examples tell their Trainer: nothing here is about K-FAC. On a CPU there is no bf16 to begin with, and a
     model this small recomputes nothing."""
+    run = {"output_dir": str(options.out), "max_steps": options.steps, "save_steps": max(1, options.steps // 2)}
+    logs = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    memory = {"use_cpu": ON_CPU, "bf16": False, "gradient_checkpointing": False}
     batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     evaluation = {"eval_strategy": "steps", "eval_steps": options.steps}
-    return {
-        "output_dir": str(options.out),
-        "max_steps": options.steps,
-        "logging_steps": 1,
-        "save_steps": max(1, options.steps // 2),
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": ON_CPU,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **(batch | evaluation if evaluates else {}),
-    }
+    return run | logs | memory | (batch | evaluation if evaluates else {})
 
 
 def model() -> LlamaForCausalLM:
