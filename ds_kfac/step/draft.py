@@ -21,13 +21,14 @@ from ds_kfac.zero.registry import Domain
 
 @dataclass(frozen=True)
 class EngineView:
-    """What is preconditioned, and where its gradients are.
+    """What a preconditioner sees of an engine.
 
     Attributes:
-        layout, other_params: where the engine keeps the gradients of ``parameter_names(layers)``, and all others.
+        layout: where the engine keeps the gradients of the layers' parameters.
+        other_params: where it keeps those of all other parameters.
         inner: the innermost optimizer, which DeepSpeed wraps.
-        domain: what of the job this is.
-        info_of: of a module's call, given the micro-batch's.
+        domain: the part of the job that is preconditioned, such as one expert-parallel group's experts.
+        info_of: (module name, the micro-batch's) -> the BatchInfo of a call of that module.
     """
 
     model: nn.Module
@@ -51,14 +52,14 @@ class StepDraft:
 
     Attributes:
         step: applied steps before this one.
-        factors: what becomes of the factors; None in a step that leaves them as they are.
-        norm: of all gradients as stored, a device scalar; None unless the engine clips.
-        states: of this rank's layers, with what has arrived.
-        arrived: layer -> eigenbases that are used from the next step on, see :meth:`LayerState.rebased`.
-        gradients: of this rank's layers, until they are preconditioned.
+        factors: the new factors; None in a step that does not change them.
+        norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
+        states: layer name -> state of this rank's layers, with the decompositions that this step uses.
+        next_bases: layer name -> side -> eigenbasis that is used from the next step on (:meth:`LayerState.rebased`).
+        gradients: layer name -> [O, I] of this rank's layers; emptied as they are preconditioned.
         peak_lr: see :class:`ds_kfac.directions.base.StepContext`.
         local: results and new states of this rank's layers.
-        verdict: on the layers' rows, in steps that prove them.
+        verdict: which layers' rows do not make their gradients, in steps that check it.
     """
 
     step: int
@@ -67,7 +68,7 @@ class StepDraft:
     factors: FactorDraft | None = None
     norm: Tensor | None = None
     states: dict[str, LayerState] = field(default_factory=dict)
-    arrived: dict[str, dict[str, Decomposition]] = field(default_factory=dict)
+    next_bases: dict[str, dict[str, Decomposition]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)

@@ -1,4 +1,10 @@
-"""KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode."""
+"""KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode.
+
+prepare         factors are updated and decomposed; gradients and new eigenbases come to the gradient workers
+precondition    each worker's results
+finish          results go to whoever holds a slice of them; then DeepSpeed and its optimizer step
+commit          the new state is kept if DeepSpeed applied the step
+"""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -36,14 +42,14 @@ class KFACPreconditioner:
 
     Attributes:
         state: layer name -> :class:`LayerState`, of the layers this rank is a gradient worker of.
-        steps: applied steps, the clock of every schedule: it changes in :meth:`commit` only, so all stages of a step
-            see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
-        due: what the step that runs does in addition to preconditioning.
+        steps: applied steps, the clock of every schedule. It changes in :meth:`commit` only: all stages of a step see
+            the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped steps too.
+        due: factors that the next step updates, and those that it decomposes.
         observations: what the first captured batch has shown.
-        names: layer -> its name in checkpoints.
-        saved: layers that this domain writes there.
-        flagged: layers of which all ranks learn in every step whether they have eigenbases.
-        accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
+        names: layer name -> its name in checkpoints.
+        saved: names of layers that this domain writes to checkpoints.
+        flagged: layers of which every step tells all ranks whether they have eigenbases.
+        accompanies: step -> whether calls are recorded though no factor is due here: one may be on ranks with experts.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -98,7 +104,7 @@ class KFACPreconditioner:
 
     @torch.no_grad()
     def prepare(self) -> StepDraft:
-        """The step up to the gradients and eigenbases of this rank's layers. Collective."""
+        """The step up to the point where this rank has whole gradients and new eigenbases of its layers. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             self.layout.begin()
             self.metrics.step_counts.clear()  # of a step that raised
@@ -116,7 +122,7 @@ class KFACPreconditioner:
                 with self.metrics.stage("reduce"):
                     sums = self.curvature.reducer.reduce(self.capture.sums)
                 self.capture.sums = {}
-                # the first batch shows what of the plan depends on it, before anything of it is kept
+                # the plan may change by what the first batch shows, before any of its sums are kept
                 measured = self.capture.measured or {}
                 observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
                 if observations is not None:
@@ -137,13 +143,14 @@ class KFACPreconditioner:
                 unfit = curved & draft.verdict.unfit.keys()
                 draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
                 for name in draft.verdict.unfit:
-                    draft.arrived.pop(name, None)
+                    draft.next_bases.pop(name, None)
                 if draft.factors is not None:
                     self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """An eigen worker is a gradient worker of its factor's layers, and so has what they use."""
+        """The decomposition of a factor that is in use. An eigen worker has it, as it is also a gradient worker of the
+        factor's layers."""
         state = self.state[factor.layers[0]]
         return state.A if factor.is_A else state.G
 
@@ -151,18 +158,18 @@ class KFACPreconditioner:
         return LayerState.empty(layer, self.device, moments=self.moments, method=self.plan.method)
 
     def _gather(self, draft: StepDraft) -> None:
-        """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
-        the same message."""
+        """Fetch whole gradients of this rank's layers, and the global norm if the engine clips. New eigenbases and
+        scalars travel in the same message."""
         factors, curvature, world = draft.factors, self.curvature, self.channel.world
         names: list[list[Hashable]] = [[] for _ in range(world)]
         scalars: dict[Hashable, Tensor] = {}
         if factors is not None:
             names, scalars = curvature.scalars(factors)
         if self.needs_norm:
-            own = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
-            draft.norm = own.sqrt()
-            if not self.layout.replicated:  # in fp32, where its square might be infinite
-                names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
+            of_rank = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
+            draft.norm = of_rank.sqrt()
+            if not self.layout.replicated:  # the norm travels, since its square might be infinite in fp32
+                names = [[*others, ("norm", rank)] for rank, others in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
         if self.needs_norm and not self.layout.replicated:
@@ -171,27 +178,32 @@ class KFACPreconditioner:
         draft.gradients = self.exchange.gathered(gradients)
         draft.states = dict(self.state)
         if factors is not None:
-            draft.arrived = self._arrived(factors, draft.states)
+            draft.next_bases = self._take_arrivals(factors, draft.states)
             if not self.steps:  # no moments yet
-                self._rebase(draft.states, draft.arrived)
+                self._rebase(draft.states, draft.next_bases)
 
     def _broadcast(
         self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
         *others: MessagePart,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """What arrived of ``others``, and the scalars; new eigenbases in the same message go to the draft."""
+        """Send new eigenbases of the draft, scalars and ``others`` in one message. Returns what arrived of each of
+        ``others``, and the scalars by name; arriving eigenbases go to the draft.
+
+        Args:
+            names: of each rank's scalars.
+        """
         table = self._norms if names == self._norms.names else Scalars(names, self.rank)
         bases = () if draft is None else self.curvature.delivery.parts(draft.arriving, draft.bases, self.device)
-        *arrivals, told = deliver((*others, *bases, table.part(scalars, self.device)), self.channel, self.device)
-        received = table.named(told)
+        *arrivals, values = deliver((*others, *bases, table.part(scalars, self.device)), self.channel, self.device)
+        received = table.named(values)
         if draft is not None:
             self.curvature.receive(draft, arrivals[len(others) :], received)
         return (*arrivals[: len(others)], received)
 
-    def _arrived(self, draft: FactorDraft, states: dict[str, LayerState]) -> dict[str, dict[str, Decomposition]]:
-        """Eigenbases that the step has brought to layers whose moments go with them. All else that it has brought is in
-        ``states`` then: numbers of loss terms, what other layers are preconditioned by."""
-        waiting: dict[str, dict[str, Decomposition]] = {}
+    def _take_arrivals(self, draft: FactorDraft, states: dict[str, LayerState]) -> dict[str, dict[str, Decomposition]]:
+        """Put numbers of loss terms and new decompositions into ``states``. Returns, layer name -> side -> eigenbasis,
+        those that are used from the next step on: moments have to be turned into them, at the commit."""
+        next_bases: dict[str, dict[str, Decomposition]] = {}
         for layer in self.owned:
             state, keys = states[layer.name], self.curvature.of_layer.get(layer.name, {})
             terms = draft.terms.get(layer.name)
@@ -200,33 +212,33 @@ class KFACPreconditioner:
             keys = {} if layer.name in self.proving.unfit else keys
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
             if bases and state.moments_rotate:
-                waiting[layer.name] = bases
+                next_bases[layer.name] = bases
             elif bases:
                 state = state.rebased(**bases)
             states[layer.name] = state
-        return waiting
+        return next_bases
 
     @staticmethod
-    def _rebase(states: dict[str, LayerState], arrived: dict[str, dict[str, Decomposition]]) -> None:
-        """In place; the bases are taken out of ``arrived`` one by one."""
-        while arrived:
-            name, bases = arrived.popitem()
+    def _rebase(states: dict[str, LayerState], next_bases: dict[str, dict[str, Decomposition]]) -> None:
+        """Bring layers into these eigenbases. ``next_bases`` is emptied, so that no basis is held twice for long."""
+        while next_bases:
+            name, bases = next_bases.popitem()
             states[name] = states[name].rebased(**bases)
 
     @torch.no_grad()
     def precondition(self, draft: StepDraft) -> None:
-        """This rank's results."""
+        """Compute the results of this rank's layers."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
             context = StepContext(self.steps, draft.norm, draft.peak_lr)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
     def finish(self, draft: StepDraft, sums: Tensor | None = None) -> None:
-        """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers.
-        Collective.
+        """Send results to whoever holds a slice of them, and write them where the optimizer reads gradients. Numbers
+        that are summed over all layers travel along. Collective.
 
         Args:
-            sums: of the direction's numbers over all layers, if there are other domains.
+            sums: of the direction's numbers over the layers of all domains, if there are several.
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox = draft.local.outbox
@@ -238,26 +250,25 @@ class KFACPreconditioner:
             self.exchange.write(outbox.here, results, scales)
 
     def totals(self, draft: StepDraft) -> tuple[Scalars, MessagePart]:
-        """What travels with the results: the direction's numbers, the metrics' counts, and, if the direction asks, a
-        flag for each layer, whether it has eigenbases."""
+        """The scalars that travel with the results: the direction's numbers, the metrics' counts, and, if the direction
+        asks for it, whether each layer has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        found = [*local.numbers, *counts]
+        numbers = [*local.numbers, *counts]
         if self.flagged:
             ready = {name for name, state in local.states.items() if state.preconditioner is not None}
             flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-            found += [flags[layer.name in ready] for layer in self.flagged]
-        own = torch.stack(found)
-        if len(own) not in self._totals:
-            self._totals[len(own)] = Scalars([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
-        table = self._totals[len(own)]
-        return table, table.part(dict(enumerate(own)), self.device)
+            numbers += [flags[layer.name in ready] for layer in self.flagged]
+        of_rank, n = torch.stack(numbers), len(numbers)
+        if n not in self._totals:
+            self._totals[n] = Scalars([range(n)] * self.channel.world, self.rank, self.plan.rows)
+        return self._totals[n], self._totals[n].part(dict(enumerate(of_rank)), self.device)
 
     def summed(self, draft: StepDraft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of :meth:`totals` of all ranks: the direction's numbers, and which of the flagged layers have eigenbases, as
-        bool scalars; the counts go to the metrics."""
+        """Sum :meth:`totals` over all ranks. Returns the direction's numbers, and layer name -> bool scalar, which of
+        :attr:`flagged` have eigenbases; the counts go to the metrics."""
         total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
         numbers, counts, ready = total.tensor_split((first, len(total) - len(self.flagged)))
         summary = self.metrics.step_summary
@@ -270,7 +281,8 @@ class KFACPreconditioner:
         return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: StepDraft, *, applied: bool) -> None:
-        """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
+        """Call after the engine's optimizer. If its step was applied, the new state is kept; if DeepSpeed skipped it,
+        everything is as before the step."""
         due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
         if draft.factors is not None:
@@ -278,8 +290,8 @@ class KFACPreconditioner:
         if applied:
             similar: Any = {}
             if due.capture and draft.factors is not None and self.plan.adaptive is not None:
-                found = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
-                similar = HostCopy(torch.stack(found)).tolist
+                flags = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
+                similar = HostCopy(torch.stack(flags)).tolist
             self.curvature.timetable.record(draft.step, due, similar)
             if draft.verdict is not None:
                 self.proving.record(draft.verdict)
@@ -289,8 +301,8 @@ class KFACPreconditioner:
                     )
             self.skipped.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
-            if draft.arrived:
-                self._rebase(self.state, draft.arrived)
+            if draft.next_bases:
+                self._rebase(self.state, draft.next_bases)
             if due.capture:
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
@@ -302,7 +314,7 @@ class KFACPreconditioner:
         self.resume()
 
     def resume(self) -> None:
-        """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
+        """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed."""
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
@@ -317,13 +329,13 @@ class KFACPreconditioner:
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
 
     def settle(self) -> None:
-        """Learn what the last updates that were applied have shown, see :meth:`Sharing.settled`. Collective."""
+        """Observe what the last applied updates have shown, see :meth:`Sharing.settled`. Collective."""
         if (observations := self.sharing.settled(self.observations, self.plan)) is not None:
             self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank, in its own names: steps, peak_lr, observations, layers (name ->
-        state), factors (see :meth:`FactorUpdates.state_dict`)."""
+        """This rank's part of what a resumed run needs: steps, peak_lr, observations, layers (name -> state) and
+        factors (:meth:`FactorUpdates.state_dict`)."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
@@ -333,8 +345,12 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from :meth:`state_dict`. Collective. What it lacks begins empty; ``decompose`` all factors if
-        eigenbases are missing, or of another method."""
+        """Continue from :meth:`state_dict`. Collective.
+
+        Args:
+            state: what is missing in it begins empty.
+            decompose: all factors, now: the state has no eigenbases, or those of another method.
+        """
         if state.get("observations", self.observations) not in (Observations(), self.observations):
             self.observe(state["observations"])
         self.curvature.load_state_dict(state.get("factors", {}))
@@ -350,7 +366,7 @@ class KFACPreconditioner:
         if decompose:
             draft = self.curvature.redecomposed(self.steps)
             self._broadcast(draft, *self.curvature.scalars(draft))
-            self._rebase(self.state, self._arrived(draft, self.state))
+            self._rebase(self.state, self._take_arrivals(draft, self.state))
             self.curvature.commit(draft, applied=True)
         self.resume()
 
@@ -362,7 +378,7 @@ class KFACPreconditioner:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of factors and eigenbases on this rank."""
+        """Of factors and eigenbases on this rank."""
         bases = {id(basis): basis.nbytes for state in self.state.values() for basis in (state.A, state.G) if basis}
         return sum(state.nbytes for state in self.curvature.factors.values()) + sum(bases.values())
 
@@ -372,8 +388,8 @@ class KFACPreconditioner:
         return sum(state.moments_nbytes for state in self.state.values())
 
     def observe(self, observations: Observations) -> None:
-        """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.
-        Call on every rank with the same."""
+        """Change the plan by these observations: which layers share one A, and how many rows a factor has. Call it on
+        every rank with the same ones."""
         self.capture.every_row = observations.every_row
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)

@@ -217,7 +217,7 @@ def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
     draft = SimpleNamespace(bases={}, terms={} if recorded is None else {"a": torch.tensor(recorded)})
     proving, states = SimpleNamespace(unfit={}), {"a": state}
     kfac = SimpleNamespace(owned=(layer,), curvature=SimpleNamespace(of_layer={}), proving=proving)
-    assert not KFACPreconditioner._arrived(kfac, draft, states) and states["a"].terms == kept
+    assert not KFACPreconditioner._take_arrivals(kfac, draft, states) and states["a"].terms == kept
 
 
 @pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])
