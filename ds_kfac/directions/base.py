@@ -38,7 +38,8 @@ class StepContext:
 
 
 class Direction:
-    """One way of turning gradients into steps; between its two halves there is one small all-reduce.
+    """One way of turning gradients into steps. Between its two halves results are sent, and scalars with them that are
+    summed over all ranks.
 
     Attributes:
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.

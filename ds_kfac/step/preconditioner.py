@@ -149,9 +149,9 @@ class KFACPreconditioner:
             return draft
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """The decomposition of a factor that is in use. An eigen worker has it, as it is also a gradient worker of the
-        factor's layers."""
-        state = self.state[factor.layers[0]]
+        """The decomposition of a factor that is in use. An eigen worker has it: it is a gradient worker of one of the
+        factor's layers, not always of the first."""
+        state = next(self.state[name] for name in factor.layers if name in self.state)
         return state.A if factor.is_A else state.G
 
     def _empty(self, layer: LayerSpec) -> LayerState:

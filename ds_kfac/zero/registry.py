@@ -201,7 +201,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
     headline = (
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
-        "ds_kfac expects; training was not started. Use a DeepSpeed version named in the README."
+        "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
     )
     mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
     added = 1.0 if layout.in_place and layout.dtype is not torch.float32 else 0.5

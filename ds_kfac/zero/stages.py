@@ -1,8 +1,7 @@
 """ZeRO-1/2: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of its slice.
 
 Without offload the slice is a list of tensors that DeepSpeed concatenates at its step. In fp16 we replace an entry by
-an
-fp32 one: the concatenation promotes types and keeps it so. With offload the slice is the ``.grad`` of fp32 masters.
+an fp32 one: the concatenation promotes types and keeps it so. With offload the slice is the ``.grad`` of fp32 masters.
 
 ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient.
 """
@@ -161,7 +160,7 @@ class Stage12(ZeroLayout):
         raise RuntimeError(
             f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {shard.group} has no gradient of "
             f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
-            "use a version named in the README"
+            "use a version that docs/supported.md names"
         )
 
     def stored(self, shard: Shard) -> Tensor:

@@ -5,10 +5,14 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from ds_kfac.assignment import assign
+from ds_kfac.assignment.assign import place_eigen_workers
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature import eigen
 from tests.choices import STAGGERED
+from tests.deepspeed import expert_stacks
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, compare, train, weights
 from tests.models import make_net
@@ -18,6 +22,8 @@ from tests.spread import within
 
 pytestmark = pytest.mark.distributed
 CPU = frozenset({"cpu"})
+ROWS = 12
+"""Of experts, a rank."""
 
 
 @contextmanager
@@ -115,3 +121,33 @@ def test_the_burn_in_and_every_tenth_refresh_after_it_are_by_eigh_and_the_gradie
     assert not adam.get("refresh_retries")
     assert "refreshes_iteration" not in gradient
     assert "orthogonal iteration" in found["adam report"] and "orthogonal iteration" not in found["gradient report"]
+
+
+def of_another_layer(work, workers, **options):
+    """As the plan places eigen workers where that pays: on a rank that has another of the layers than the first."""
+    placed = dict(place_eigen_workers(work, workers, **options))
+    for factor in work.factors:
+        others = {rank for name in factor.layers for rank in workers[name]} - set(workers[factor.layers[0]])
+        placed[factor.key] = min(others, default=placed[factor.key])
+    return placed
+
+
+def shared_worker(_) -> tuple[list[tuple[int, int]], int]:
+    """(eigen worker, worker of the first layer) of each A that several layers share; and iterated refreshes."""
+    with as_on_a_gpu(), patch.object(assign, "place_eigen_workers", of_another_layer):
+        model = expert_stacks.make(expert_stacks.Upright)
+        engine = build(mode(2), 1, model=model, train_micro_batch_size_per_gpu=ROWS)
+        kfac, generator = engine.kfac.preconditioner, torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+        for _ in range(4):
+            x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator)
+            engine.backward(engine(x, torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)))
+            engine.step()
+        roles, counts = kfac.plan.assignment, kfac.metrics.counts
+        pairs = [(roles.eigen_workers[f.key], roles.workers[f.layers[0]][0]) for f in roles.factors if f.layers[1:]]
+        return pairs, counts["refreshes_iteration"]
+
+
+def test_a_shared_factor_is_iterated_from_the_basis_of_a_layer_that_its_eigen_worker_has():
+    pairs, iterated = run_ranks("tests.deepspeed.test_iteration:shared_worker", world=4)[0]
+    assert any(eigen != first for eigen, first in pairs), pairs
+    assert iterated > 0
