@@ -324,6 +324,7 @@ class Contributors:
 
     Attributes:
         counts: factor key -> how many contribute to an update; all of them to those that are missing.
+        strides: factor key -> of how many rows of a contributor one counts; all of those that are missing.
         sequence: so many consecutive ranks have the parts of one sequence: all of them contribute, or none. A factor
             would see one part of all sequences for ever.
     """
@@ -332,6 +333,7 @@ class Contributors:
     node_size: int = 1
     counts: Mapping[str, int] = field(default_factory=dict)
     sequence: int = 1
+    strides: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
         """Ranks that contribute to a factor at ``step``, ascending: those of the eigen worker's node first.
@@ -382,6 +384,15 @@ def counted(
         if here > 0 and (count := max(1, int(-(-needed(factor, wanted) // here)))) < world:
             counts[factor.key] = count
     return counts
+
+
+def strides(
+    factors: Sequence[FactorSpec], rows: Mapping[str, float], *, wanted: int | None, together: int = 1
+) -> Mapping[str, int]:
+    """Factor key -> of how many rows one is enough, where the fewest ranks that can contribute, ``together`` ones, have
+    more than those of an update; see :func:`counted`."""
+    found = {f.key: int(together * rows.get(f.key, 0.0) // needed(f, wanted)) for f in factors}
+    return {key: stride for key, stride in found.items() if stride > 1}
 
 
 def needed(factor: FactorSpec, wanted: int | None) -> int:

@@ -7,7 +7,7 @@ whatever travels. Which sums are in which message is a pure layout, the same on 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -203,10 +203,12 @@ class Reducer:
         self.layout, self.channel, self.device = layout, channel, device
         self._slots, self._buckets = layout.of(frozenset(), 0)
 
-    def begin(self, keys: frozenset[str], step: int) -> frozenset[str]:
-        """The next sums are of the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
+    def begin(self, keys: frozenset[str], step: int) -> Collection[str]:
+        """The next sums are of the factors in ``keys`` at ``step``. Returns those that this rank contributes to -> of
+        how many of its rows one counts."""
         self._slots, self._buckets = self.layout.of(keys, step)
-        return frozenset(slot.factor for slot in self._slots if self.channel.rank in slot.contributors)
+        strides, own = self.layout.contributors.strides, [s for s in self._slots if self.channel.rank in s.contributors]
+        return {slot.factor: strides.get(slot.factor, 1) for slot in own}
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
         """Sums over all contributors of the factors that this rank averages. Collective. ``sums``: this rank's, by

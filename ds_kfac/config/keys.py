@@ -43,9 +43,10 @@ class FactorConfig(Block):
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
     rows: values.Rows | None = None
-    """Rows that a factor sees in an update: its batch comes from as many ranks as have them, those of its eigen
-    worker's node first, others at every update, so that what statistics cost a rank falls with the number of ranks.
-    all: from all ranks. null: 4 per column of the factor."""
+    """Rows that a factor sees in an update, of those that count: its batch comes from as many ranks as have them, those
+    of its eigen worker's node first, others at every update, so that what statistics cost a rank falls with the number
+    of ranks; and where one rank has more, from one row in so many, from a place that moves from update to update.
+    Unbiased. all: every row of all ranks. null: 4 per column of the factor."""
     sample_positions: bool = True
     """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
     dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
