@@ -76,15 +76,15 @@ class _Use:
             rows_a.append(torch.cat([a, counts], 1))
             rows_g.append(g * (terms / seed))
         self.pairs.clear()
-        a, g, part = torch.cat(rows_a), torch.cat(rows_g), 1.0
-        if only_g is not None:  # of rows that several ranks have, those of the ranks that contribute
-            per = len(a) // len(only_g)
-            keep_a, keep_g = (only.repeat_interleave(per) for only in (only_a, only_g))
-            a, g, part = a[keep_a], g[keep_g], float(keep_g.float().mean())
+        a, g = torch.cat(rows_a), torch.cat(rows_g)
+        weigh_a, weigh_g = a.new_ones(len(a)), a.new_ones(len(a))
+        if only_g is not None:
+            weigh_a, weigh_g = (only.to(a).repeat_interleave(len(a) // len(only)) for only in (only_a, only_g))
         if self.inputs:
-            return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / (terms * part), terms
+            A = (a[:, :-1].T * weigh_a) @ a[:, :-1] / (weigh_a * a[:, -1]).sum()
+            return A, (g.T * weigh_g) @ g / terms, terms
         a = a[:, :-1] * (terms / seed)
-        return a.T @ a / terms, a.new_ones(1, 1), terms
+        return (a.T * weigh_a) @ a / terms, a.new_ones(1, 1), terms
 
 
 class _Layer:
@@ -194,7 +194,7 @@ class ReferenceKFAC:
     ``longest`` a diagonal, all of them identities if it is 0. ``parts`` is
     {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut. ``rows`` [N, T] and
     ``terms`` may be set before a step: which rows count, and the number of loss terms. So may ``only``: (layer, "A"
-    or "G") -> bool [N], the examples of the ranks that contribute to it.
+    or "G") -> [N] or [N T], for how many each example, or each row, stands; 0: it is not taken.
     """
 
     iterates: Any = frozenset({"cuda"})

@@ -322,6 +322,7 @@ class Contributors:
 
     Attributes:
         counts: factor key -> number of contributors to an update; a missing factor has all ranks.
+        strides: factor key -> k, if a contributor counts every k-th of its rows; else it counts all.
         sequence: number of consecutive ranks that hold the parts of one sequence. All of them contribute or none, else
             a factor would always see the same part of sequences.
     """
@@ -330,6 +331,7 @@ class Contributors:
     node_size: int = 1
     counts: Mapping[str, int] = field(default_factory=dict)
     sequence: int = 1
+    strides: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
         """Ranks that contribute to a factor at ``step``, ascending. The eigen worker ``owner``'s node comes first."""
@@ -375,6 +377,15 @@ def counted(
         if here > 0 and (count := max(1, int(-(-needed(factor, wanted) // here)))) < world:
             counts[factor.key] = count
     return counts
+
+
+def strides(
+    factors: Sequence[FactorSpec], rows: Mapping[str, float], *, wanted: int | None, together: int = 1
+) -> Mapping[str, int]:
+    """Factor key -> of how many rows one is enough, where the fewest ranks that can contribute, ``together`` ones, have
+    more than those of an update; see :func:`counted`."""
+    found = {f.key: int(together * rows.get(f.key, 0.0) // needed(f, wanted)) for f in factors}
+    return {key: stride for key, stride in found.items() if stride > 1}
 
 
 def needed(factor: FactorSpec, wanted: int | None) -> int:

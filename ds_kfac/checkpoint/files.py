@@ -47,6 +47,7 @@ FIELDS: Mapping[str, Any] = {
     "damping_scale": (None, float),
     "shared": (None, [[str]]),
     "rows": {...: float},
+    "ranks": (None, {...: int}),
     "every_row": (None, [str]),
     "timetable": {"domains": {...: [int, int]}, "factors": {...: [float, float, float, float]}},
     "ready": [str],
@@ -66,6 +67,7 @@ name, a list with one type has any length.
     damping_scale: of older saves; not read.
     shared: groups of layers with one A; null if they were not known yet.
     rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
+    ranks: domain -> its ranks, of which each had these rows; an older save has none.
     every_row: layers that no mask is of; an older save has none.
     timetable, ready, pending: see ``Timetable`` and ``FactorUpdates``.
     files: file -> the layer or factor it holds, size, checksum, and its parts.

@@ -90,6 +90,8 @@ def _read(
     continues = header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
     captured, skipped = timetable["domains"].get(kfac.engine_view.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
+    if (header.get("ranks") or {}).get(kfac.engine_view.domain.name, kfac.channel.world) != kfac.channel.world:
+        rows = {}  # another number of ranks has others; the next captured step shows them
     every_row = frozenset(name for name, saved in names.items() if saved in header.get("every_row", ()))
     state = {
         "steps": header["steps"],
@@ -126,7 +128,8 @@ def _keys_of(
     """Factor -> what it is called in the save, of those that continue; and those of layers in the save that start
     empty. The same on all ranks of the domain."""
     leader = {name: group[0] for group in header["shared"] or () for name in group}
-    stacked, kinds = {layer.shares for layer in kfac.layers}, files.kinds_of(kfac.config)
+    stacked = {layer.shares or layer.name for layer in kfac.layers if layer.product and layer.part[1] > 1}
+    kinds = files.kinds_of(kfac.config)
     keys, restarted = {}, []
     for spec in specs:
         name, side = kfac.names[spec.layers[0]], spec.key[-1]
@@ -143,8 +146,9 @@ def _keys_of(
 
 
 def _of_stack(key: str, saved: Container[str]) -> str:
-    """The saved A of a stack of experts, where this run's are another part of the mixture's: the tokens that enter are
-    of one kind, so that of the nearest expert before these is theirs. ``key``: where there is none."""
+    """The saved A for experts of a stack: its own, or that of the nearest expert before it, where the saved run had one
+    for all, or this rank has another part of the mixture: the tokens that enter are of one kind. ``key``: where there
+    is none."""
     stack, _, number = key[:-2].rpartition(".")
     numbers = range(int(number), -1, -1) if number.isdigit() else ()
     return next((other for n in numbers if (other := f"{stack}.{n}/A") in saved), key)

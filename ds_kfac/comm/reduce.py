@@ -199,10 +199,12 @@ class Reducer:
         self.layout, self.channel, self.device = layout, channel, device
         self._slots, self._buckets = layout.of(frozenset(), 0)
 
-    def begin(self, keys: frozenset[str], step: int) -> frozenset[str]:
-        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
+    def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
+        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes to, each with its
+        stride: every so many rows one counts."""
         self._slots, self._buckets = self.layout.of(keys, step)
-        return frozenset(slot.factor for slot in self._slots if self.channel.rank in slot.contributors)
+        strides, own = self.layout.contributors.strides, [s for s in self._slots if self.channel.rank in s.contributors]
+        return {slot.factor: strides.get(slot.factor, 1) for slot in own}
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
         """Sums over all contributors, for the factors that this rank averages. Collective. ``sums``: this rank's, by

@@ -43,9 +43,10 @@ class FactorConfig(Block):
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
     rows: values.Rows | None = None
-    """Rows per factor update. They come from as few ranks as have that many, the eigen worker's node first, rotating at
-    every update; so the cost of statistics on a rank falls with the number of ranks. all: from all. null: 4 per
-    column."""
+    """Rows that count, per factor update. They come from as few ranks as have that many, the eigen worker's node first,
+    others at every update. Where one rank has more, every k-th of its rows counts, and k's offset moves from update to
+    update. So the cost of statistics is bounded, and falls with the number of ranks. Unbiased. all: every row of all
+    ranks. null: 4 per column."""
     sample_positions: bool = True
     """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
     dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times

@@ -281,16 +281,27 @@ def averaged(
     if not factors:
         return [], torch.ones(0)
     numbers = torch.stack(list(counts))
-    usual, traces = (
-        torch.stack([factor.side.diagonal_of(x_P).sum() for factor, x_P in zip(factors, packed, strict=True)])
-        for packed in ([factor.packed_P for factor in factors], sums_P)
-    )
+    diagonals = [
+        factor.side.diagonal_of(x_P)
+        for of in ([factor.packed_P for factor in factors], sums_P)
+        for factor, x_P in zip(factors, of, strict=True)
+    ]
+    # of second moments nothing is negative
+    usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
     means = torch.where(numbers > 0, traces / numbers.clamp(min=1), 0)
     over = excess(means, usual, torch.stack([factor.updates for factor in factors]))
-    new = [replace(factor, packed_P=factor.packed_P.clone(), updates=factor.updates.clone()) for factor in factors]
+    copies = [_copies([factor.packed_P for factor in factors]), _copies([factor.updates for factor in factors])]
+    new = [replace(factor, packed_P=x_P, updates=n) for factor, x_P, n in zip(factors, *copies, strict=True)]
     # a larger count scales the batch down
     ema_update_([x.packed_P for x in new], sums_P, (numbers * over).unbind(), [x.updates for x in new], decays)
     return new, over
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of one dtype, in one launch."""
+    copies = [torch.empty_like(x) for x in tensors]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:

@@ -360,6 +360,8 @@ class Estimate:
             if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.sample_positions:
                 dims = int(layer.kind[-2])
                 rows //= grid_step(rows, dims, max(layer.shape[-2:])) ** dims
+            elif not LAYERS[layer.kind].needs_gradients:
+                rows //= plan.contributors.strides.get(factor.key, 1)
             return rates.capture_flops(factor.side, rows)
 
         contributors = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)

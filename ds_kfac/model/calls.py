@@ -178,7 +178,7 @@ class StepSums:
 
     Attributes:
         sums: factor key -> sum of the step so far; missing if there is none.
-        keys: keys of the factors that are summed.
+        keys: keys of the factors that are summed -> of how many rows one is taken.
         proof, uses: in a step that proves, the proof, and a recorder of where weights are used; else None.
         failed: layer name -> error that a hook raised; such a layer has no rows any more.
         counted: number of calls whose gradients came.
@@ -192,7 +192,7 @@ class StepSums:
     ) -> None:
         self.rows, self.inputs, self.on_demand, self._fallback_seed = rows, inputs, on_demand, fallback_seed
         self.sums: dict[str, BatchSum] = {}
-        self.keys = frozenset[str]()
+        self.keys: Mapping[str, int] = {}
         self.proof: Proof | None = None
         self.uses: Uses | None = None
         self.failed: dict[str, str] = {}

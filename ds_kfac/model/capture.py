@@ -19,7 +19,7 @@ the gradients come from a sampled loss, for the calls in :attr:`Capture.pending`
 stop one rank in a backward that the others finish.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -54,8 +54,8 @@ class Capture(StepSums):
     Attributes:
         pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
         forward: the model's last forward.
-        measured: layer name -> [rows of first runs, rows of recomputations] since the last step on this rank, summed or
-            not; None: they are not counted.
+        measured: layer name -> [rows of first runs, rows of recomputations] that their masks count, since the last step
+            on this rank, summed or not; a scalar on the device where there is a mask. None: they are not counted.
         counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
         several: whether some backward was of several forwards whose losses the model did not return.
         seen: layers called in this step with an input that has elements.
@@ -84,7 +84,7 @@ class Capture(StepSums):
         self.active, self._model, self.sampled = False, model, sampled or on_demand
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self.measured: dict[str, list[int]] | None = None
+        self.measured: dict[str, list[int | Tensor]] | None = None
         self.outside = 0
         self._announced, self.forward = False, Forward()  # whether a backward was ever announced
         self._running: Forward | None = None  # the forward whose gradients come in this backward
@@ -118,12 +118,13 @@ class Capture(StepSums):
                 self._hook_owner(self._products, module)
 
     def begin_step(
-        self, keys: frozenset[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
+        self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
     ) -> None:
         """Prepare for a step; forgets all calls since the last one.
 
         Args:
-            keys: keys of the factors that this rank captures in the step; None: the hooks do nothing.
+            keys: keys of the factors that this rank captures in the step, in a mapping with of how many rows one is
+                taken; None: the hooks do nothing.
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
             proof: gets the rows of all layers, to compare them with the gradients.
@@ -134,7 +135,8 @@ class Capture(StepSums):
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.begin_step()
-        self.sums, self.keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
+        self.sums, self.active, self.rows.turn = {}, keys is not None, step
+        self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self.seen = set()
         self.measured = {} if measure else None
 
@@ -274,17 +276,13 @@ class Capture(StepSums):
         shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        measures = self.measured is not None and not stacked and "A" in sides
+        measures = self.measured is not None and ("G" if stacked else "A") in sides
         if not captured and not measures and self.proof is None:
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
         if not (select is columns is to_rows is None):
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
-        if measures:
-            self._measure(layer, kind.rows(x, output) if select is None else x.shape[:-1].numel())
-        if not captured and self.proof is None:
-            return
         # other forwards, with other masks, may have run since this recomputation's first run
         forward = self._running if recomputed and self._running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW
@@ -297,9 +295,15 @@ class Capture(StepSums):
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced)
+        if measures:
+            of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
+            self._measure(layer, of_call if rows.mask is None else rows.mask.sum())
+        if not captured and self.proof is None:
+            return
         if select is None and not kind.images:
             forward.has(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
+        call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
         call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
@@ -323,7 +327,7 @@ class Capture(StepSums):
         # accumulation steps, and a full backward hook breaks with in-place activations
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
 
-    def _measure(self, layer: LayerSpec, rows: int) -> None:
+    def _measure(self, layer: LayerSpec, rows: int | Tensor) -> None:
         assert self.measured is not None
         self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
@@ -369,8 +373,6 @@ class Capture(StepSums):
             self._called(first, module, x, output, sides="A", select=product.rows, **named)
         for entry, select in product.entries:
             layer = layers[entry]
-            if stacked and self.measured is not None:
-                self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]))
             if not stacked and select is EVERY:
                 self._called(layer, module, x, output, columns=product.columns, **named)
             else:

@@ -16,11 +16,26 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, Fit
-from ds_kfac.model.convolutions import Convolution, Grid, Patches
+from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import Forward
 
 logger = logging.getLogger("ds_kfac")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One row in ``stride`` of a call's, from ``offset`` on, each of which stands for so many."""
+
+    stride: int = 1
+    offset: int = 0
+
+    def of(self, rows_RD: Tensor) -> Tensor:
+        """A view."""
+        return rows_RD if self.stride == 1 else rows_RD[self.offset :: self.stride]
+
+
+EACH = Taken()
 
 
 @dataclass(eq=False)
@@ -63,6 +78,7 @@ class Call:
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         later: whether the layer was called before in the forward, if that is to be known.
         whole_grid: whether its sums have every position of a convolution.
+        taken: which of its rows its sums of A and of G have.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
         select: which rows of the output are the call's, of a product of several layers; None: all.
@@ -91,6 +107,7 @@ class Call:
     proves: bool = True
     later: bool = False
     whole_grid: bool = True
+    taken: tuple[Taken, Taken] = EACH, EACH
     arrived: bool = False
     proof: Any = None
     probed: Tensor | None = None
@@ -126,10 +143,10 @@ def _positions(x: Tensor, mask: Tensor | None, transposed: bool) -> tuple[Tensor
 
 
 def input_rows(
-    x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0
+    x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0, taken: Taken = EACH
 ) -> tuple[Tensor, Tensor, Tensor | int]:
     """Rows of A, [R, D], zero where one does not count; fp32 [R, 1], 1 where it does, else 0: the input of a bias; and
-    how many do, a number or a scalar on the device.
+    for how many those that count stand, a number or a scalar on the device.
 
     Args:
         x: inputs [.., D].
@@ -138,6 +155,7 @@ def input_rows(
             of its inputs and the sum of its output gradients (a loss per sequence or image). Eschenhagen et al. 2023
             (arXiv:2311.00636).
         examples: dimension of the examples, 1 where sequences come first.
+        taken: with "expand", of which positions.
     """
     reduced = weight_sharing == "reduce"
     x_NTD, mask = _positions(x.detach(), mask, examples == 1 and reduced)  # else each row is by itself, in any order
@@ -148,26 +166,31 @@ def input_rows(
         rows = (x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)
         counts = (positions > 0).float()
     else:
-        rows = (x_NTD if mask is None else x_NTD * mask).flatten(0, 1)
-        counts = torch.ones(len(rows), 1, device=x.device) if mask is None else mask.reshape(-1, 1).float()
-    return rows, counts, len(rows) if mask is None else counts.sum()
+        rows = taken.of(x_NTD.flatten(0, 1))
+        if mask is not None:
+            mask = taken.of(mask.reshape(-1, 1))
+            rows = rows * mask
+        counts = torch.ones(len(rows), 1, device=x.device) if mask is None else mask.float()
+    return rows, counts, (len(rows) if mask is None else counts.sum()) * taken.stride
 
 
 def gradient_rows(
-    gradient: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0
+    gradient: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0, taken: Taken = EACH
 ) -> tuple[Tensor, Tensor | int]:
-    """Rows of output gradients [R, D], and how many loss terms the call has if nothing else shows it; see
+    """Rows of output gradients [R, D], and how many loss terms the whole call has if nothing else shows it; see
     :func:`input_rows`. bf16 and fp16 rows are as they were; sums over positions and others are fp32."""
     reduced = weight_sharing == "reduce"
     g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
+    own: Any = len(g_NTD) * (1 if reduced else g_NTD.shape[1])
+    if mask is not None:
+        own = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
+    if not reduced:
+        g_NTD, mask = taken.of(g_NTD.flatten(0, 1)), None if mask is None else taken.of(mask.reshape(-1, 1))
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
         g_NTD = g_NTD.float()
     if mask is not None:
         g_NTD = g_NTD * mask.to(g_NTD.dtype)  # of 0 and 1, exact in any dtype
-    flat = g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD.flatten(0, 1)
-    if mask is None:
-        return flat, len(flat)
-    return flat, (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
+    return g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD, own
 
 
 class RowSums:
@@ -209,9 +232,10 @@ class RowSums:
                     sum_A.count.add_(patches.count)
                     return
                 x = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
-            mask, examples = call.rows.mask, call.rows.examples
-            rows, counts_R1, count = input_rows(x, mask, self.weight_sharing, examples=examples)
-            layer.A.accumulate_(sum_A.sum_P, rows, ones_column=counts_R1 if bias else None)
+            mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[0]
+            rows, counts_R1, count = input_rows(x, mask, self.weight_sharing, examples=examples, taken=taken)
+            scale = float(taken.stride)
+            layer.A.accumulate_(sum_A.sum_P, rows, ones_column=counts_R1 if bias else None, scale=scale)
             sum_A.count.add_(count)
 
     @torch.no_grad()
@@ -236,14 +260,16 @@ class RowSums:
                 self._prove(call, gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)
-            rows, own = gradient_rows(tensor, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
-            gain, scale = self._gain(call, own, seed, sum_, alive), 1.0
+            mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[1]
+            rows, own = gradient_rows(tensor, mask, self.weight_sharing, examples=examples, taken=taken)
+            gain, scale = self._gain(call, own, seed, sum_, alive), float(taken.stride)
             if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
-                rows, gain = rows.float(), gain.repeat_interleave(len(rows) // len(gain))[:, None]
+                of_row = gain.repeat_interleave(tensor.shape[:-1].numel() // len(gain))[:, None]
+                rows, gain = rows.float(), taken.of(of_row)
             if rows.dtype == torch.float32:
                 rows = rows * gain
             else:
-                scale = gain**2
+                scale = gain**2 * scale
             side = layer.A if kind.needs_gradients else layer.G
             side.accumulate_(sum_.sum_P, rows, scale=scale)
             self._prove(call, gain)
@@ -279,6 +305,15 @@ class RowSums:
         own_terms = len(x_NTI) if images else rows
         gain = self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
         return x_NTI, g_NTO * (gain.view(-1, 1, 1) if isinstance(gain, Tensor) and gain.ndim else gain)
+
+    def taken(self, stride: int, call: Call) -> Taken:
+        """Which rows of a call count for a factor that takes one in ``stride``: from a place that moves with the step,
+        which every row is as likely to be met from as any other. All of them where rows are examples ("reduce"), are
+        pixels, which have a grid, or cost no product, as a norm's."""
+        stride = min(stride, call.shape[:-1].numel())
+        if stride <= 1 or call.kind.images or call.kind.needs_gradients or self.weight_sharing == "reduce":
+            return EACH
+        return Taken(stride, phase(self.turn, stride))
 
     def _grid(self, patches: Patches, call: Call) -> Grid:
         """The same for both sides."""

@@ -18,7 +18,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Precision, choose
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.registry import SHARDS
+from ds_kfac.plan.common import common_inputs, own_inputs, rows_from, sharing_candidates
 from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Plan:
             they did not share one; empty: all at once.
         lag: steps after which a refresh takes effect.
         adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the rule is off.
-        contributors: which ranks capture a factor's batch.
+        contributors: which ranks capture a factor's batch, and which of their rows.
         bucket_bytes: most that a rank sends or receives in one message of batch sums.
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
@@ -123,8 +123,8 @@ class Plan:
 
     @cached_property
     def measures(self) -> bool:
-        """Whether the number of contributors depends on how many rows a rank has."""
-        return self.config.factor.rows != "all" and self.assignment.world > 1
+        """Whether contributors, and which of their rows count, depend on how many rows a rank has."""
+        return self.config.factor.rows != "all"
 
     def with_observations(self, observations: Observations) -> "Plan":
         """The plan of a run that knows this."""
@@ -136,9 +136,9 @@ class Plan:
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(observations.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
         counts = roles.counted(alone, rows, self.assignment.world, wanted=wanted)
-        return replace(
-            plan, contributors=replace(self.contributors, counts=counts), first=self.first or self.contributors
-        )
+        strides = roles.strides(alone, rows, wanted=wanted, together=self.contributors.sequence)
+        known_rows = replace(self.contributors, counts=counts, strides=strides)
+        return replace(plan, contributors=known_rows, first=self.first or self.contributors)
 
     def seeking(self, observations: Observations, keys: Collection[str]) -> Observations:
         """After updates of these factors for which no contributor had a row, though other ranks have used their layers:
@@ -157,26 +157,6 @@ class Plan:
         """With one A for each of these groups of layers alone; its eigen worker is that of the group's first layer."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
-
-
-def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, whether G is the
-    identity, if its damping is part of what is kept of A, and whether other tensor-parallel ranks have copies: where A
-    is a shard's, too, its plan would be the shard's."""
-    return {
-        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0, layer.copies)
-        for layer in layers
-        if layer.part[1] == 1 and layer.kind in ("Linear", "Conv1D", *SHARDS) and layer.A.block
-    }
-
-
-def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
-    """Names of the layers whose rows together are a factor's: of a stack's common A all that are in the stack of its
-    first, else its first alone, whose rows are the others', too."""
-    first = layers[factor.layers[0]]
-    if not factor.is_A or first.part[1] == 1 or not first.product:
-        return (first.name,)
-    return tuple(name for name in factor.layers if layers[name].weight == first.weight)
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
@@ -218,28 +198,43 @@ class EngineFacts:
 def make_plan(
     layers: Sequence[LayerSpec], facts: EngineFacts, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
-    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Where its memory is over the budget
-    with an A for each expert of a stack, one for all: its layers then differ from these in ``shares``.
+    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may differ from these in
+    ``shares``: the experts of a stack have an A each or one for all, see :mod:`ds_kfac.plan.common`, and one wherever
+    the memory is over the budget else.
 
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
-    schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
+    method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
         method = ITERATED  # on a GPU an eighth of eigh's time
+    found, told = [tuple(layers)], tuple[str, ...]()
+    if config.choice.shares:
+        if facts.rotates:
+            apart, told = own_inputs(layers, method, moments=facts.moments, world=facts.world)
+            found.insert(0, apart)
+        found.append(common_inputs(layers))
+    models = list(dict.fromkeys(found))
+    while True:
+        try:
+            return _made(models[0], method, facts, config, costs, answers, told)
+        except OverBudget:
+            if len(models) == 1:
+                raise
+        del models[0]
+        less = len(factor_specs(found[0])) - len(factor_specs(models[0]))
+        told = (f"one A for all experts of a stack: {less:,} more are over {config.assignment.memory_budget_gb:g} GB",)
+
+
+def _made(
+    layers: Sequence[LayerSpec], method: Method, facts: EngineFacts, config: KFACConfig, costs: CostModel,
+    answers: tuple[str, ...], told: Sequence[str],
+) -> Plan:  # fmt: skip
+    """Of layers whose common As are settled. ``told``: why these."""
+    schedule, reasons = config.schedule, list(told)
     update, refresh = schedule.intervals(schedule.settled)
-    paired, budget = method.paired(config.damping.kind), config.assignment.memory_budget_gb
-    factors = factor_specs(layers)
+    paired, factors = method.paired(config.damping.kind), factor_specs(layers)
     work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
-    try:
-        assignment = _assignment(work, config, paired, reasons)
-    except OverBudget:
-        common = common_inputs(layers) if config.choice.shares else tuple(layers)
-        if common == tuple(layers):
-            raise
-        plan = make_plan(common, facts, config, costs, answers)
-        apart = sum(a.shares != b.shares for a, b in zip(layers, common, strict=True))
-        reason = f"the experts of a stack have one A of what each makes, too: {apart:,} more are over {budget:g} GB"
-        return replace(plan, reasons=(*plan.reasons, reason))
+    assignment = _assignment(work, config, paired, reasons)
     wire = _wire(assignment, facts, config, reasons)
     offsets, worst = _offsets(assignment, config, reasons)
     lag = config.eigenbasis.lag
@@ -322,11 +317,13 @@ def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: l
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the eigen workers alone."""
     asked, counts = config.factor.rows, dict[str, int]()
-    if asked != "all" and work.world > 1:
-        if sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
+    if asked != "all":
+        if work.world > 1 and sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
-        reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
+        several = "comes from as many ranks as have" if work.world > 1 else "is"
+        rest = ", of a rank with more from one in so many" if work.world > 1 else ", one in so many of a rank's"
+        reasons.append(f"a factor's batch {several} {need}{rest}; known from the first batch on")
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
 
@@ -366,18 +363,6 @@ def stacks(device: torch.device, method: Method) -> bool:
     them, and those of a common A for each layer; memory plans do not count that. On a CPU a batched product is slower
     than its parts."""
     return method.rotates and device.type != "cpu"
-
-
-def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """With one A for the experts of a stack that have an A each."""
-    stacks: dict[str, list[LayerSpec]] = {}
-    for layer in layers:
-        stacks.setdefault(layer.weight, []).append(layer)
-    apart = {name: stack[0].name for name, stack in stacks.items() if not any(layer.shares for layer in stack)}
-    return tuple(
-        replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
-        for layer in layers
-    )
 
 
 def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -183,10 +183,10 @@ class FactorUpdates:
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
         """Average batch sums, already reduced over ranks, into this rank's factors."""
-        batches = {key: sums[key] for key in draft.decays if key in sums}
+        batches, world = {key: sums[key] for key in draft.decays if key in sums}, self.channel.world
         for key, batch in batches.items():
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
-            terms = batch.count * (self.channel.world / batch.ranks)
+            terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
         new, similar, draft.unusual = updated(
             [draft.factors[key] for key in batches],
@@ -196,7 +196,7 @@ class FactorUpdates:
             device=self.device,
             tolerance=self.plan.adaptive,
         )
-        if partial := tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world):
+        if partial := tuple(key for key, batch in batches.items() if batch.ranks < world):
             draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
         missed = draft.unusual.new_zeros(()) if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = torch.stack([*draft.unusual, missed])

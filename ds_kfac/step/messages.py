@@ -164,6 +164,13 @@ def scalar_names(
     return names
 
 
+def rows_in(measured: Mapping[str, Sequence[int | Tensor]]) -> dict[str, int]:
+    """Layer name -> rows, of first runs or of recomputations, whichever are more. One transfer from the device."""
+    found = {id(x): x for counts in measured.values() for x in counts if isinstance(x, Tensor)}
+    told = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True)) if found else {}
+    return {layer: max(told.get(id(x), x) for x in counts) for layer, counts in measured.items()}
+
+
 class Sharing:
     """Agrees with all ranks on what the first captured batch shows: which layers share one A (see ``inputs``), and how
     many rows each layer has on a rank. It is agreed before anything of that batch is kept, and holds for the run.
@@ -180,7 +187,7 @@ class Sharing:
         self.updates: tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None = None
 
     def observed(
-        self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]
+        self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int | Tensor]]
     ) -> Observations | None:
         """The observations after this captured step; None if nothing is left to observe, else collective.
 
@@ -190,8 +197,7 @@ class Sharing:
         """
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
-        # a checkpointed layer's rows are counted in its first run and in its recomputation: take the larger count
-        rows = {layer: max(counts) for layer, counts in measured.items()}
+        rows = rows_in(measured)
         # once layers share an A eigenbases may begin to travel, and then all ranks have to know which factors are ready
         everyone = gathered((self.inputs.shown, rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)

@@ -323,7 +323,7 @@ class KFACPreconditioner:
         accompanies = self.accompanies(self.steps)
         if self.due.capture or accompanies or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = frozenset() if accompanies and keys is None else keys
+            keys = {} if accompanies and keys is None else keys
             proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ds_kfac.assignment.assign import ROWS_PER_COLUMN, Contributors, counted
+from ds_kfac.assignment.assign import ROWS_PER_COLUMN, Contributors, counted, strides
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
@@ -77,6 +77,15 @@ def test_counts_are_as_many_as_have_the_rows():
     assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 3)
     assert counted(factors, {"narrow/A": 500.0}, 64, wanted=None).keys() == {"narrow/A"}
     assert counted(factors, {"wide/A": 0.0, "narrow/A": 0.01}, 64, wanted=None) == {}, "few rows: all ranks"
+
+
+def test_strides_leave_the_rows_of_an_update_and_less_than_twice_as_many():
+    factors = factor_specs([linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)])
+    rows = {"wide/A": 500.0, "wide/G": 500.0, "narrow/A": 500.0, "narrow/G": 30.0}
+    found = strides(factors, rows, wanted=None)
+    assert found == {"wide/G": 500 // (3 * ROWS_PER_COLUMN), "narrow/A": 12, "narrow/G": 2}
+    assert strides(factors, rows, wanted=400) == {} and strides(factors, rows, wanted=250)["narrow/A"] == 2
+    assert strides(factors, rows, wanted=400, together=2)["narrow/A"] == 2, "two ranks have the parts of a sequence"
 
 
 def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():

@@ -164,7 +164,8 @@ def reference(
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
     for index in range(steps):
-        x, y, kfac.ranks = variation.rows(*make_batch(index, len(ranks)), ranks)  # whose example each is
+        # whose example each is, and its place in the batch
+        x, y, kfac.ranks, kfac.places = variation.rows(*make_batch(index, len(ranks)), ranks, torch.arange(len(ranks)))
         x, y = x.to(device, dtype), y.to(device)
         with torch.autocast(device.type, **autocast):
             loss = cross_entropy(work(x), y)

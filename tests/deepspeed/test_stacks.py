@@ -51,6 +51,7 @@ def trained(
     block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
     mode = replace(mode, size=SIZE)
     parts = 1 + (mode.name in ACCUMULATED)
+    share = share or mode.adam  # small as they are, each expert has its own A then
     with patch.object(kfac_config, "SHARES", share):
         engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
@@ -90,6 +91,8 @@ def worker(names) -> dict:
             spreads[alike] = max(difference(apart(**other)[1], plain, initial) for other in variations(mode))
         engine, initial, actual = trained(mode, kind, bias=bias)
         kfac = engine.kfac.preconditioner
+        own = [layer.name for layer in kfac.layers if layer.product and layer.shares]
+        assert not own, own  # an A for each expert, as modules have
         found[name] = (
             difference(actual, as_stacks(plain, kind), initial),
             FACTOR * spreads[alike] + FLOOR,

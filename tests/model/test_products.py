@@ -7,11 +7,14 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.curvature.methods import EIGEN
 from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.capture import Capture
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
 from ds_kfac.model.products import Products, gradient_to_rows
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.ops.reference import symmetric_pack
+from ds_kfac.plan.common import own_inputs
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.test_capture import Recorder
 
@@ -474,6 +477,43 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     for layer in apart.layers:  # each G is of its own rows, also the first one's
         close(together.sums(layer.name).G.sum_P, apart.sums(layer.name).G.sum_P)
         assert together.sums(layer.name).G.count == apart.sums(layer.name).G.count
+
+
+class GateAndUp(nn.Module):
+    """Experts whose gates and ups are stacks of their own, as AutoEP's w1 and w3."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(3, 8, WIDTH)) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(3, WIDTH, 8))
+
+    def forward(self, x):
+        parts = [x[e::4] for e in range(3)]
+        return sum(
+            (F.linear(F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e]), self.down[e])).square().mean()
+            for e, part in enumerate(parts)
+        )
+
+
+def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
+    x, found = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), {}
+    for shares in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(GateAndUp())
+        recorder = Recorder(model, LayerChoice(shares=shares))
+        if shares:
+            layers, _ = own_inputs(recorder.layers, EIGEN, moments=2, world=1)
+            assert [one.shares for one in layers] == [None] * 3 + [f"0.gate.{e}" for e in range(3)] + [None] * 3
+            recorder.capture.remove()
+            recorder.layers = layers
+            recorder.capture = Capture(model, layers, lambda: 1.0)
+            recorder.begin()
+        model(x).backward()
+        found[shares] = {key: (own.sum_P, own.count) for key, own in recorder.capture.sums.items()}
+    assert found[False].keys() - found[True].keys() == {f"0.up.{e}/A" for e in range(3)}
+    for key, (sum_P, count) in found[True].items():
+        close(sum_P, found[False][key][0])
+        assert count == found[False][key][1] > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])

@@ -110,6 +110,26 @@ def test_rows_that_a_mask_leaves_out_are_in_the_gradient():
     assert not unfit(prove(made(Tokens), read_batch=lambda arguments, keywords: BatchInfo(rows=mask)))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_by_a_stride_fit_if_they_are_those_that_were_counted(wrong):
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    mask[1:, 2] = False
+    begin, counted = capture.Capture.begin_step, proof.Proof.counted_input
+
+    def strided(self, keys, step, **options):
+        begin(self, dict.fromkeys(keys, 3), step, **options)
+
+    def others(self, call, *values):
+        if call.taken[0].stride > 1 and wrong:
+            call.taken = replace(call.taken[0], offset=(call.taken[0].offset + 1) % 3), call.taken[1]
+        counted(self, call, *values)
+
+    read = {"read_batch": lambda arguments, keywords: BatchInfo(rows=mask)}
+    with patch.object(capture.Capture, "begin_step", strided), patch.object(proof.Proof, "counted_input", others):
+        found = prove(made(Tokens), [batch(made(Tokens), seed) for seed in range(2)], **read)
+    assert bool(unfit(found)) == wrong, found
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_16_bits_fits_with_many_micro_batches(dtype):
     model = made(Tokens).to(dtype)
@@ -303,7 +323,7 @@ def test_sums_of_many_rows_may_be_rounded_as_often():
     layer = linear_layer("layer", 40, 40)
     own, x = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")), torch.randn(40_000, 40)
     for key in layer.keys:
-        own._count(key, layer, proof.times(x, own.probes(key, layer)[0]), 0)
+        own._count(key, layer, proof.times(x, own.probes(key, layer)[0]), 1)
     for part, wrong in ((2e-5, 0), (2e-4, 2)):
         sums = {key: BatchSum((1 + part) * symmetric_pack(x.T @ x), torch.tensor(0.0)) for key in layer.keys}
         own._numbers.zero_()

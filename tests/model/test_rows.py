@@ -7,7 +7,7 @@ from torch import nn
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, Fit, fit
 from ds_kfac.model.convolutions import phase
 from ds_kfac.model.loss import Forward
-from ds_kfac.model.rows import gradient_rows, input_rows
+from ds_kfac.model.rows import Taken, gradient_rows, input_rows
 from tests.close import close
 
 EXPAND, REDUCE = "expand", "reduce"
@@ -36,6 +36,27 @@ def test_expand_takes_every_position_and_reduce_every_example():
     assert torch.equal(gradient_rows(g, None, EXPAND)[0], g.view(12, 2)) and gradient_rows(g, None, EXPAND)[1] == 12
     close(gradient_rows(g, None, REDUCE)[0], g.sum(dim=1), sums=3)
     assert gradient_rows(g, None, REDUCE)[1] == 4
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(24).view(4, 6) % 5 != 2], ids=["all", "masked"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them(mask, turned):
+    """Their moments and their numbers; loss terms are those of all."""
+    x, g, stride = torch.randn(4, 6, 5, dtype=torch.float64), torch.randn(4, 6, 2), 5
+    whole_a, whole_g = input_rows(x, mask, EXPAND), gradient_rows(g, mask, EXPAND)
+    if turned:
+        x, g, mask = (None if part is None else part.transpose(0, 1) for part in (x, g, mask))
+    A, G, count = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(2, 2), 0.0
+    for offset in range(stride):
+        options = {"examples": int(turned), "taken": Taken(stride, offset)}
+        rows, ones, number = input_rows(x, mask, EXPAND, **options)
+        assert len(rows) == len(ones) == len(range(offset, 24, stride)) and number == stride * ones.sum()
+        sample, terms = gradient_rows(g, mask, EXPAND, **options)
+        assert len(sample) == len(rows) and terms == whole_g[1]
+        A, G, count = A + stride * second_moment(rows), G + stride * second_moment(sample), count + number
+    close(A / stride, second_moment(whole_a[0]), sums=24)
+    close(G / stride, second_moment(whole_g[0]), sums=24)
+    assert count / stride == whole_a[2]
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 1, 5)])

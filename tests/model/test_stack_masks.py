@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.scan import LayerChoice
 from ds_kfac.ops.reference import symmetric_pack
+from ds_kfac.step.messages import rows_in
 from tests.close import close
 from tests.model.test_capture import Recorder
 
@@ -159,3 +160,12 @@ def test_as_many_tokens_as_the_batch_has_are_not_in_its_order_if_they_were_picke
         close(up.sum_P, symmetric_pack(rows.T @ rows), sums=SUMS)
         inner = torch.tanh(F.linear(rows, model[0].up[expert])).detach()
         close(down.sum_P, symmetric_pack(inner.T @ inner), sums=SUMS)
+
+
+def test_measured_rows_are_those_that_count():
+    model = nn.Sequential(nn.Linear(I, I), Heads())
+    recorder = Recorder(model, read_batch=lambda arguments, keywords: BatchInfo(rows=MASK))
+    recorder.begin(measure=True)
+    model(torch.randn(N, T, I)).square().mean().backward()
+    found = rows_in(recorder.capture.measured)
+    assert found == dict.fromkeys(["0", *(f"1.w.{head}" for head in range(HEADS))], int(MASK.sum()))

@@ -8,6 +8,7 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS
+from ds_kfac.plan import common
 from ds_kfac.plan import plan as planning
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
@@ -290,14 +291,80 @@ def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     model = (*own, *LAYERS[1:])
     one = replace(FP32, world=1)
     apart = plan(one, model=model)
-    common = plan(one, model=planning.common_inputs(model))
-    assert len(apart.assignment.factors) - len(common.assignment.factors) == stacked - 1
-    assert {layer.shares for layer in common.layers[1:stacked]} == {"stack.0"} and common.layers[0].shares is None
-    assert apart.layers == model and common.layers[stacked:] == model[stacked:]
-    budget = {"memory_budget_gb": fits_in(common) / 1e9}
+    shared = plan(one, model=common.common_inputs(model))
+    assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
+    assert {layer.shares for layer in shared.layers[1:stacked]} == {"stack.0"} and shared.layers[0].shares is None
+    assert apart.layers == model and shared.layers[stacked:] == model[stacked:]
+    budget = {"memory_budget_gb": fits_in(shared) / 1e9}
     made = plan(one, model=model, assignment=budget)
-    assert made.layers == common.layers and fits_in(made) == fits_in(common)
+    assert made.layers == shared.layers and fits_in(made) == fits_in(shared)
     assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
     assert plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers == model
     with pytest.raises(ValueError, match="memory_budget_gb"):
         plan(one, model=model, assignment=budget, preconditioner=INVERSE, damping={"kind": "tikhonov"})
+
+
+EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)
+
+
+def mixture(width: int, inner: int, block: int = 0) -> list:
+    """Gate and up, which see the same tokens, and down, as the scan leaves them: those that enter have one A, those of
+    what an expert makes, too, if it is wider than the model."""
+    stacks = [("gate", inner, width, "gate.0"), ("up", inner, width, "gate.0"),
+              ("down", width, inner, "down.0" if inner > width else None)]  # fmt: skip
+    return [
+        replace(
+            LAYERS[0], name=f"{block}.{stack}.{index}", weight=f"{block}.{stack}", A=Side.dense(I), G=Side.identity(O),
+            bias=None, product=True, part=(index, EXPERTS),
+            shares=f"{block}.{first}" if first and (stack, index) != (first[:-2], 0) else None,
+        )
+        for stack, O, I, first in stacks  # noqa: E741
+        for index in range(EXPERTS)
+    ]  # fmt: skip
+
+
+def owners(layers, block: int = 0) -> dict[str, bool]:
+    """Stack -> whether its experts have an A each, as they are or as another stack's of the same index."""
+    found = {}
+    for stack in ("gate", "up", "down"):
+        shares = [layer.shares for layer in layers if layer.weight == f"{block}.{stack}"]
+        found[stack] = len(set(shares)) == EXPERTS or set(shares) == {None}
+    return found
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 3.0])
+def test_experts_have_an_a_each_within_the_bound(monkeypatch, part):
+    """Of what enters where experts are wide: it takes less beside their moments than of what they make."""
+    monkeypatch.setattr(common, "OWN_BYTES", 0)
+    monkeypatch.setattr(common, "OWN_PART", part)
+    model = [layer for block in range(2) for layer in mixture(32, 64, block)]
+    made = plan(ADAM, model=model)
+    expected = {"gate": part > 0, "up": part > 0, "down": part > 1}
+    assert owners(made.layers, 0) == owners(made.layers, 1) == expected
+    shares = {layer.name: layer.shares for layer in made.layers}
+    if part:
+        assert [shares[f"1.up.{e}"] for e in range(EXPERTS)] == [f"1.gate.{e}" for e in range(EXPERTS)]
+    kinds = [made.assignment.work.state(made.assignment.workers, made.assignment.eigen_workers) for made in (
+        made, plan(replace(ADAM, rotates=False), model=model))]  # fmt: skip
+    more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))
+    assert more <= part * sum(kinds[0]["moments"]) and (more > 0) == (part > 0)
+    said = [reason for reason in made.reasons if "experts" in reason]
+    assert len(said) == 1 + (part == 0.3) and all(" MB a rank" in reason for reason in said)
+    assert any(f"{more / 1e6:,.1f} MB more than one for all" in reason for reason in said) == (part > 0)
+
+
+def test_a_small_model_s_experts_have_an_a_each_and_only_where_moments_turn_with_it():
+    model = mixture(32, 64)
+    assert all(owners(plan(ADAM, model=model).layers).values())
+    assert not any(owners(plan(replace(ADAM, rotates=False), model=model).layers).values())
+    assert owners(plan(replace(ADAM, rotates=False), model=mixture(64, 32)).layers) == {
+        "gate": False, "up": False, "down": True,
+    }  # fmt: skip
+
+
+def test_own_as_that_are_over_the_budget_are_common_again():
+    model = mixture(32, 64)
+    few = plan(replace(ADAM, rotates=False), model=model)
+    made = plan(ADAM, model=model, assignment={"memory_budget_gb": fits_in(few) / 1e9})
+    assert made.layers == tuple(model)
+    assert [reason for reason in made.reasons if f"{2 * (EXPERTS - 1)} more are over" in reason]
