@@ -88,7 +88,8 @@ def begin_from(job: Job, factors: Factors) -> None:
     layers begin at zero. Collective, between steps.
 
     Raises:
-        FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or G is of another fisher.
+        FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or G is of another
+            fisher.
     """
     states, fisher = [], factors.header["fisher"]
     headline = f"ds_kfac: factors of {factors.folder}"
