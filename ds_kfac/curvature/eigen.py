@@ -137,10 +137,11 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
         for group in range(len(side.groups) if side.block > 1 else 0)
     ]
     solved: dict[tuple[int, int], BlockEigh] = {}
-    if places:
+    joint = bool(places) and grouped(requests[0].factor.packed_P.device)
+    if joint:
         load_solvers(requests[0].factor.packed_P.device)
-    widest = BATCHED_UP_TO if places and grouped(requests[0].factor.packed_P.device) else 0
-    for batch in batches([sides[number].groups[group] for number, group in places], widest=widest):
+    shapes = [sides[number].groups[group] for number, group in places]
+    for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0):
         members = [places[index] for index in batch]
         blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
         solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)

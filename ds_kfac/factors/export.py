@@ -80,15 +80,16 @@ def _bases(kfac: KFACPreconditioner, keys: dict[str, str], sides: str) -> dict[s
 
 
 SEEN = 100.0
-"""Batches that factors from elsewhere stand for: a new one then counts as the decay says, not as the first."""
+"""Number of batches that loaded factors count for: a new batch is weighted by the decay, not like the first one."""
 
 
 def begin_from(job: Job, factors: Factors) -> None:
-    """Begin with these factors, decomposed now, in place of those of the first batches; steps and rates stay, moments
-    of K-FAC's layers begin at zero. Collective, between steps.
+    """Continue with these factors, decomposed now, in place of the run's. Steps and rates stay; moments of K-FAC's
+    layers begin at zero. Collective, between steps.
 
     Raises:
-        FactorsError: on every rank, and nothing changes: a layer is missing or of another size, or G is another's.
+        FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or G is of another
+            fisher.
     """
     states, fisher = [], factors.header["fisher"]
     headline = f"ds_kfac: factors of {factors.folder}"

@@ -197,7 +197,7 @@ class Factors:
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
 
     def packed(self, layer: str, side: str) -> Tensor:
-        """fp32, lower triangles of the blocks of a factor that is kept, as training has them."""
+        """A factor's packed lower triangles, fp32 [P], as training has them."""
         return self._tensor(self._key(layer, side)).float()
 
     def eigenbasis(self, layer: str, side: str) -> Eigenbasis:

@@ -66,18 +66,11 @@ class Capture(StepSums):
     """Captures whose own backward is running, of all engines in the process."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[LayerSpec],
-        fallback_seed: Callable[[], Tensor | float],
-        *,
-        rows: RowSums | None = None,
-        inputs: SharedInputs | None = None,
-        sampled: bool = False,
-        on_demand: bool = False,
-        read_batch: ReadBatch | None = None,
+        self, model: nn.Module, layers: Iterable[LayerSpec], fallback_seed: Callable[[], Tensor | float], *,
+        rows: RowSums | None = None, inputs: SharedInputs | None = None, sampled: bool = False,
+        on_demand: bool = False, read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed, on_demand=on_demand
         )

@@ -202,16 +202,9 @@ class Products(TorchFunctionMode):
         return None
 
     def _multiplied(
-        self,
-        x: Tensor,
-        place: Place,
-        first: bool,
-        upright: bool,
-        output: Tensor,
-        bounds: Any,
-        alpha: float,
+        self, x: Tensor, place: Place, first: bool, upright: bool, output: Tensor, bounds: Any, alpha: float,
         biased: bool,
-    ) -> Product | None:
+    ) -> Product | None:  # fmt: skip
         """A product by matmul, linear or their kin.
 
         Args:

@@ -45,16 +45,9 @@ class Delivery:
     """
 
     def __init__(
-        self,
-        factors: Sequence[FactorSpec],
-        eigen_workers: Mapping[str, int],
-        workers: Mapping[str, tuple[int, ...]],
-        *,
-        world: int,
-        wire: torch.dtype,
-        method: Method = EIGEN,
-        copied: Collection[str] = (),
-    ) -> None:
+        self, factors: Sequence[FactorSpec], eigen_workers: Mapping[str, int], workers: Mapping[str, tuple[int, ...]],
+        *, world: int, wire: torch.dtype, method: Method = EIGEN, copied: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.method = method
         self.kinds = tuple(part.kind for part in self.method.parts)
         self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.method.parts)
