@@ -122,7 +122,7 @@ def test_the_command_line_trains(tool, stage, folder):
     if not importlib.util.find_spec(tool):
         pytest.skip(f"{tool} is not installed here: make integrations-more")
     said = rf"^\| \S*{tool} .* {re.escape(version('deepspeed'))} \|$"
-    assert re.search(said, (ROOT / "docs/frameworks.md").read_text(), re.M)
+    assert re.search(said, (ROOT / "docs/notes/versions.md").read_text(), re.M)
     found = TOOLS[tool](folder, stage, f"{tool}_{stage}")
     assert len(found) == 6 and found[-1] < found[0], found
     if stage == "sft":

@@ -46,6 +46,6 @@ def test_the_docs_say_which_deepspeed_a_package_asks_for(name):
     except PackageNotFoundError:
         pytest.skip(f"{name} is not installed: pip install ds_kfac[integrations]")
     (asked,) = {str(need.specifier) or "any" for need in needs if need.name == "deepspeed"}
-    lines = (ROOT / "docs/frameworks.md").read_text().splitlines()
+    lines = (ROOT / "docs/notes/versions.md").read_text().splitlines()
     (said,) = {line.split("|")[2].strip() for line in lines if line.startswith(f"| {name} ") and line.count("|") == 4}
     assert said == asked
