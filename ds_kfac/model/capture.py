@@ -298,7 +298,7 @@ class Capture(StepSums):
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced)
         if select is None and not kind.images:
-            forward.has(rows, shape)
+            forward.note_call(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
         call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
