@@ -1,7 +1,7 @@
-"""Which rows of a micro-batch count, and how many loss terms it has: by arguments, masks and experts of the model.
+"""Which rows of a micro-batch count, and how many loss terms it has: from the model's arguments, masks and experts.
 
-**Masks** are [N, T], examples times positions. Rows may lie as [N, T, D], sequence first as [T, N, D], or flattened.
-Where shapes leave a doubt it is said, once.
+**Masks** are [N, T], examples times positions. Rows may be [N, T, D], sequence-first [T, N, D], or flattened. Where
+shapes are ambiguous, a warning says so once.
 """
 
 import inspect
@@ -22,10 +22,10 @@ SOURCE, TARGET = "source", "target"
 
 
 def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
-    """``function`` as a hook of ``owner`` only.
+    """``function`` as a hook of ``owner`` alone, not of its copies.
 
-    ``copy.deepcopy`` of a module takes its hooks along: a bound method with all that it is bound to; a plain function
-    as it is, so that the copy's calls (an average of the weights, a frozen reference) would be taken for the model's.
+    ``copy.deepcopy`` of a module copies its hooks: a bound method with its whole object, a plain function as it is. The
+    calls of a copy (an average of the weights, a frozen reference model) would then count as the model's.
     """
 
     def hook(module: nn.Module, *values: Any, **named: Any) -> None:
@@ -36,7 +36,7 @@ def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., No
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Those in containers of containers."""
+    """All tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list, Mapping)):
@@ -46,34 +46,34 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class Peers:
-    """The ranks whose tokens an expert gets in one micro-batch. ``told``: fp32 [ranks, 2] on the device, from the
-    backward on: loss terms of each, and what its loss divides their sum by."""
+    """The ranks whose tokens an expert gets in one micro-batch. ``terms``: fp32 [ranks, 2] on the device, None before
+    the backward: the loss terms of each rank, and by what its loss divides their sum."""
 
-    told: Tensor | None = None
+    terms: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What K-FAC has to know about a micro-batch; None: every row counts, and what the model returns gives M.
+    """What K-FAC has to know about a micro-batch. With all defaults every row counts, and the model's output gives M,
+    the number of loss terms.
 
     Attributes:
-        rows: bool [N, T], True where a row counts; used by layers whose rows are N x T, in whatever order. With an
-            encoder and a decoder, the decoder's.
-        labelled: bool [N] or [N, T]: True where the loss has a term. Its sum is M, the number of loss terms.
-        divisor: what the loss divides the sum of its terms by, where that is not M: with sequence parallelism maybe
-            the terms of the whole sequence.
+        rows: bool [N, T], True where a row counts; for layers with N x T rows in any order. With an encoder and a
+            decoder, the decoder's rows.
+        labelled: bool [N] or [N, T], True where the loss has a term. Its sum is M.
+        divisor: by what the loss divides the sum of its terms, if not by M: with sequence parallelism, for instance, by
+            the number of terms of the whole sequence.
         encoder_rows: bool [N, S], True where a row of the source counts, with an encoder and a decoder.
-        items: what the loss that the model returns divides the sum of its terms by: Hugging Face's
-            ``num_items_in_batch``, of all micro-batches and maybe all ranks.
-        ranks: from how many ranks the rows come (experts), each with as many loss terms as this one, unless ``peers``
-            say otherwise.
-        peers: these ranks, if the first dimension of the rows is theirs.
-        tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
-            the loss has rows.
-        places: whether rows are places for tokens, zero where there is none (experts).
-        padding: whether rows that the masks leave out are padding: then they have no gradient, and a layer whose rows
-            do has a mask that is not of its rows.
-        attended: bool [N, T], all but padding, where ``rows`` leave out others, too, as prompts.
+        items: by what the loss that the model returns divides the sum of its terms: Hugging Face's
+            ``num_items_in_batch``, which counts all micro-batches and maybe all ranks.
+        ranks: from how many ranks an expert's rows come; each is taken to have M loss terms, unless ``peers`` are set.
+        peers: these ranks, if the first dimension of the rows is the rank.
+        tokens: M where neither labels nor the model's output show it; None: the number of rows of the layer nearest to
+            the loss.
+        places: whether an expert's rows are places for tokens; a place without a token is all zeros.
+        padding: whether all rows that the masks leave out are padding. Padding has no gradient: a layer in which such
+            rows have one got a mask that is not for its rows.
+        attended: bool [N, T], True for all but padding, where ``rows`` leaves out more than padding, such as prompts.
     """
 
     rows: Tensor | None = None
@@ -90,7 +90,7 @@ class BatchInfo:
 
 
 def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of encoders and their decoders: siblings called so, made of parts (T5, BART, nn.Transformer)."""
+    """(encoder, decoder) names: siblings called "encoder" and "decoder" with children (T5, BART, nn.Transformer)."""
     for name, module in model.named_modules():
         pair = [getattr(module, part, None) for part in ("encoder", "decoder")]
         if all(isinstance(part, nn.Module) and any(True for _ in part.children()) for part in pair):
@@ -103,11 +103,11 @@ ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 
 
 class ArgumentReader:
-    """Reads a padding mask and labels from the forward's arguments, by Hugging Face's names for them: a [N, T] mask, 0
-    where a row is padding (with an encoder and a decoder one of the source, one of the target), and integer labels.
+    """Reads padding masks [N, T], 0 at padding, and integer labels from the forward's arguments, which it finds by
+    Hugging Face's names. With an encoder and a decoder the source and the target have a mask each.
 
-    Position t of a model whose class is a causal language model's, or ForConditionalGeneration without an encoder and a
-    decoder (as LLaVA), is trained on label t + 1. ``count`` is the config's.
+    A model's position t is trained on label t + 1 if its class is a causal language model, or ForConditionalGeneration
+    without an encoder and a decoder (as LLaVA). ``count`` is ``kfac.padding.count``.
     """
 
     def __init__(self, model: nn.Module, *, count: str = "labelled") -> None:
@@ -117,12 +117,12 @@ class ArgumentReader:
         below: Any = getattr(model, "get_base_model", None)  # PEFT's PeftModel
         inner = model if below is None else below()
         words = ("CausalLM", "LMHeadModel", *(() if self.two_sided else ("ForConditionalGeneration",)))
-        self.shifted = any(word in type(one).__name__ for one in (model, inner) for word in words)
+        self.shifted = any(word in type(each).__name__ for each in (model, inner) for word in words)
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         try:
             values = self._signature.bind_partial(*arguments, **keywords).arguments
-        except TypeError:  # the call itself will say what is wrong with it
+        except TypeError:  # the arguments do not fit: the call itself will raise
             return BatchInfo()
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -138,11 +138,11 @@ class ArgumentReader:
         padding, attended = rows is not None or encoder_rows is not None, None
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
             if rows is not None and rows.shape == labelled.shape:
-                attended = rows | labelled  # the last pad before a text predicts its first token
+                attended = rows | labelled  # with padding on the left, the last pad predicts the first token
                 rows = rows & labelled
             else:
                 rows = labelled
-            padding = False  # a prompt has no label, and a gradient
+            padding = False  # unlabelled prompts are left out as well, and they have gradients
         items = values.get("num_items_in_batch")
         return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended)
 
@@ -155,8 +155,8 @@ SQUARE = "there are as many examples as positions; taken as examples first"
 
 
 def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
-    """The mask, bool [N, T], for rows of leading shape ``batch``; one with other dimensions is of rows in their own
-    order. ``examples``: dimension of the examples in rows of this model, where it is known from elsewhere."""
+    """A mask, bool [N, T], as it fits rows of leading shape ``batch``. One that is not 2-D must be in the rows' order.
+    ``examples``: dimension of the examples in this model's rows, if other calls have shown it."""
     if mask is None:
         return Fit()
     if mask.ndim != 2:
@@ -178,15 +178,16 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
             return Fit(mask.T, 1, "flattened rows, in a model that has sequences first elsewhere; taken so here too")
         return Fit(mask)
     if prod(batch) == N * T and not trivial:
-        return Fit(doubt="only their number fits; every row counts")
+        return Fit(doubt="only the number of rows fits the mask; every row counts")
     return Fit()
 
 
 class RowMasks:
-    """Chooses among the masks of a micro-batch.
+    """Chooses a mask of the micro-batch for the rows of each call.
 
-    Hooks on the encoders and decoders of a model record where a call is: rows in an encoder, and those that a decoder
-    makes of the encoder's output, are the source's. A recomputation is assigned by its module's place.
+    Hooks on encoders and decoders record in which of them a call runs. Rows in an encoder are the source's, and so are
+    a decoder's rows with the encoder's output as input (cross-attention). A recomputation belongs to the side in which
+    its module is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -194,11 +195,11 @@ class RowMasks:
         self._places: dict[str, str] = {}  # "encoder." -> SOURCE
         self._side: str | None = None
         self._outer: list[str | None] = []  # sides around the present one
-        self._sources: list[StorageWeakRef] = []
+        self._sources: list[StorageWeakRef] = []  # storages of encoder outputs
         self._examples: dict[str, int] = {}  # module -> dimension of its examples, where shapes decide
-        self._in_order: dict[str, bool] = {}  # module -> whether rows of a stack's matrices are those of the batch
-        self._said: set[str] = set()
-        self._slices = Slices(self._say)
+        self._in_order: dict[str, bool] = {}  # module -> whether its stack's matrices get the batch's rows in order
+        self._warned: set[str] = set()
+        self._slices = Slices(self._warn)
         self._handles: list[Any] = []
         for encoder, decoder in encoder_decoders(model):
             for name, side in ((encoder, SOURCE), (decoder, TARGET)):
@@ -216,20 +217,20 @@ class RowMasks:
         self._slices.begin()
 
     def end(self) -> None:
-        """It is over; what comes now is recomputed. Encoder outputs stay known."""
+        """The forward is over; later calls are recomputations. Encoder outputs are still recognised."""
         self._watching, self._side = False, None
         self._slices.end()
 
     def of(self, module: str, x: Tensor, info: BatchInfo, *, again: bool = False, reduced: bool = False) -> Fit:
-        """Of a call with the input x [.., D].
+        """The mask for a call with the input x [.., D].
 
         Args:
-            again: whether it is a recomputation.
+            again: whether the call is a recomputation.
             reduced: whether weight_sharing is "reduce".
         """
         result, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
         if result.doubt and (masks or reduced):
-            self._say(module, x.shape[:-1], masks, result.doubt)
+            self._warn(module, x.shape[:-1], masks, result.doubt)
         if result.mask is not None:
             self._slices.whole()
         elif not result.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
@@ -240,28 +241,30 @@ class RowMasks:
             return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
         return result
 
-    def of_stack(self, module: str, given: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:
-        """Of a product of ``given`` [.., D] with matrices of a stack, of which a layer has the rows ``select``. Rows
-        that are ``picked`` for a matrix, or lie [E, C, D], are an expert's tokens, sorted by who takes them; a place
-        without one is zero. Unless each matrix has all rows of the batch, in their order: then they are no experts, or
-        all of them take every token in a loop over matrices."""
-        # matrix by matrix: rows that are no view of the batch's were picked; what follows in the module lies alike
-        apart = given.ndim == 2 and not self._in_order.setdefault(module, given._base is not None)
-        result = EVERY_ROW if picked or apart else self._whole(module, given, info)
-        flat = given.reshape(-1, given.shape[-1])
+    def of_stack(self, module: str, x: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:
+        """The mask for one layer of a stack: its matrix multiplies the rows ``select`` of x [.., D].
+
+        Rows that are ``picked`` for a matrix, or a tensor [E, C, D], are tokens sorted by expert, and a place without a
+        token is zero. The batch's mask fits only where each matrix gets all rows of the batch in their order: then the
+        matrices are no experts, or every expert gets every token.
+        """
+        # 2-D rows that are no view were picked for their matrix; later products in the module follow the first one
+        gathered = x.ndim == 2 and not self._in_order.setdefault(module, x._base is not None)
+        result = EVERY_ROW if picked or gathered else self._whole(module, x, info)
+        flat = x.reshape(-1, x.shape[-1])
         rows = flat if select is None else flat[select]
-        if picked and isinstance(select, slice) and given.ndim == 3:
-            masks = self._masks(module, given, info)[1]
-            if len(masks) == 1 and masks[0].ndim == 2 and all(has_all(entry, masks[0]) for entry in given):
+        if picked and isinstance(select, slice) and x.ndim == 3:
+            masks = self._masks(module, x, info)[1]
+            if len(masks) == 1 and masks[0].ndim == 2 and all(has_all(entry, masks[0]) for entry in x):
                 return Fit(masks[0].repeat(len(rows) // masks[0].numel(), 1))
-        if result.mask is None and (info.places or given.ndim == 3):
+        if result.mask is None and (info.places or x.ndim == 3):
             return Fit(rows.ne(0).any(-1))
         return result
 
-    def _say(self, module: str, batch: Sequence[int], masks: Sequence[Tensor], doubt: str) -> None:
-        if doubt in self._said:
+    def _warn(self, module: str, batch: Sequence[int], masks: Sequence[Tensor], doubt: str) -> None:
+        if doubt in self._warned:
             return
-        self._said.add(doubt)
+        self._warned.add(doubt)
         shapes = " and ".join(str(list(mask.shape)) for mask in masks) or "none"
         logger.warning(
             f"ds_kfac: which rows of {module} count is ambiguous (rows {list(batch)}, mask {shapes}): {doubt}. If that "
@@ -269,17 +272,17 @@ class RowMasks:
         )
 
     def _masks(self, module: str, x: Tensor, info: BatchInfo) -> tuple[str | None, list[Tensor]]:
-        """Whose rows ``x`` is, and the masks that may be of them."""
+        """On which side the rows ``x`` are, and the masks that may be theirs."""
         side = self._side_of(module, x)
         masks = [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
-            masks = []  # of their length nothing is known, and the source's may be the same
+            masks = []  # the target has no mask, and the source's could fit by chance
         return side, [mask for mask in masks if mask is not None]
 
     def _whole(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
-        """Where a call has all rows of the batch."""
+        """The mask for a call that gets all rows of the batch; none fits one that gets a slice."""
         batch = tuple(x.shape[:-1])
         inside = self._attends(module)
         square = len(batch) > 1 and batch[0] == batch[1] > 1
@@ -303,27 +306,27 @@ class RowMasks:
         return result
 
     def _attends(self, module: str) -> bool:
-        """Whether it is torch's attention: rows that it multiplies have sequences first, whatever its
-        ``batch_first``."""
+        """Whether a module is torch's attention, which multiplies sequence-first rows whatever its ``batch_first``."""
         around = module, module.rpartition(".")[0]
         return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
 
     def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
-        if len(batch) == 1:  # flattened somewhere in between: as the others are
+        """Dimension of the examples in a module's rows; None: unknown."""
+        if len(batch) == 1:  # flattened rows keep the order that other modules of the model show
             return 1 if 1 in self._examples.values() else None
         if module in self._examples:
             return self._examples[module]
         place = module
-        while place:  # what torch's own modules say, or a part of them
+        while place:  # torch's modules have ``batch_first``: one around this module, or a sibling
             place = place.rpartition(".")[0]
             around = self._model.get_submodule(place)
-            for one in (around, *around.children()):
-                if isinstance(getattr(one, "batch_first", None), bool):
-                    return 0 if one.batch_first else 1
+            for each in (around, *around.children()):
+                if isinstance(getattr(each, "batch_first", None), bool):
+                    return 0 if each.batch_first else 1
         return None
 
     def _side_of(self, module: str, x: Tensor) -> str | None:
-        """Whose rows ``x`` is."""
+        """Whether the rows ``x`` are SOURCE or TARGET; None: unknown."""
         if not self._places:
             return TARGET
         cdata = x.untyped_storage()._cdata
@@ -342,7 +345,7 @@ class RowMasks:
         def leave(module: nn.Module, arguments: tuple, output: Any) -> None:
             if self._watching and self._outer:
                 outer = self._outer.pop()
-                self._side = TARGET if side == TARGET else outer  # what follows a decoder belongs to the target
+                self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
                 if side == SOURCE:
                     self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
 

@@ -294,7 +294,7 @@ class Capture(StepSums):
         if not captured and self.proof is None:
             return
         if select is None and not kind.images:
-            forward.has(rows, shape)
+            forward.note_call(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
         call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
         call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled

@@ -73,7 +73,7 @@ class ExpertRows:
             own = self._tokens[name] if terms is None else terms
             divisor = next((x for x in (info.items, info.divisor) if x is not None), own)
             numbers = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in (own, divisor)]
-            self._peers[name].told = gather(torch.stack(numbers), group)
+            self._peers[name].terms = gather(torch.stack(numbers), group)
 
     def _entered(self, mixture: str, x: Tensor) -> int:
         """Its tokens here; in a forward, no recomputation, a micro-batch begins."""

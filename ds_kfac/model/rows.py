@@ -328,7 +328,7 @@ class RowSums:
         in ``sum_``, unless they are: a second use of a layer in a forward adds rows, not terms; nor does a gradient of
         zeros alone, where ``alive`` says so. ``own``: how many of the call's rows count."""
         forward, info, divisor = call.forward, call.info, call.info.divisor
-        told = None if info.peers is None else info.peers.told
+        told = None if info.peers is None else info.peers.terms
         terms = forward.terms  # M, the same for all layers
         if forward.levels and divisor is None and self._divided and not self._told_levels:
             self._told_levels = True

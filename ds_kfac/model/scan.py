@@ -20,18 +20,18 @@ from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 from ds_kfac.model.tables import tables
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
-"""Names of the two factors of a low-rank update, as PEFT and torchtune give them. Their gradients have the rank of the
-small side, which alone gets a factor: one of the long side would be thousands of times the layer's own size."""
+"""Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short side of each gets a
+factor: the gradient has no higher rank, and a factor of the long side would be thousands of times the matrix's size."""
 LONGEST, LONGEST_INPUT = 16384, 65536
-"""Longest side in blocks, half a GB of factor: a longer one, such as a head's vocabulary, has a diagonal. The second
-where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
+"""Longest side with a block-diagonal factor (half a GB); a longer one, such as a head's vocabulary, has a diagonal.
+LONGEST_INPUT holds where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
 
 TABLE = "rows are looked up in {}: it is a table"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with parameters of its own that K-FAC does not touch."""
+    """A module with direct parameters that K-FAC does not touch, and why."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """What :func:`scan` found."""
+    """Result of :func:`scan`: the layers to precondition, and the modules and parameters left alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -49,13 +49,14 @@ class Scan:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Which layers, and the structure of their sides; keys of the config, and:
+    """Which layers are preconditioned, and the structure of their sides. ``include``, ``exclude`` and ``types`` are the
+    config's keys of ``kfac.layers``.
 
     Attributes:
-        dense_max: None: all sides are dense.
-        curvature: whether there are factors at all; without, both sides are identities.
-        gradients: whether there are statistics of output gradients; without, G is the identity.
-        shares: whether layers may have one A.
+        dense_max: longest side with a dense factor; None: all sides are dense.
+        curvature: whether there are factors at all; without them both sides are identities.
+        gradients: whether statistics of output gradients are collected; without them G is the identity.
+        shares: whether several layers may share one A.
         blocks: (regex for the end of a weight's name, maps in its matrix), see :mod:`ds_kfac.model.blocks`.
     """
 
@@ -78,8 +79,8 @@ def scan(
         optimized: the optimizer's parameters; None: all that require a gradient.
 
     Raises:
-        ValueError: a pattern that matches no module with parameters, a lazy module, blocks that do not fit, or no
-            layer left to precondition.
+        ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not fit, or no layer is
+            left to precondition.
     """
     choice = choice or LayerChoice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -95,35 +96,37 @@ def scan(
     layers: list[LayerSpec] = []
     skipped = []
     for name, module in scanner.modules.items():
-        found = scanner.of(name, module)
-        if isinstance(found, list):
-            layers += found
-        elif found is not None:
-            own = sum(map(numel, module.parameters(recurse=False)))
-            skipped.append(Skipped(name, type(module).__name__, own, found))
-    skipped += scanner.left_over(layers)
+        layers_or_reason = scanner.layers_of(name, module)
+        if isinstance(layers_or_reason, list):
+            layers += layers_or_reason
+        elif layers_or_reason is not None:
+            size = sum(map(numel, module.parameters(recurse=False)))
+            skipped.append(Skipped(name, type(module).__name__, size, layers_or_reason))
+    skipped += scanner.skipped_parameters(layers)
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
             "check kfac.layers. Left alone: "
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
-    holders = dict(model.named_modules())
-    layers = [with_blocks(layer, holders, choice.blocks) for layer in layers]
-    classes_of.cache_clear()  # large, and read
+    modules = dict(model.named_modules())
+    layers = [with_blocks(layer, modules, choice.blocks) for layer in layers]
+    classes_of.cache_clear()  # parsed sources are large, and no longer needed
     return Scan(tuple(layers), tuple(skipped))
 
 
 class _Scanner:
-    """The rules.
+    """The rules by which modules become layers.
 
     Attributes:
-        modules: those with parameters of their own.
-        names, users: id of a parameter -> its name, the modules that hold it.
-        trained, tied_stages: ids of parameters that are, that a PipelineModule ties over its stages.
-        borrowed: id of a module whose weight a module around it takes, as torch's attention does -> whether it is
-            called, too.
-        tables: ids of parameters that rows are looked up in.
+        modules: name -> module, of all modules with direct parameters.
+        names: id of a parameter -> its name.
+        users: id of a parameter -> names of the modules that hold it.
+        trained: ids of the parameters that are trained.
+        tied_stages: ids of the parameters that a PipelineModule ties over its stages.
+        borrowed: id of a module whose weight its parent uses directly, as torch's attention does -> whether the module
+            is called, too.
+        tables: ids of the parameters in which rows are looked up.
     """
 
     def __init__(self, model: nn.Module, choice: LayerChoice, optimized: Iterable[nn.Parameter]) -> None:
@@ -135,62 +138,65 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[id(parameter)].append(name)
-        tied = getattr(model, "tied_modules", None)  # of TiedLayerSpec
+        tied = getattr(model, "tied_modules", None)  # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.tables = tables(model)
         self.borrowed = {id(child): called for module in model.modules() for child, called in borrowed_weights(module)}
 
-    def of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
-        """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
+    def layers_of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
+        """The layers of a module, why it is left alone, or None if another module's layer includes it."""
         kind, why = _kind(module)
         if why is not None:
             return self._products(name, module) or why
-        known, product, choice = LAYERS[kind], False, self.choice
+        layer_type, product, choice = LAYERS[kind], False, self.choice
         users, bias = self.users[id(module.weight)], module._parameters.get("bias")
         holders = [self.modules[user] for user in users]
         biases = {id(holder._parameters.get("bias")) for holder in holders}
-        # modules with one weight are one layer by several names: all of its kind, with one bias
-        one = len(biases) == 1 and all(
+        # modules of one kind that share weight and bias are one layer with several names
+        same_layer = len(biases) == 1 and all(
             _kind(holder)[0] == kind and id(holder) not in self.borrowed for holder in holders
         )
-        alike = users if one else [name]
-        reason = self._unfit(name, module._parameters["weight"], bias, len(alike))
+        members = users if same_layer else [name]
+        reason = self._refusal(name, module._parameters["weight"], bias, len(members))
         if reason is not None:
             return reason
-        if len(users) > len(alike):
+        if len(users) > len(members):
             return f"weight is shared by {', '.join(users)}"
         if id(module.weight) in self.tables:
             return TABLE.format("weight")
-        if name != alike[0]:
+        if name != members[0]:
             return None
         if ("Linear" if kind in SHARDS else kind) not in choice.types:
             return f"{kind} is not in kfac.layers.types"
-        if known.needs_gradients and not choice.gradients:
+        if layer_type.needs_gradients and not choice.gradients:
             return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'
-        trained_bias = bias is not None and id(bias) in self.trained and known.without_bias is None
-        if known.needs_gradients and bias is not None and not trained_bias:
+        trained_bias = bias is not None and id(bias) in self.trained and layer_type.without_bias is None
+        if layer_type.needs_gradients and bias is not None and not trained_bias:
             return "only one of its weight and bias is trained"
-        sides = known.structured(*_sides(name, known.sides(module, trained_bias), choice), trained_bias)
-        groups: Any = module.groups if isinstance(known, Convolution) else 1
+        sides = layer_type.structured(*_sides(name, layer_type.sides(module, trained_bias), choice), trained_bias)
+        groups: Any = module.groups if isinstance(layer_type, Convolution) else 1
         A, G = (side.repeated(groups) for side in sides)
-        if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
+        if isinstance(layer_type, Convolution) and (method := layer_type.overridden(module)) is not None:
             product = convolves(module)
             if not product and choice.gradients:
-                return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
-            # a direction that needs no curvature is right for any matrix
+                return f"{type(module).__name__} overrides {kind}.{method}, and does not convolve with its weight alone"
+            # without A the direction needs the gradient alone, which is right whatever the module computes
             A = A if product else Side.identity(A.dim)
         if id(module) in self.borrowed:
             if isinstance(module, nn.Linear):
                 product = True
             elif not self.borrowed[id(module)]:
-                return "the module around it takes its weight, and does not call it"
-        own_bias = self.names[id(bias)] if trained_bias else None
-        layer = LayerSpec(name, kind, name, self.names[id(module.weight)], own_bias, A, G, product, tuple(alike[1:]))
-        return [replace(layer, groups=groups, keeps_direction=known.keeps_direction(module))]
+                return "its parent module uses its weight without calling it"
+        bias_name = self.names[id(bias)] if trained_bias else None
+        weight_name, also = self.names[id(module.weight)], tuple(members[1:])
+        layer = LayerSpec(name, kind, name, weight_name, bias_name, A, G, product, also)
+        return [replace(layer, groups=groups, keeps_direction=layer_type.keeps_direction(module))]
 
     def _products(self, name: str, module: nn.Module) -> list[LayerSpec] | str:
-        """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for
-        each; why there are none."""
+        """Layers of a module of no known type, from the parameters that its code multiplies rows by.
+
+        A matrix is a layer; in a stack of matrices [n, .., ..] each matrix is one. If there is no layer: why.
+        """
         layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
             layouts.setdefault("weight", MatrixLayout(False))
@@ -204,7 +210,7 @@ class _Scanner:
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight, transposed = module._parameters[parameter], layouts[parameter].transposed
             bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
-            reason = self._unfit(place, weight, bias) or ""
+            reason = self._refusal(place, weight, bias) or ""
             if not reason and len(self.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
             if not reason and id(weight) in self.tables:
@@ -215,26 +221,26 @@ class _Scanner:
                 continue
             trained_bias = bias is not None and id(bias) in self.trained
             O, I = shape[:-3:-1] if transposed else shape[-2:]  # noqa: E741
-            found = _sides(place, (I + trained_bias, O), self.choice)
+            sides = _sides(place, (I + trained_bias, O), self.choice)
             names = self.names[id(weight)], self.names[id(bias)] if trained_bias else None
-            layer = LayerSpec(place, kind, name, *names, *found, product=True)
+            layer = LayerSpec(place, kind, name, *names, *sides, product=True)
             if len(shape) == 2:
                 layers.append(layer)
                 continue
-            # Tokens that enter are of one kind, whichever expert takes them. What an expert makes of them has an A of
-            # its own, as long as that is no larger than the weight
+            # All experts share the A of their input: tokens have one distribution, whichever expert takes them. What an
+            # expert computes gets an A per expert, unless that A would be larger than the weight (I > O)
             first = next((other for other in layers if other.part[1] == shape[0] and other.A == layer.A), None)
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"
             common = self.choice.shares and (entering or I > O) and layer.A.block > 0
             for index in range(shape[0]):
-                own = f"{place}.{index}"
-                shares = leader if common and own != leader else None
-                layers.append(replace(layer, name=own, part=(index, shape[0]), shares=shares))
+                expert = f"{place}.{index}"
+                shares = leader if common and expert != leader else None
+                layers.append(replace(layer, name=expert, part=(index, shape[0]), shares=shares))
         return layers or reason
 
-    def _unfit(self, name: str, weight: Any, bias: nn.Parameter | None, users: int = 1) -> str | None:
-        """Why a layer of such parameters, which so many modules hold, is left alone, or None."""
+    def _refusal(self, name: str, weight: Any, bias: nn.Parameter | None, users: int = 1) -> str | None:
+        """Why a layer with this weight and bias is left alone, or None. ``users``: modules that hold them."""
         if self.choice.include and not any(re.search(pattern, name) for pattern in self.choice.include):
             return "not matched by kfac.layers.include"
         for pattern in self.choice.exclude:
@@ -249,20 +255,20 @@ class _Scanner:
         if getattr(weight, "_ds_grad_allreduce_registered", False):
             return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
         if id(weight) in self.tied_stages:
-            return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-        if bias is not None and self._readers(bias) > users:
+            return "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other stages have the rows"
+        if bias is not None and self._reader_count(bias) > users:
             return "bias is shared with another module; its gradient is a sum over both uses"
         return None
 
-    def _readers(self, parameter: nn.Parameter) -> int:
-        """How many modules do something with it."""
+    def _reader_count(self, parameter: nn.Parameter) -> int:
+        """How many of the modules that hold a parameter also read it."""
         users = self.users[id(parameter)]
         if len(users) == 1:
             return 1
-        own = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
-        return sum(reads(self.modules[user], name) for user, name in own.items())
+        names = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
+        return sum(reads(self.modules[user], name) for user, name in names.items())
 
-    def left_over(self, layers: list[LayerSpec]) -> list[Skipped]:
+    def skipped_parameters(self, layers: list[LayerSpec]) -> list[Skipped]:
         """Parameters of preconditioned modules that are not part of the layer."""
         skipped: dict[Skipped, None] = {}
         covered = {name for layer in layers for name in layer.parameters}
@@ -286,12 +292,12 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
         if reason:
             reasons.append(reason)
     if isinstance(module, ParametrizationList):
-        return "", "the weight of the module around it is computed of it by a parametrization"
+        return "", "it is a parametrization, from which the weight of the module around it is computed"
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
 def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], transposed: bool) -> nn.Parameter | None:
-    """What is added to the product with a parameter, by the names in use: of each matrix's outputs one."""
+    """The bias of a module's weight ``parameter``, found by name: [O] of a matrix, [n, O] of a stack; else None."""
     outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
     for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):
         bias = module._parameters.get(name)
@@ -301,7 +307,7 @@ def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], transposed:
 
 
 def _sides(name: str, dims: tuple[int, int], choice: LayerChoice) -> tuple[Side, Side]:
-    """Of I and O."""
+    """(A, G) of a layer with the sides ``dims`` = (I, O)."""
     sides: list[Side] = []
     for dim, other in (dims, dims[::-1]):
         dense = choice.dense_max or dim

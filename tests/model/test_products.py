@@ -306,7 +306,7 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     }  # fmt: skip
     found = scan(model)
     assert {left.name: left.reason for left in found.skipped} == {
-        "convolution": "the module around it takes its weight, and does not call it"
+        "convolution": "its parent module uses its weight without calling it"
     }
     recorder = Recorder(model)
     model(X).square().mean().backward()

@@ -29,8 +29,8 @@ MASK = torch.tensor([[True, True, False], [True, False, False]])
         ((2, 1, 3), None, MASK, 0, ""),
         ((2,), None, None, 0, ""),  # pooled
         ((2, 4), None, None, 0, ""),  # with a class token
-        ((6, 1), None, None, 0, "only their number fits"),
-        ((1, 6), None, None, 0, "only their number fits"),
+        ((6, 1), None, None, 0, "only the number of rows fits"),
+        ((1, 6), None, None, 0, "only the number of rows fits"),
         ((0, 3), None, None, 0, ""),
     ],
 )
