@@ -31,7 +31,7 @@ def _sgd(rate: float, nesterov: bool = True) -> dict[str, Any]:
 def _published(rate: float, *, update: int, refresh: int, damping: float) -> dict[str, Any]:
     """As kfac-pytorch's examples: all positions, no burn-in, Tikhonov damping, kl-clip 1e-3, plain momentum."""
     return {**_sgd(rate, nesterov=False), "kfac": {
-        "factor": {"update_interval": update, "decay": 0.95, "fisher": "empirical", "sample_positions": False},
+        "factor": {"update_interval": update, "decay": 0.95, "fisher": "empirical", "rows": "all"},
         "eigenbasis": {"refresh_interval": refresh},
         "burn_in": {"steps": 0},
         "damping": {"kind": "tikhonov", "value": damping},

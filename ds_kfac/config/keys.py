@@ -45,12 +45,9 @@ class FactorConfig(Block):
     rows: values.Rows | None = None
     """Rows that count, per factor update. They come from as few ranks as have that many, the eigen worker's node first,
     others at every update. Where one rank has more, every k-th of its rows counts, and k's offset moves from update to
-    update. So the cost of statistics is bounded, and falls with the number of ranks. Unbiased. all: every row of all
-    ranks. null: 4 per column."""
-    sample_positions: bool = True
-    """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
-    dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
-    cheaper. false: all positions."""
+    update. Positions of a convolution are sampled as well, on a grid that moves: one in 4 along both dimensions, fewer
+    where less than 4 rows would be left for each column. So the cost of statistics is bounded, and falls with the
+    number of ranks. Unbiased. all: every row of all ranks, at every position. null: 4 per column."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long as the layer's other
     side, at least half of this: a decomposition costs the cube. A side over 16384, such as a head's vocabulary (65536

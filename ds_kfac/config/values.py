@@ -176,6 +176,7 @@ Model = type[BaseModel]
 REMOVED = {
     "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
     "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; leave it out',
+    "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; leave it out',
     "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an Adam, did better "
     "without it; leave it out",
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",

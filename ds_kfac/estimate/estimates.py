@@ -357,7 +357,7 @@ class Estimate:
         def flops(factor: rates.FactorSpec) -> int:
             layer, members = layers[factor.layers[0]], len(planning.rows_from(factor, layers))
             rows = round((self.rows or 0) * self.subject.trace.rows_of(layer) * members)
-            if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.sample_positions:
+            if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.rows != "all":
                 dims = int(layer.kind[-2])
                 rows //= grid_step(rows, dims, max(layer.shape[-2:])) ** dims
             elif not LAYERS[layer.kind].needs_gradients:

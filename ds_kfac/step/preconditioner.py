@@ -80,7 +80,7 @@ class KFACPreconditioner:
             self.layout.fallback_seed,
             rows=RowSums(
                 config.factor.weight_sharing,
-                config.factor.sample_positions,
+                config.factor.rows != "all",
                 partial(self.metrics.stage, "capture"),
                 divided=not sampled,
             ),

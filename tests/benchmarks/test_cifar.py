@@ -115,7 +115,7 @@ def test_every_method_is_a_valid_config(method):
 
 def test_sc20s_settings_are_those_of_its_code():
     kfac = deepspeed_config("kfac_sc20", 0.1, batch=8, steps=100)["kfac"]
-    assert kfac["factor"] == {"update_interval": 1, "decay": 0.95, "fisher": "empirical", "sample_positions": False}
+    assert kfac["factor"] == {"update_interval": 1, "decay": 0.95, "fisher": "empirical", "rows": "all"}
     assert kfac["eigenbasis"]["refresh_interval"] == 10 and kfac["damping"] == {"kind": "tikhonov", "value": 0.003}
 
 

@@ -232,6 +232,8 @@ def test_all_errors_come_in_one_message():
         ({"adam": 3}, "must be an object with keys of: rotate, "),
         ({"preconditioner": {"step": "quadratic"}}, "was removed in 0.2"),
         ({"damping": {"kind": "adaptive"}}, "was removed in 0.2"),
+        ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2: corrected eigenvalues"),
+        ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
         ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac estimate"),
         ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
     ],

@@ -76,7 +76,7 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "kfac": {
-            "factor": {"rows": "all", "update_interval": 1000, "sample_positions": False},
+            "factor": {"rows": "all", "update_interval": 1000},
             "eigenbasis": {"refresh_interval": 1000},
             "burn_in": {"steps": 0},
             "preconditioner": {"eigenvalues": "corrected"},

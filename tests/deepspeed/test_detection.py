@@ -82,7 +82,7 @@ def worker(cases) -> dict:
     rank, results = dist.get_rank(), {}
     for adam, stage in cases:
         mode = BY_NAME[f"adam-{stage}" if adam else stage]
-        kfac = {**KFAC, "factor": {**KFAC["factor"], "update_interval": 1, "decay": DECAY, "sample_positions": False}}
+        kfac = {**KFAC, "factor": {**KFAC["factor"], "update_interval": 1, "decay": DECAY, "rows": "all"}}
         kfac |= {"eigenbasis": {"refresh_interval": 2}, "damping": {"kind": "tikhonov", "value": 0.1}}
         engine = build(mode, 1, model=make_net(Detector), kfac=kfac, train_micro_batch_size_per_gpu=ROWS)
         seen, losses, inputs = [], [], []

@@ -58,7 +58,7 @@ def case(adam=False, orthogonal=False, **blocks):
     """A row of the table: kfac blocks merged into the tests' own."""
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
     kfac["layers"] = {"types": NORMS, **blocks.get("layers", {})}
-    kfac["factor"]["sample_positions"] = False
+    kfac["factor"]["rows"] = "all"
     return {"adam": adam, "orthogonal": orthogonal, "kfac": kfac}
 
 
