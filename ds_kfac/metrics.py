@@ -28,9 +28,9 @@ SUMMARY = {
 """Counted on the device, over all layers; whether so far (True) or in the last step. Layers whose result was not finite
 and was replaced by the gradient; that passed through because they have no eigenbases; refreshes that failed. With
 KFACAdamW, layers that took no step because their gradient was exactly zero, or because it was too large for moments.
-Batches of factors that were scaled down because their trace was far above the average's, and those without a row: none
-of the ranks that contributed had any, and the factor stays as it was. Of these, those to which not all ranks
-contributed."""
+Batches of factors that were scaled down because their trace was far above the average's. Batches that left their
+factor as it was: without a row on the ranks that contributed, or with a value that is not finite. Batches without a row
+to which not all ranks contributed."""
 
 
 class Metrics:

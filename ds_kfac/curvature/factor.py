@@ -240,12 +240,13 @@ def updated(
 
     Returns the new factors; index of a factor with a history -> bool [2] on the device: whether the new average is
     similar to its last value, and to the one before; and fp32 [2]: number of batches that were scaled down, and of
-    batches without a row.
+    those that left their factor as it was, since they had no row or a value that is not finite.
     """
     new, over = averaged([factor.to(device) for factor in factors], sums_P, counts, decays)
     unusual, similar = torch.zeros(2, device=device), {}
     if factors:
-        unusual = torch.stack([over > 1, torch.stack(list(counts)) <= 0]).sum(dim=1)
+        before, after = (torch.stack([x.updates.to(device) for x in some]) for some in (factors, new))
+        unusual = torch.stack([over > 1, before == after]).sum(dim=1)
     histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
     if tolerance is not None and histories:
         flags, pushed = compared(

@@ -295,7 +295,11 @@ class Attachment:
     def _tell(self) -> None:
         """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
         kfacs, texts = self.job.preconditioners, []
-        unfit = {name: why for kfac in kfacs for name, why in kfac.proving.unfit.items()}
+        unfit = {
+            name: f"a hook failed: {kfac.capture.failed[name]}" if name in kfac.capture.failed else why
+            for kfac in kfacs
+            for name, why in kfac.proving.unfit.items()
+        }
         if new := [(name, why) for name, why in unfit.items() if name not in self._warned]:
             self._warned.update(name for name, _ in new)
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))

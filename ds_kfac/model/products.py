@@ -141,7 +141,7 @@ class Products(TorchFunctionMode):
             self._see(product)
 
     def _product(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Product | None:
-        if output.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(output):
+        if not is_plain(output) or torch._C._functorch.is_functorch_wrapped_tensor(output):
             return None
         if name in CONVOLUTIONS:
             return self._convolved(int(name[-2]), args, kwargs, output)
@@ -157,7 +157,7 @@ class Products(TorchFunctionMode):
         operands = list(args[:2])
         for names in (LEFT_NAMES, RIGHT_NAMES)[len(operands) :]:
             operands += [kwargs[key] for key in names if key in kwargs and (name not in ADDED or key != "input")]
-        if len(operands) != 2 or any(not isinstance(x, Tensor) or x.layout is not torch.strided for x in operands):
+        if len(operands) != 2 or not all(isinstance(x, Tensor) and is_plain(x) for x in operands):
             return None
         bounds = kwargs.get("offs", args[2] if len(args) > 2 else None) if "grouped" in name else None
         left, right = operands
@@ -258,6 +258,11 @@ class Products(TorchFunctionMode):
         sorted_ = (index.argsort()[:, None] * each + torch.arange(each, device=index.device)).flatten()
         ends = (index.bincount(minlength=count).cumsum(0) * each).tolist()
         return made(x.flatten(0, 1), entries=tuple((e, sorted_[rows]) for e, rows in _between(ends)), to_rows=to_rows)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether it has sizes and strides: sparse and nested tensors have not."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def _between(ends: list[int]) -> list[tuple[int, slice]]:

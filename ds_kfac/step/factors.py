@@ -158,6 +158,11 @@ class FactorUpdates:
         """Keys of the factors that no layer but these has."""
         return frozenset(key for key, spec in self.specs.items() if all(name in layers for name in spec.layers))
 
+    def decompose_soon(self, layers: Collection[str]) -> None:
+        """Decompose the factors of these layers at their next update. A factor that other layers have used all along
+        would come to these at its next refresh only."""
+        self.ready -= {spec.key for name in layers for spec in self.of_layer.get(name, {}).values()}
+
     def forget(self, draft: FactorDraft, keys: Collection[str]) -> None:
         """Restart these factors from zero: rows that failed the proof are in their averages."""
         draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}

@@ -294,11 +294,10 @@ class KFACPreconditioner:
                 similar = HostCopy(torch.stack(flags)).tolist
             self.curvature.timetable.record(draft.step, due, similar)
             if draft.verdict is not None:
-                self.proving.record(draft.verdict)
+                self.curvature.decompose_soon(self.proving.record(draft.verdict))
                 if draft.verdict.every_row:
-                    self.observe(
-                        replace(self.observations, every_row=self.observations.every_row | draft.verdict.every_row)
-                    )
+                    every_row = self.observations.every_row | draft.verdict.every_row
+                    self.observe(replace(self.observations, every_row=every_row))
             self.skipped.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
             if draft.next_bases:

@@ -137,13 +137,15 @@ class Proving:
         unfit |= dict.fromkeys(foreign - unfit.keys(), FOREIGN_MASK)
         return Verdict(found, unfit, frozenset(foreign), bool(unfit) or not all(x.known for x in found.values()))
 
-    def record(self, verdict: Verdict) -> None:
-        """Remember the verdict of an applied step, and decide when the next proof is."""
+    def record(self, verdict: Verdict) -> set[str]:
+        """Remember the verdict of an applied step, and decide when the next proof is. Returns the layers that fit now,
+        and did not before."""
         self._number, self.again = self._number + 1, frozenset()
         still = {name for name, seen in verdict.checks.items() if seen.still}
         if still and self._number <= FIRST and not self._resumed:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else wait(self._number)
-        self.unfit = verdict.unfit
+        fit_again, self.unfit = self.unfit.keys() - verdict.unfit.keys(), verdict.unfit
         zero = {name: seen for name, seen in verdict.checks.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
         self.zero = {name: seen.zero / seen.rows for name, seen in zero.items() if not seen.still}
+        return set(fit_again)

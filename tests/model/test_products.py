@@ -628,3 +628,18 @@ def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
     model = type(name, (_OtherGate,), {})()
     assert borrowed_weights(model) == [] and multiplied(model) == {}
     assert [layer.name for layer in scan(model).layers] == ["gate"]
+
+
+def test_a_nested_input_is_no_product_and_no_error():
+    """It has no sizes to read; the forward goes on, and the layer shows no rows."""
+
+    class Nested(AsLinear):
+        def forward(self, x):
+            return torch.nested.to_padded_tensor(
+                super().forward(torch.nested.nested_tensor([*x.split([1, len(x) - 1])])), 0.0
+            )
+
+    recorder = Recorder(model := Net(Nested()))
+    with recorder.capture.own_backward():
+        model(X).sum().backward()
+    assert not any(key.startswith("part") for key in recorder.means()) and model.part.w.grad is not None

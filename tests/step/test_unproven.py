@@ -52,6 +52,22 @@ class Heads(nn.Module):
         return self.head(z) if y is None else cross_entropy(self.head(z), y)
 
 
+class Pulled(Heads):
+    """A third layer of the same A; a part of its gradient comes from no row where ``pull`` is not zero."""
+
+    pull = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(17, 9)
+
+    def forward(self, x, y=None):
+        z = torch.tanh(self.first(x))
+        z = torch.tanh(self.k(z)) + self.q(z) * torch.sigmoid(self.v(z))
+        loss = cross_entropy(self.head(z), y)
+        return loss + self.pull * self.v.weight.square().sum() if self.pull else loss
+
+
 class Island(Net):
     """In fp32, whatever torch_autocast says."""
 
@@ -79,6 +95,11 @@ def worker(_) -> dict:
     with patch.object(proving, "wait", lambda proofs: 3):
         found["lag"] = history("adam-z2", Net, "middle", 8, range(4, 5), **late)
         found["shared"] = history("z2", Heads, "k", 7, range(4, 5))
+        late = {"eigenbasis": {"refresh_interval": 20}, "factor": {**KFAC["factor"], "fisher": "activations_only"}}
+        pulled = run(
+            "adam-z2", Pulled, 8, lambda engine, step: setattr(engine.module, "pull", float(step == 4)), **late
+        )
+        found["one of a shared A"] = [step[1:4] for step in pulled["history"]]
     return found
 
 
@@ -119,6 +140,13 @@ def test_layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_f
     assert steps[6][1] == {"first", "head", "q", "k"}
 
 
+def test_a_layer_that_fits_again_gets_its_basis_of_an_A_that_others_have_used_all_the_time(found):
+    """At the next update, not at the next refresh, 20 steps later."""
+    steps = of_all(found, "one of a shared A")
+    assert [unfit for unfit, *_ in steps[4:6]] == [{"v"}, set()]
+    assert "k" in steps[4][1] and "v" not in steps[4][1] and "v" in steps[7][1]
+
+
 def saved_worker(folder: str) -> list:
     proving.RAISES = False
     block = {
@@ -156,7 +184,7 @@ def fitting_worker(_) -> dict:
                 engine = build(mode, 2, model=Island() if "autocast" in name else Net())
             plain = engine.kfac.preconditioner.proving.record
             engine.kfac.preconditioner.proving.record = lambda verdict, told=told, plain=plain: (
-                told.update({name: seen.ratio for name, seen in verdict.checks.items()}), plain(verdict)
+                told.update({name: seen.ratio for name, seen in verdict.checks.items()}) or plain(verdict)
             )  # fmt: skip
             if "autocast" not in name:
                 engine.module.first.bias.requires_grad_(False)

@@ -11,11 +11,13 @@ SIDE = Side.dense(3)
 def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
     packed = torch.arange(1.0, 7.0)
     factor = KroneckerFactor(SIDE, packed, torch.tensor(20.0))
-    sums, counts = [torch.zeros(6), packed * 1e6], [torch.tensor(0.0), torch.tensor(2.0)]
-    results, _, counted = updated([factor, factor], sums, counts, decays=[0.9, 0.9], device=torch.device("cpu"))
-    assert counted.tolist() == [1, 1], "one scaled down, one empty"
-    assert torch.equal(results[0].packed_P, packed)
-    assert float(results[0].updates) == 20
+    sums = [torch.zeros(6), packed * 1e6, torch.full((6,), torch.inf)]
+    counts = [torch.tensor(0.0), torch.tensor(2.0), torch.tensor(2.0)]
+    results, _, counted = updated([factor] * 3, sums, counts, decays=[0.9] * 3, device=torch.device("cpu"))
+    assert counted.tolist() == [1, 2], "one scaled down, one empty, one not finite"
+    for result in (results[0], results[2]):
+        assert torch.equal(result.packed_P, packed)
+        assert float(result.updates) == 20
     assert updated([], [], [], decays=[], device=torch.device("cpu"))[2].tolist() == [0, 0]
 
 
