@@ -158,9 +158,9 @@ def _number_or_schedule(number: Any, name: str) -> Any:
     """A type for a number or a schedule object, with a JSON schema of both."""
     schemas = [TypeAdapter(number).json_schema()]
     for form, kinds in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
-        found = form[number].model_json_schema()
-        found["properties"]["schedule"] = {"enum": list(kinds)}
-        schemas.append({**found, "title": " or ".join(kinds)})
+        form_schema = form[number].model_json_schema()
+        form_schema["properties"]["schedule"] = {"enum": list(kinds)}
+        schemas.append({**form_schema, "title": " or ".join(kinds)})
     validator = pydantic.PlainValidator(lambda raw: _parse(raw, number, name))
     return Annotated[Value, validator, pydantic.WithJsonSchema({"anyOf": schemas})]
 

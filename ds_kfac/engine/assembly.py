@@ -44,9 +44,9 @@ def assembled(
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if several else nullcontext
     with agreeing():
-        found = scan(engine.module, rule.scanned(config), optimized=optimized)
-        found = replace(found, layers=rule.cut(config, found.layers))
-        pairs = _by_domain(found, parts)
+        scanned = scan(engine.module, rule.scanned(config), optimized=optimized)
+        scanned = replace(scanned, layers=rule.cut(config, scanned.layers))
+        pairs = _by_domain(scanned, parts)
         views = [_engine_view(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
             make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
@@ -86,15 +86,15 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _engine_view(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:
+def _engine_view(engine: Any, domain: Domain, part: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:
     """A domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
-    ours = [named[name] for name in parameter_names(found.layers)]
+    ours = [named[name] for name in parameter_names(part.layers)]
     our_ids = {id(parameter) for parameter in ours}
     return EngineView(
         model=engine.module,
-        layers=found.layers,
-        layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
+        layers=part.layers,
+        layout=shard_layout(engine, ours, domain.group, pieces_of(part.layers)),
         other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group),
         inner=engine.basic_optimizer,
         rule=rule,
@@ -146,16 +146,16 @@ def _costs(device: torch.device) -> CostModel:
     return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 
-def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
+def _by_domain(scanned: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
     """The domains that have layers, each with its part of the scan; the first one's has all skipped modules."""
     pairs: list[tuple[Domain, Scan]] = []
     for domain in domains:
         layers, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
-        for layer in (layer for layer in found.layers if layer.weight in domain.names):
+        for layer in (layer for layer in scanned.layers if layer.weight in domain.names):
             cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
             layers.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
         if layers:
-            pairs.append((domain, Scan(tuple(layers), () if pairs else found.skipped)))
+            pairs.append((domain, Scan(tuple(layers), () if pairs else scanned.skipped)))
     return pairs
 
 

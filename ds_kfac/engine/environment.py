@@ -48,14 +48,14 @@ def _version(package: str) -> str:
 def _compiler(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        return "not found in PATH"
+        return "not chosen in PATH"
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as problem:
         return f"{path}: does not run ({problem})"
     lines = [line for line in said.splitlines() if line.strip()]
-    found = [line for line in lines if "release" in line] or lines[:1]
-    return f"{found[0].strip()} ({path})" if found else path
+    chosen = [line for line in lines if "release" in line] or lines[:1]
+    return f"{chosen[0].strip()} ({path})" if chosen else path
 
 
 def _accelerator() -> list[tuple[str, str]]:

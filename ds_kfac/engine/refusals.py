@@ -147,8 +147,8 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
 
 def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """An object inside a DeepSpeed config; empty if there is none."""
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
+    inner = config.get(key)
+    return inner if isinstance(inner, Mapping) else {}
 
 
 def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:

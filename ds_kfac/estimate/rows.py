@@ -78,7 +78,7 @@ def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfi
         raise ValueError(f"--data {data}: has no batches")
     rows, reader = RowSums(config.factor.weight_sharing), ArgumentReader(model, count=config.padding.count)
     found = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
-    if wrong := [(name, str(seen)) for name, seen in found.items() if not seen.known or not seen.fits]:
+    if wrong := [(name, str(seen)) for name, seen in found.items() if not seen.is_finite or not seen.fits]:
         raise ValueError(
             "the rows that are seen of these layers do not make up their gradients: "
             + "; ".join(f"{name}: {why}" for name, why in folded(wrong))

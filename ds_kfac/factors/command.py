@@ -81,12 +81,12 @@ def _config(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config is None:
         return {}
     try:
-        found = hjson.loads(Path(arguments.config).read_text())
+        ds_config = hjson.loads(Path(arguments.config).read_text())
     except (OSError, hjson.HjsonDecodeError) as problem:
         raise FactorsError(f"{arguments.config}: {problem}") from problem
-    if not isinstance(found, dict):
-        raise FactorsError(f"{arguments.config}: is a {type(found).__name__}; must be a DeepSpeed config")
-    return dict(found)
+    if not isinstance(ds_config, dict):
+        raise FactorsError(f"{arguments.config}: is a {type(ds_config).__name__}; must be a DeepSpeed config")
+    return dict(ds_config)
 
 
 def _function(name: str) -> Any:
@@ -134,10 +134,10 @@ def _model(name: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
 def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) -> Any:
     """This rank's batches."""
     if tokenizer is None:
-        found = _function(arguments.data)(rank, ranks)
-        if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
-            raise FactorsError(f"--data {arguments.data}: returned {type(found).__name__}; must return batches")
-        return found
+        batches = _function(arguments.data)(rank, ranks)
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+            raise FactorsError(f"--data {arguments.data}: returned {type(batches).__name__}; must return batches")
+        return batches
     tokens: list[int] = []
     for text in _texts(Path(arguments.data)):
         tokens += text if isinstance(text, list) else tokenizer(text)["input_ids"]
@@ -176,10 +176,10 @@ def _texts(path: Path) -> Iterator[Any]:
     for number, row in enumerate(rows):
         try:
             row = json.loads(row) if isinstance(row, str) else row
-            found = list(row["input_ids"]) if "input_ids" in row else row["text"]
+            content = list(row["input_ids"]) if "input_ids" in row else row["text"]
         except (ValueError, TypeError, KeyError) as problem:
             got = f"{type(problem).__name__}: {problem}"
             raise FactorsError(f"--data {path}, row {number}: has neither text nor input_ids ({got})") from problem
-        if not isinstance(found, (str, list)):
-            raise FactorsError(f"--data {path}, row {number}: text is a {type(found).__name__}; must be a string")
-        yield found
+        if not isinstance(content, (str, list)):
+            raise FactorsError(f"--data {path}, row {number}: text is a {type(content).__name__}; must be a string")
+        yield content

@@ -195,32 +195,32 @@ class Passes:
         if first is None:
             return Batch(number, problem=f"batch {number}: has no tensor of at least one dimension")
         rows, positions = len(first) if first.is_floating_point() else first.numel(), first.shape[:2].numel()
-        found = Batch(number, sequences=len(first), rows=rows, positions=positions)
+        result = Batch(number, sequences=len(first), rows=rows, positions=positions)
         capture.begin_step(keys, number)
         with torch.enable_grad(), self._autocast():
             value = self._value(batch, number, capture)
         calls = capture.pending
         if self.fisher == "activations_only":
-            found.calls = [(call, call.x) for call in calls]
+            result.calls = [(call, call.x) for call in calls]
         elif not isinstance(value, Tensor) or value.numel() != 1:
             got = type(value).__name__ if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
             got = "no loss (a scalar)" if value is None else got
-            found.problem = (
+            result.problem = (
                 f"batch {number}: the model returned {got}: give it labels, or fit the argument loss"
                 if self.loss is None
                 else f"batch {number}: the loss is no scalar: got {got}"
             )
         elif not calls or not value.requires_grad:
-            found.problem = f"batch {number}: its loss depends on no layer"
+            result.problem = f"batch {number}: its loss depends on no layer"
         else:
             edges = [call.edge for call in calls if call.edge is not None]
             gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
             if bool(torch.isfinite(value)):  # checked after the backward: at ZeRO stage 3 all ranks must run it
-                found.calls = list(zip(calls, gradients, strict=True))
+                result.calls = list(zip(calls, gradients, strict=True))
             else:
                 value = value.detach()
-                found.problem = f"batch {number}, counted from 0: the loss is {float(value)}; leave the batch out"
-        return found
+                result.problem = f"batch {number}, counted from 0: the loss is {float(value)}; leave the batch out"
+        return result
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The engine's autocast; without an engine, that around the call stays."""

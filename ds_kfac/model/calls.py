@@ -153,16 +153,16 @@ class SharedInputs:
         self.begin_batch()
 
 
-def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+def agreed(shown: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
     """Groups of layers that share their inputs on all ranks.
 
     Args:
-        found: :attr:`SharedInputs.shown` of every rank.
+        shown: :attr:`SharedInputs.shown` of every rank.
         kinds: layer -> other properties that must be equal in a group, such as its side; gives the order of layers.
     """
     groups: dict[tuple, list[str]] = {}
     for layer, kind in kinds.items():
-        inputs = tuple(rank.get(layer, ()) for rank in found)
+        inputs = tuple(rank.get(layer, ()) for rank in shown)
         if any(inputs):
             groups.setdefault((kind, inputs), []).append(layer)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)

@@ -62,21 +62,21 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
     """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of the code."""
     kind: Any = type(module)
     count: Any = getattr(module, "moe_num_experts", None)
-    found: dict[str, MatrixLayout]
+    layouts: dict[str, MatrixLayout]
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        found = dict.fromkeys(
+        layouts = dict.fromkeys(
             ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), MatrixLayout(False)
         )
     elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
-        found = {
+        layouts = {
             "w1": MatrixLayout(False, stack=count),
             "v1": MatrixLayout(False, stack=count),
             "w2": MatrixLayout(True, stack=count),
         }
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
-        found = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
+        layouts = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     else:
-        found = {}
+        layouts = {}
         unclear: set[str] = set()
         parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
         for name, layout, other, letters in _every_product(kind):
@@ -84,10 +84,10 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
                 continue
             if letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with an entry of a stack
                 layout = MatrixLayout(layout.transposed)
-            if found.setdefault(name, layout).first != layout.first:
+            if layouts.setdefault(name, layout).first != layout.first:
                 unclear.add(name)  # the code uses the parameter as two different matrices
-        return {name: layout for name, layout in found.items() if name not in unclear}
-    return {name: layout for name, layout in found.items() if module._parameters.get(name) is not None}
+        return {name: layout for name, layout in layouts.items() if name not in unclear}
+    return {name: layout for name, layout in layouts.items() if module._parameters.get(name) is not None}
 
 
 def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -178,17 +178,17 @@ def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
 @lru_cache(maxsize=8)
 def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
     """Qualified name -> code of a file's classes. Cached, as inspect would read the file again for each class."""
-    found: dict[str, ast.ClassDef] = {}
+    by_name: dict[str, ast.ClassDef] = {}
     waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
     while waiting:
         node, path = waiting.pop(0)
         if isinstance(node, ast.ClassDef):
-            found.setdefault(path + node.name, node)
+            by_name.setdefault(path + node.name, node)
             path += f"{node.name}."
         elif isinstance(node, Function):
             path += f"{node.name}.<locals>."
         waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
-    return found
+    return by_name
 
 
 def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
@@ -252,10 +252,10 @@ def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]
 
     def other(node: ast.expr | None) -> str:
         """The attribute that an operand is; "" for a row looked up in a table, or a variable with several values."""
-        if node is None or (found := parameter(node)) is None or looks_up(node):
+        if node is None or (weight := parameter(node)) is None or looks_up(node):
             return ""
         held, _ = _viewed(node, own)
-        return "" if isinstance(held, ast.Name) and set_here[held.id] != once[held.id] else found[0]
+        return "" if isinstance(held, ast.Name) and set_here[held.id] != once[held.id] else weight[0]
 
     def looks_up(node: ast.expr) -> bool:
         inside = ast.walk(node)
@@ -264,8 +264,8 @@ def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]
     nodes = sorted(ast.walk(function), key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
     once = Counter[str]()
     for variable, value in assigned(nodes):
-        if (found := parameter(value)) is not None:
-            local[variable] = found
+        if (weight := parameter(value)) is not None:
+            local[variable] = weight
             once[variable] += not looks_up(value)
     set_here = Counter(x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
     set_here.update(x.arg for x in nodes if isinstance(x, ast.arg))
@@ -277,9 +277,9 @@ def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]
             name, arguments = name_of(node.func), list(node.args)
             if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
                 for place, operand in enumerate(arguments[1:]):
-                    found, sums = parameter(operand), contraction(str(arguments[0].value), place)
-                    if found is not None and not found[1] and sums is not None:
-                        yield found[0], sums.layout, other(arguments[2 - place]), sums.dims
+                    weight, sums = parameter(operand), contraction(str(arguments[0].value), place)
+                    if weight is not None and not weight[1] and sums is not None:
+                        yield weight[0], sums.layout, other(arguments[2 - place]), sums.dims
             elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
                 left, right = node.func.value, arguments[0]
             elif name in LINEAR | RIGHT and len(arguments) > 1:
@@ -289,10 +289,10 @@ def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]
                 linear = True
             elif name in ADDED and len(arguments) > 2:
                 left, right = arguments[1:3]
-        if (found := parameter(right)) is not None:
-            yield found[0], MatrixLayout(found[1] == linear), other(left), 0
-        if not linear and (found := parameter(left)) is not None:
-            yield found[0], MatrixLayout(found[1]), other(right), 0
+        if (weight := parameter(right)) is not None:
+            yield weight[0], MatrixLayout(weight[1] == linear), other(left), 0
+        if not linear and (weight := parameter(left)) is not None:
+            yield weight[0], MatrixLayout(weight[1]), other(right), 0
 
 
 def indices(node: ast.Subscript) -> list[ast.expr]:

@@ -107,12 +107,12 @@ class RowCheck:
     uses: str = ""
 
     @property
-    def still(self) -> bool:
+    def all_zero(self) -> bool:
         """Whether gradients came, and all are zero, as below a head that begins with zeros."""
         return self.reached > 0 and self.squares == 0
 
     @property
-    def known(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the proof decides anything: with too large a loss scale gradients are not finite."""
         return isfinite(self.ratio)
 
@@ -300,9 +300,9 @@ class Proof:
                 products = max(self._eps.get(layer.name, 0.0), accuracy(torch.float32, self._device))
                 slack = SLACK * (products + eps_of(torch.float32) * (rows + side.block).sqrt())
                 probes = self.probes(key, layer)
-                found, spread = second_moment(side, sum_.sum_P, probes)
+                moment, spread = second_moment(side, sum_.sum_P, probes)
                 floor = torch.finfo(torch.float32).tiny * probes.double().abs().sum() ** 2
-                wrong = wrong | ((found - squares).abs() > slack * (squares + spread) + floor)
+                wrong = wrong | ((moment - squares).abs() > slack * (squares + spread) + floor)
             self._row(layer)[WRONG] += wrong
         return self._numbers
 
@@ -319,9 +319,9 @@ class Proof:
         """
         u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
         matrix_nOI, K = gradient.reshape(-1, *layer.shape[-2:]), u_nOK.shape[-1]
-        found = torch.zeros(K, dtype=torch.float64, device=self._device)
+        expected_K = torch.zeros(K, dtype=torch.float64, device=self._device)
         for matrix_OI, u_OK, v_IK in zip(matrix_nOI, u_nOK, v_nIK, strict=True):
-            found += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
+            expected_K += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
         ranks = total[RANKS].clamp(min=1)
         n = total[REACHED] / ranks + world
         sums = (total[ROWS] + sum(layer.shape[-2:])).sqrt()
@@ -333,7 +333,7 @@ class Proof:
             t_K = torch.stack(t[:K]) / divisor
             scale = squares.sqrt() / divisor + t_K.norm() + size
             bound = SLACK * (rounding * scale + floor * (n * layer.numel).sqrt())
-            distance = (t_K - found).norm()
+            distance = (t_K - expected_K).norm()
             ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
             ratios.append(torch.where(distance.isfinite(), ratio, nan))
         return torch.stack(ratios).amin()
@@ -392,5 +392,5 @@ def second_moment(side: Side, sum_P: Tensor, w_nDK: Tensor) -> tuple[Tensor, Ten
     if products_nDD.shape[-1] > 1:
         products_P = torch.empty_like(sum_P)
         symmetric_pack_into_(products_P, range(0, len(sum_P), len(sum_P) // len(products_nDD)), list(products_nDD))
-    found = products_P.mul_(sum_P).sum(dtype=torch.float64)
-    return found, (2 * w_nDK.shape[-1]) ** 0.5 * torch.linalg.vector_norm(sum_P, dtype=torch.float64)
+    moment = products_P.mul_(sum_P).sum(dtype=torch.float64)
+    return moment, (2 * w_nDK.shape[-1]) ** 0.5 * torch.linalg.vector_norm(sum_P, dtype=torch.float64)

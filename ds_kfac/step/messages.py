@@ -99,11 +99,11 @@ class Delivery:
             arrivals: what arrived, one for each part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
-        found: dict[str, Decomposition] = {}
+        delivered: dict[str, Decomposition] = {}
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
-            found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
-        return found | {key: x.rounded(self.wire) if key in self.rounded else x for key, x in bases.items()}
+            delivered[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
+        return delivered | {key: x.rounded(self.wire) if key in self.rounded else x for key, x in bases.items()}
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0

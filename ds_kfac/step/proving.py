@@ -120,32 +120,31 @@ class Proving:
             if workers[layer.name][0] == layout.rank:
                 ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
         names = [layer.name for layer in proof.layers]
-        found = dict(
-            zip(names, row_checks(numbers, self.channel.sum(ratios, "proof"), [*map(used, names)]), strict=True)
-        )
-        unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
-        alone = set(unfit)
+        ratios = self.channel.sum(ratios, "proof")
+        checks = dict(zip(names, row_checks(numbers, ratios, [*map(used, names)]), strict=True))
+        unfit = {name: str(check) for name, check in checks.items() if check.is_finite and not check.fits}
+        failed = set(unfit)
         # a shared A is wrong if the layers that gave it rows are; where none is known to have, judge it by its first
         for factor in plan.assignment.factors:
-            giving = [x for x in factor.layers if x in found and found[x].gave and proof.keys[x] == factor.key]
-            wrong = next((name for name in (*giving, factor.layers[0]) if name in alone), None)
+            giving = [x for x in factor.layers if x in checks and checks[x].gave and proof.keys[x] == factor.key]
+            wrong = next((name for name in (*giving, factor.layers[0]) if name in failed), None)
             unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if wrong and name not in unfit}
         if unfit and RAISES:
-            raise RuntimeError(f"ds_kfac: unfit: {[(name, why, found[name]) for name, why in unfit.items()]}")
-        foreign = {name for name, seen in found.items() if seen.foreign}
+            raise RuntimeError(f"ds_kfac: unfit: {[(name, why, checks[name]) for name, why in unfit.items()]}")
+        foreign = {name for name, check in checks.items() if check.foreign}
         foreign.update(name for f in plan.assignment.factors if not foreign.isdisjoint(f.layers) for name in f.layers)
         unfit |= dict.fromkeys(foreign - unfit.keys(), FOREIGN_MASK)
-        return Verdict(found, unfit, frozenset(foreign), bool(unfit) or not all(x.known for x in found.values()))
+        return Verdict(checks, unfit, frozenset(foreign), bool(unfit) or not all(x.is_finite for x in checks.values()))
 
     def record(self, verdict: Verdict) -> set[str]:
         """Remember the verdict of an applied step, and decide when the next proof is. Returns the layers that fit now,
         and did not before."""
         self._number, self.again = self._number + 1, frozenset()
-        still = {name for name, seen in verdict.checks.items() if seen.still}
-        if still and self._number <= FIRST and not self._resumed:
-            self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
+        zero = {name for name, check in verdict.checks.items() if check.all_zero}
+        if zero and self._number <= FIRST and not self._resumed:
+            self.again = frozenset(key for layer in self.layers if layer.name in zero for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else wait(self._number)
         fit_again, self.unfit = self.unfit.keys() - verdict.unfit.keys(), verdict.unfit
-        zero = {name: seen for name, seen in verdict.checks.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
-        self.zero = {name: seen.zero / seen.rows for name, seen in zero.items() if not seen.still}
+        many = {name: x for name, x in verdict.checks.items() if x.zero - x.first > ZERO_ROWS * x.rows}
+        self.zero = {name: check.zero / check.rows for name, check in many.items() if name not in zero}
         return set(fit_again)

@@ -114,12 +114,12 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
         return Domain(name, tuple(params), frozenset(names[id(p)] for p in params if id(p) in names), group, **options)
 
     dense = [p for p in trained if not is_moe_param(p)]
-    found = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
+    every_domain = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
     for mixture, experts in mixtures.items():
         rank, group = expert_parallel_rank(mixture), expert_data_parallel_group(mixture)
         first = _first_experts(engine.module, {id(p) for p in experts}, rank)
-        found.append(make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first))
-    return tuple(found)
+        every_domain.append(make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first))
+    return tuple(every_domain)
 
 
 def _first_experts(model: nn.Module, params: set[int], rank: int) -> dict[str, int]:

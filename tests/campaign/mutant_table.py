@@ -295,7 +295,7 @@ _ROWS = [
     ("proof: G's rows are one", "model/proof.py", "(rows + side.block).sqrt()", "count.clamp(min=1).sqrt()", _PROOF),
     ("proof: probes of a layer, not of its A", "model/proof.py", "narrow = layer.A.dim < NARROW * layer.groups",
      "narrow = min(layer.shape[-2:]) < NARROW", _PROOF),
-    ("proof: a causal query is padding", "step/proving.py", "seen.zero - seen.first >", "seen.zero >",
+    ("proof: a causal query is padding", "step/proving.py", "x.zero - x.first >", "x.zero >",
      "tests/step/test_proving.py"),
     ("batch: labels below PEFT lie at their rows", "model/batch.py",
      "for each in (model, inner)", "for each in (model,)", "tests/model/test_rows.py"),

@@ -77,7 +77,7 @@ def made(kind):
 
 
 def unfit(found) -> set[str]:
-    assert all(seen.known for seen in found.values())
+    assert all(seen.is_finite for seen in found.values())
     return {name for name, seen in found.items() if not seen.fits}
 
 
@@ -213,7 +213,7 @@ def test_few_rows_of_long_sides_and_many_rows_are_within_their_rounding(rows, in
 
 def test_what_is_not_finite_shows_nothing():
     found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
-    assert not any(seen.known for seen in found.values())
+    assert not any(seen.is_finite for seen in found.values())
 
 
 # faults, each put into the code that captures
