@@ -51,8 +51,7 @@ CPU hides nothing."""
 
 
 class Step(NamedTuple):
-    """Keys of the factors that a step captures, of those whose decomposition it starts, and of those whose new
-    eigenbases take effect in it."""
+    """Keys of the factors that a step captures, starts to decompose, and uses new eigenbases of."""
 
     captured: Keys
     decomposed: Keys
@@ -95,12 +94,8 @@ def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> n
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Traffic of one step, or the mean of several.
-
-    Attributes:
-        payload: bytes [kinds, W, W], in the order of :data:`KINDS`.
-        calls: collectives [kinds]; one that carries several kinds counts for the first.
-    """
+    """Traffic of one step, or the mean of several. ``payload``: bytes [kinds, W, W], in the order of :data:`KINDS`.
+    ``calls``: collectives [kinds]; one that carries several kinds counts for the first."""
 
     payload: np.ndarray
     calls: np.ndarray
@@ -119,14 +114,12 @@ class Estimate:
 
     Attributes:
         plan: the plan that the run would make.
-        plain: traffic of a step that only preconditions.
-        update: traffic of a step that also captures every factor.
-        refresh: traffic of a step that also captures every factor and refreshes every eigenbasis.
+        plain, update, refresh: traffic of a step that only preconditions; that also captures every factor; that also
+            refreshes every eigenbasis.
         mean: mean traffic over a period of the settled intervals.
         stages: stage -> seconds of its slowest rank in the mean step, less what the model hides. A collective separates
             any two stages, so their sum is the step's time.
-        seconds: of the mean step.
-        worst: seconds of the longest step.
+        seconds, worst: seconds of the mean step, and of the longest.
         model: seconds of the model's forward and backward; None: unknown.
         overhead: seconds of the mean step over those of the model; None: unknown.
     """
@@ -275,13 +268,9 @@ class Estimate:
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self, waits: int) -> np.ndarray:
-        """Bytes [4, W] of preconditioning, by row:
-
-        0. results to be sent; 1. results to be written here, where that cannot be done at once;
-        2. gathered gradients; 3. the peak of gathered gradients that are left, results, and a chunk's workspace.
-
-        An element of a gradient takes ``waits`` bytes until it enters the moments.
-        """
+        """Bytes [4, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
+        gradients; the peak of gathered gradients that are left, results, and a chunk's workspace. An element of a
+        gradient takes ``waits`` bytes until it enters the moments."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
         sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         ranks = self.exchange.of_parameter

@@ -39,14 +39,9 @@ CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.G
 def read_config(
     source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
 ) -> Mapping[str, Any]:
-    """A DeepSpeed config, given as a mapping or as a JSON file.
-
-    Args:
-        optimizer: type of the optimizer that the script passes; None: the config's.
-        dtype: "fp32", "bf16" or "fp16", where a framework fills in "auto"; None: the config's.
-
-    Raises ValueError if the config is no JSON object, or has another optimizer or dtype itself.
-    """
+    """A DeepSpeed config, given as a mapping or as a JSON file. ``optimizer``: its type, if the script passes it;
+    ``dtype``: "fp32", "bf16" or "fp16", if a framework fills it in. Raises ValueError if the config is no JSON object,
+    or has another optimizer or dtype itself."""
     try:
         config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:
@@ -163,15 +158,13 @@ class Subject:
 
     Attributes:
         user_config: the "kfac" block as it was written.
-        config: the block with its nulls resolved.
-        answers: how they were resolved, in words.
+        config, answers: the block with its nulls resolved, and how they were resolved, in words.
         rule: the optimizer's update rule.
         context: what DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
         in_place: whether results are written over gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
-        scan: result of scanning the model.
-        layers: the layers that are stepped, with large ones cut.
+        scan, layers: the model's scan, and its layers, with large ones cut.
         groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in its order.
         shared: groups of layers with one input.
         forward: multiplications per unit (token or image) in the forward; 0 if those of a stack are unknown.
@@ -260,10 +253,8 @@ class Subject:
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
-    """Multiplications per unit in the forward: parameter elements times rows per unit.
-
-    An embedding's look-up costs nothing; a head with the embedding's weight is counted by the head's module.
-    """
+    """Multiplications per unit in the forward: parameter elements times rows per unit. An embedding's look-up costs
+    nothing; a head that shares its weight is counted."""
     total, counted = 0.0, set[int]()
     for name, module in model.named_modules():
         parameters = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))

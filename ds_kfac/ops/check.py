@@ -184,11 +184,9 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device) -> dict[str, str]:
-    """Op -> why its implementation must not be used on a device. ``compiled``: op -> (backend, implementation).
-
-    Processes of one machine check one after the other. An op is noted before it is checked, so that one which kills its
-    process is not run again by the next.
-    """
+    """Op -> why its implementation must not be used on a device; ``compiled``: op -> (backend, implementation).
+    Processes of a machine check one after the other. An op is noted before it is checked: one that kills its process is
+    not run again by the next."""
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
     path = build.folder() / f"checked-{identity(device)}.json"

@@ -84,12 +84,8 @@ class SyrkConfig:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Configurations for a kind of device.
-
-    Attributes:
-        source: the machine on which they were measured, or "computed".
-        by_side: (largest side, configuration) with sides ascending; the last one also serves larger sides.
-    """
+    """Configurations for a kind of device. ``source``: the machine on which they were measured, or "computed".
+    ``by_side``: (largest side, configuration) with sides ascending; the last one also serves larger sides."""
 
     source: str
     by_side: tuple[tuple[int, SyrkConfig], ...]
@@ -114,8 +110,7 @@ SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
     "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
     "fp32": (_EXACT, replace(_EXACT, group=16)),
 }
-"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows on any device, as tensor cores do not
-multiply in fp32."""
+"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do not multiply."""
 INTERPRETED = SyrkConfig(32, 16, 4, 1, 1, group=2, descriptor=True)
 LARGEST = 1 << 20
 CHOSEN: dict[str, Chosen] = {
@@ -130,8 +125,7 @@ CHOSEN: dict[str, Chosen] = {
 
 
 def family(dtype: torch.dtype, arch: int) -> str:
-    """The kind of device, a key of the tables. sm_120 (consumer Blackwell) is "sm_80": it has these tensor cores, and
-    little shared memory."""
+    """A key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little shared memory."""
     if dtype == torch.float32:
         return "fp32"
     return {9: "sm_90", 10: "sm_100"}.get(arch // 10, "sm_80")
@@ -162,9 +156,8 @@ def tile_count(dim: int, block: int, width: int) -> int:
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
-    """How many programs share a tile, each with a part of the ``chunks`` of rows: the number with the least waves times
-    work per wave, if ``places`` programs run at a time. 1 under torch's deterministic algorithms: with more, the order
-    of atomic additions varies."""
+    """How many programs share a tile, each with a part of the ``chunks`` of rows: the fewest waves times work per wave,
+    if ``places`` programs run at a time. 1 under torch's deterministic algorithms: atomic additions vary in order."""
     return 1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
 
 
@@ -188,8 +181,7 @@ def tile_at(index):
 @triton.jit
 def grouped_tile_at(index, side, GROUP: tl.constexpr):
     """(row, column) of the tile ``index`` of a triangle with ``side`` tile rows, numbered column by column within GROUP
-    tile rows. Programs with neighbouring indices then share columns of X, which stay in L2; row by row they would read
-    the columns of a whole row of the triangle."""
+    tile rows: programs with neighbouring indices then share columns of X, which stay in L2."""
     row, column = tile_at(index)
     if GROUP == 1:
         return row, column
@@ -243,8 +235,7 @@ def add_bias_row(
     tail_ptr, x_ptr, ones_ptr, scale, first_column, start, stop, dim, x_stride, ones_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Add ``scale`` times the sum of rows start..stop, for BLOCK columns of x [N, D]; the first program also adds the
-    sum of the ones [N, 1]."""
+    """Add ``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also ones [N, 1]."""
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -267,11 +258,8 @@ def syrk_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, then blocks of the bias row; parts of the rows).
-
-    ``left_desc`` and ``right_desc`` are descriptors of x, or None. With them a single thread loads a [CHUNK, BLOCK]
-    part of x, and elements outside of x are zeros.
-    """
+    """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``: descriptors of x,
+    or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside of it."""
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
