@@ -1,7 +1,6 @@
 """``python -m ds_kfac``, or ``ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
 
-What a command needs is imported when it runs: help, keys, and a file that is not there, must not wait for torch and
-DeepSpeed.
+A command's modules are imported when it runs, so that help, keys and missing files do not wait for torch and DeepSpeed.
 """
 
 import argparse
@@ -35,7 +34,7 @@ def _rate(text: str) -> float:
 
 
 def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
-    """Arguments of ``estimate``, and of ``check``."""
+    """Add the arguments of ``estimate``, or with ``check`` those of ``check``."""
     parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
                         "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
                         "folder")  # fmt: skip
@@ -74,24 +73,24 @@ COMMANDS = {
     "doctor": "ds_kfac.engine.doctor:doctor",
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
-"""What makes a command's text, of its arguments."""
+"""Command -> the function that returns its text, called with the parsed arguments."""
 FOR_PROGRAMS = ("config", "schema")
-"""Commands whose lines stay as they are: their text goes to files."""
+"""Commands whose text is not wrapped, because it goes to files."""
 
 
-def _misspelt(given: Sequence[str], known: Sequence[str]) -> str | None:
-    """What is wrong with a command that is not there, and the one that it looks like."""
-    words = (word for word in given if not word.startswith("-") and not word.isdigit())  # of --local_rank 0
+def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
+    """An error for a command that does not exist, with the nearest one; None: it exists, or none is given."""
+    words = (word for word in argv if not word.startswith("-") and not word.isdigit())  # a number is --local_rank's
     word = next(words, None)
-    if word is None or word in known:
+    if word is None or word in commands:
         return None
-    begins = [name for name in known if len(word) > 1 and name.startswith(word)]
-    close = begins or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(known)}"
+    begins = [name for name in commands if len(word) > 1 and name.startswith(word)]
+    close = begins or difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
+    return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a file that an argument names and that is not there, or a module that is not installed."""
+    """Raise ValueError if an argument names a file that does not exist, or a module that is not installed."""
     model, data = getattr(arguments, "model", None) or "", getattr(arguments, "data", None) or ""
     if config := getattr(arguments, "config", None):
         must_exist("--config ", config, "a DeepSpeed config")
@@ -115,11 +114,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
+    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model; 2 for wrong arguments."""
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does: a model's module may be there
+        sys.path.insert(0, os.getcwd())  # as python -m does, so that --model finds modules there
     parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
@@ -134,24 +133,24 @@ def main(argv: list[str] | None = None) -> int:
     text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
     factors.of_convert(commands.add_parser("convert", help=text))
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
-    # its arguments are DeepSpeed's launcher's, see below
+    # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
-    commands.add_parser("doctor", help="in a dozen lines, whether this environment will work, and what mends it")
+    commands.add_parser("doctor", help="in a dozen lines, whether this environment will work, and how to fix it")
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
-    given = sys.argv[1:] if argv is None else argv
-    if problem := _misspelt(given, list(commands.choices)):
+    argv = sys.argv[1:] if argv is None else argv
+    if problem := _misspelt(argv, list(commands.choices)):
         print(fitted(f"{program}: {problem}"), file=sys.stderr)
         return 2
-    launches = given[:1] == ["run"]
-    arguments = parser.parse_args(given[: 1 if launches else None])
+    launches = argv[:1] == ["run"]
+    arguments = parser.parse_args(argv[: 1 if launches else None])
     try:
-        if launches and launcher.wants_help(given[1:]):
+        if launches and launcher.wants_help(argv[1:]):
             print(launcher.HELP.format(program=program, usage=launcher.USAGE))
         elif launches:
-            launcher.launch(given[1:])
+            launcher.launch(argv[1:])
         else:
             _check_files(arguments)
             with only_for_data():

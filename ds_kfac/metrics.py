@@ -1,4 +1,4 @@
-"""Metrics of a run: counters, the clip factor, seconds per stage."""
+"""Metrics of a run: counters, the clip factor, and seconds per stage."""
 
 import time
 from collections import Counter, defaultdict
@@ -11,50 +11,44 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-"""Of a K-FAC step. "capture" runs inside the model's forward and backward, the others before the optimizer's step."""
+"""Stages of a K-FAC step: "capture" runs in the model's forward and backward, others before the optimizer's step."""
 TIMER = "kfac_"
-"""Before a stage's name in DeepSpeed's wall_clock_breakdown."""
+"""Prefix of the stages' names in DeepSpeed's wall_clock_breakdown."""
 
 SUMMARY = {
-    "not_finite_layers": True,
-    "unpreconditioned_layers": False,
-    "refresh_failures": True,
-    "unused_layers": False,
-    "left_out_gradients": True,
-    "limited_factors": True,
-    "empty_updates": True,
-    "missed_updates": True,
+    "not_finite_layers": True,  # a result was not finite: the gradient, or a number of its norm, is in its place
+    "unpreconditioned_layers": False,  # the layer has no eigenbases or inverses, and is stepped without
+    "refresh_failures": True,  # a decomposition failed
+    "unused_layers": False,  # KFACAdamW: no step, as the gradient was exactly zero
+    "left_out_gradients": True,  # KFACAdamW: no step, as the gradient was too large for the moments
+    "limited_factors": True,  # a factor's batch was scaled down: its trace was far above the average's
+    "empty_updates": True,  # a factor's batch had no row, or a value that is not finite: the factor stays as it was
+    "missed_updates": True,  # a factor's batch had no row, and not all ranks contributed
 }
-"""Counted on the device, over all layers; whether so far (True) or in the last step. Layers whose result was not finite
-and was replaced by the gradient; that passed through because they have no eigenbases; refreshes that failed. With
-KFACAdamW, layers that took no step because their gradient was exactly zero, or because it was too large for moments.
-Batches of factors that were scaled down because their trace was far above the average's. Batches that left their
-factor as it was: without a row on the ranks that contributed, or with a value that is not finite. Batches without a row
-to which not all ranks contributed."""
+"""Counters on the device, over all layers -> whether they count all steps so far (True) or the last step."""
 
 
 class Metrics:
-    """Counters; those of a skipped step are dropped with it.
+    """Counters and timings. Those of a skipped step are dropped with it.
 
     Args:
-        timers: DeepSpeed's timers of the engine, if it prints a breakdown; stages are entered there too, without
-            synchronising.
+        timers: the engine's DeepSpeed timers if it prints a breakdown, else None; stages are then timed there as well,
+            without synchronising.
 
     Attributes:
-        counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
-            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
-            iteration, from the last eigenbasis; cholesky, an inverse; diagonal; failed),
-            "refresh_retries" (failed attempts at a decomposition), "refresh_failures" (old bases, inverses kept),
-            "parted_inputs" (groups of layers with one A that got different inputs here in a captured step, whose rows
-            it then lacks).
-        current: the last stage that began.
-        timings: set it to fill ``seconds``, which synchronises the device around every stage.
+        counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that captured);
+            "captured_elements" (of factors, over all ranks); "refreshes" (factors decomposed here);
+            "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed); "refresh_retries" (failed attempts at a
+            decomposition); "refresh_failures" (old bases or inverses kept); "parted_inputs" (groups of layers with one
+            A that got different inputs here in a captured step, so that A lacks some of their rows).
+        current: the stage that began last.
+        timings: True fills ``seconds``, and synchronises the device around every stage.
         seconds: stage -> seconds so far.
-        nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
-        kl: likewise, nu^2 lr^2 <V, gradient> / 2: how far a step at the rate that kl-clip takes moves the model's
-            distribution, in nats per row of the loss, before momentum and by the damped curvature (so at most kl_clip
-            / 2). In nats with ``fisher`` monte_carlo only.
-        summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.
+        nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
+        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``: how far a step, before momentum, moves the model's
+            distribution by the damped curvature; at most kl_clip / 2. With ``fisher`` monte_carlo it is in nats per row
+            of the loss.
+        summary: fp32 on the device, summed over ranks, in the order of :data:`SUMMARY`.
     """
 
     def __init__(self, device: torch.device, timers: Any = None) -> None:
@@ -99,7 +93,7 @@ class Metrics:
                     self.seconds[name] += time.perf_counter() - start
 
     def values(self) -> dict[str, float]:
-        """All of it by name. Reads device scalars, so call it now and then only."""
+        """All metrics by name. Waits for the device, so call it rarely."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
         values |= dict(zip(SUMMARY, self.summary.tolist(), strict=True))
         if self.nu is not None and self.kl is not None:

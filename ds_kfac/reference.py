@@ -1,7 +1,7 @@
 """K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
 A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for the bias, and
-gradients g [O] of its outputs, for a loss that is a mean over the N rows.
+gradients g [O] of its outputs, of a loss that is a mean over the N rows.
 
     A = mean a a^T                 G = mean g g^T                 running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
@@ -10,15 +10,15 @@ gradients g [O] of its outputs, for a loss that is a mean over the N rows.
     K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
     KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), unbiased, 0 where alpha or beta is rounding
-                     S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal factor of (U S) S, norm size sqrt(max(O, I))
+                     S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal(U S) S, scaled to norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 After ``loss.backward()`` of a batch that went through every layer once, call one of
 
-    kfac.precondition(lr); optimizer.step()         # the K-FAC gradient takes the place of .grad
-    kfac.adamw(lr); optimizer_of_the_rest.step()    # updates the nn.Linear layers itself
+    kfac.precondition(lr); optimizer.step()           # .grad becomes the K-FAC gradient
+    kfac.adamw(lr); optimizer_of_other_params.step()  # updates the nn.Linear layers itself
 
-``tests/oracle.py`` is the same with every option and layer type, the tests hold the two equal.
+``tests/oracle.py`` is the algorithm with every option and layer type; tests hold the two equal.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class Layer:
     def forward_hook(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
         a = inputs[0].detach().flatten(0, -2)  # [N, I]
         self.a = a if self.module.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        node: Any = (y if y._base is None else y._base).grad_fn  # the product's, also if y is changed in place
+        node: Any = (y if y._base is None else y._base).grad_fn  # the product's node, even if y is changed in place
         node.register_prehook(self.backward_hook)
 
     def backward_hook(self, gradients: tuple) -> None:
@@ -57,7 +57,7 @@ class Layer:
         return zip(self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False)
 
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
-        """Fold a batch into the averages. From the eleventh on it counts for at most ten times the average."""
+        """Fold a batch into the averages. From the eleventh on its trace is limited to ten times the average's."""
         G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.g.T @ self.g / len(self.g)
         new = [self.a.T @ self.a / len(self.a), G]
         keep = min(1 - 1 / batches, decay)
@@ -77,9 +77,9 @@ class Layer:
 
 
 class KFAC:
-    """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW."""
+    """K-FAC for all nn.Linear layers of a model. ``identity_G``: G = I, as in KFACAdamW."""
 
-    iterates = False  # whether nine refreshes of ten are by one_step, as on a GPU
+    iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
 
     def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False):
         self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -87,8 +87,8 @@ class KFAC:
         self.decay, self.identity_G, self.steps = decay, identity_G, 0
 
     def update(self, late: bool = False) -> None:
-        """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, what the
-        factors of a later step give is used in the next one."""
+        """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, eigenbases
+        of a later step's factors are used from the next step on."""
         late = late and self.steps > 0
         refreshes, off = divmod(self.steps - late, self.refresh_interval)
         for layer in self.layers.values():
@@ -118,7 +118,7 @@ class KFAC:
 
     @torch.no_grad()
     def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
-        """KFACAdamW's step. ``heads`` keep Adam's direction, at a rate of lr ``ratio`` 128 / inputs, at least lr."""
+        """KFACAdamW's step. ``heads`` keep Adam's direction, at the rate lr max(``ratio`` 128 / inputs, 1)."""
         self.update(late=True)
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
@@ -127,17 +127,17 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            seen = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]  # elsewhere R is rounding
-            U = torch.outer(*seen) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]  # elsewhere R is rounding
+            U = torch.outer(*ranges) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)
 
 
 def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, vectors) of C by orthogonal iteration from the last vectors (``curvature/iteration.py``)."""
+    """(eigenvalues, eigenvectors) of C by orthogonal iteration from the last vectors (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
-    Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q  # what is rounding in C keeps its vectors
+    Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q  # vectors of C's rounding errors stay as they are
     Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
     Q = Q * R.diagonal().sign()
     values, order = (Q * (C @ Q)).sum(0).sort(stable=True)
@@ -149,5 +149,5 @@ def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-    X = X @ S  # its rows get the norm size on average, less where U's entries fade out
+    X = X @ S  # is then scaled to the norm size sqrt(max(O, I)), or less where the entries of U vanish
     return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

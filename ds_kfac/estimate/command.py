@@ -1,5 +1,5 @@
-"""``python -m ds_kfac estimate`` and ``check``; and estimates from Python, named as DeepSpeed's: ``_live`` of a model,
-``_cold`` of shapes."""
+"""``python -m ds_kfac estimate`` and ``check``, and the same estimates from Python. As in DeepSpeed's estimators,
+``_live`` takes a model and ``_cold`` takes shapes."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
-from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
+from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.rows import proof_lines
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
 from ds_kfac.factors.fitting import peak_bytes, plan_of
@@ -27,12 +27,12 @@ from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
-"""The config of an estimate without one."""
+"""The config of ``estimate`` without ``--config``."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A strategy that such a run cannot have, and why."""
+    """A strategy that a run with this config cannot use, and why."""
 
     name: str
     reason: str
@@ -49,48 +49,48 @@ def estimate_kfac_mem_needs_all_live(
     node_size: int | None = None,
     stage: int | None = None,
 ) -> tuple[Estimate | Refused, ...]:
-    """Print and return what K-FAC would cost a rank: memory, bytes on the wire, FLOPs and seconds, for every strategy.
-    Only the plan that a run would make is computed; the model may be on the meta device.
+    """Print and return what K-FAC would cost a rank under every strategy: memory, bytes on the wire, FLOPs and seconds.
+    They come from the plan that a run would make; the model may be on the meta device.
 
         with torch.device("meta"):
             model = Net()
         estimate_kfac_mem_needs_all_live(model, "ds_config.json", world=64)
 
     Args:
-        model: what would be given to ``ds_kfac.initialize``, with ``model_parameters=model.parameters()``.
+        model: as given to ``ds_kfac.initialize``, with ``model_parameters=model.parameters()``.
         config: DeepSpeed config, a dict or a file.
         world: data-parallel ranks.
-        example: arguments of the model's forward, which is run to find layers that share their input, and rows per
-            token; without, no layer is assumed to share its own.
+        example: arguments of the model's forward. It is run to find layers that share their input, and how many rows a
+            layer has per token; None: no layers are assumed to share their input.
         batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time are left out.
-        device: "cuda" or "cpu", whose builtin costs count.
-        node_size: consecutive ranks of a node.
-        stage: of ZeRO, in place of the config's.
+        device: "cuda" or "cpu": whose builtin costs are used.
+        node_size: consecutive ranks on a node; None: 1.
+        stage: ZeRO stage; None: the config's.
 
-    Returns every gradient-worker fraction, or ZeRO's owner scheme, each an :class:`Estimate`, or :class:`Refused`.
+    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction, or for ZeRO's owner scheme.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
     """
-    device_of = next((p.device for p in model.parameters()), torch.device("meta"))
-    given = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
-    subject = Subject(model, read_config(config), stage, Trace(model, given) if given else None)
+    model_device = next((p.device for p in model.parameters()), torch.device("meta"))
+    arguments = [x.to(model_device) if isinstance(x, Tensor) else x for x in example or ()]
+    subject = Subject(model, read_config(config), stage, Trace(model, arguments) if arguments else None)
     costs = replace(costs_of(device), node_size=node_size or 1)
-    lines, found = described(subject, costs, world, batch_rows)
+    lines, strategies = described(subject, costs, world, batch_rows)
     print("\n".join(lines))
-    return found
+    return strategies
 
 
 def estimate_kfac_mem_needs_all_cold(
     shapes: Sequence[tuple[int, int, bool]], config: Mapping[str, Any] | str | os.PathLike, world: int, **options: Any
 ) -> tuple[Estimate | Refused, ...]:
-    """The same without a model, from the shapes of its linear layers alone.
+    """The estimate of a model of which only the shapes of its linear layers are known.
 
         estimate_kfac_mem_needs_all_cold([(4096, 11008, False), (11008, 4096, False)] * 32, "ds_config.json", world=64)
 
     Args:
-        shapes: (inputs, outputs, whether there is a bias) of every layer, in the model's order.
-        options: of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
+        shapes: (inputs, outputs, whether it has a bias) for every layer, in the model's order.
+        options: keyword arguments of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
@@ -98,8 +98,8 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """The builtin rates of a kind of device, with which a run there plans; in their place those that a file has. Raises
-    ValueError if there is no such device or file."""
+    """The builtin rates with which a run on a kind of device plans; rates in ``file`` replace them. Raises ValueError
+    if there is no such device or file."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
@@ -108,26 +108,31 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """Text and estimates of every strategy, and details of the config's own. ``assumed``: of the batch."""
+    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses.
+
+    Args:
+        rows: tokens (or images) of a rank in a step; None: unknown.
+        assumed: words after the batch, if that is assumed.
+    """
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
-    chosen, problem, found = None, list[str](), list[Estimate | Refused]()
+    chosen, problem, strategies = None, list[str](), list[Estimate | Refused]()
     try:
         chosen = Estimate(subject, costs, world, rows)
     except ValueError as refused:
         problem = wrapped(f"this config: refused: {refused}")
     for workers in worker_counts(world) if subject.replicated else (1,):
         if chosen is not None and chosen.plan.workers == workers:
-            found.append(chosen)
+            strategies.append(chosen)
             continue
         forced = copy(subject)
         forced.config = subject.config.having("assignment", gradient_worker_fraction=workers / world)
         try:
-            found.append(Estimate(forced, costs, world, rows))
+            strategies.append(Estimate(forced, costs, world, rows))
         except ValueError as refused:
-            found.append(Refused(subject.strategy(workers, world), str(refused)))
+            strategies.append(Refused(subject.strategy(workers, world), str(refused)))
     other, who = ("ZeRO owners", "every rank has") if subject.replicated else ("several workers", "no rank has")
-    found.append(Refused(other, f"{who} every gradient at this stage"))
+    strategies.append(Refused(other, f"{who} every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
     method = METHODS[subject.config.preconditioner.method] if chosen is None else chosen.plan.method
@@ -138,13 +143,13 @@ def described(
         lines.append("  no forward was traced: no layers are assumed to share their inputs, each sees a row a token")
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}")
-    lines += [*machine_lines(costs, method), "", *strategy_lines(found, costs, chosen), *problem]
+    lines += [*machine_lines(costs, method), "", *strategy_lines(strategies, costs, chosen), *problem]
     lines += chosen_lines(chosen, assumed) if chosen is not None else []
-    return [*lines, *factors_lines(subject, world)], tuple(found)
+    return [*lines, *factors_lines(subject, world)], tuple(strategies)
 
 
 def factors_lines(subject: Subject, world: int) -> list[str]:
-    """What the same model's factors would take without training."""
+    """The memory of ``ds_kfac.fit`` on this model, for people."""
     choice = replace(subject.config.choice, curvature=True, gradients=True)
     plan = plan_of(scan(subject.model, choice).layers, subject.config, world, torch.device("cpu"))
     nbytes = number(max(peak_bytes(plan)), "B")
@@ -155,7 +160,7 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
-    """The constants that predictions are made from, and whether a clock has seen them."""
+    """The rates from which seconds are predicted, and whether they were measured."""
     times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds))
     if method.step_flops:
         times = f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at {number(costs.ieee_flops, '')}/s"
@@ -173,18 +178,18 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
     return [f"  {'measured' if field in costs.measured else 'assumed'}: {text}" for field, text in lines.items()]
 
 
-def strategy_lines(found: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None) -> list[str]:
-    """A row for every strategy; ``chosen``, the config's own, is marked."""
+def strategy_lines(strategies: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None) -> list[str]:
+    """A row for every strategy; ``chosen``, which the config chooses, is marked."""
     nbytes = "K-FAC state", "mean rank", "in a step", "sent/step", "other nodes", "no update", "update", "refresh"
     rows: list[tuple[str, ...]] = [("strategy", *nbytes, "time/step", "worst step", "of the model")]
     refused = list[str]()
-    for each in found:
+    for each in strategies:
         if isinstance(each, Refused):
             refused += wrapped(f"{each.name}: refused: {each.reason}")
             continue
-        far = (each.mean.payload.sum(axis=0) * ~together(each.world, costs.node_size)).sum(axis=1)
+        far = (each.mean.payload.sum(axis=0) * ~same_block(each.world, costs.node_size)).sum(axis=1)
         sent = (each.mean.sent(), far, *(step.sent() for step in (each.plain, each.update, each.refresh)))
-        sizes = (each.state.max(), each.state.mean(), each.memory[BESIDE].max(), *(some.max() for some in sent))
+        sizes = (each.state.max(), each.state.mean(), each.memory[BESIDE].max(), *(nbytes.max() for nbytes in sent))
         times = _time(each.seconds), _time(each.worst), "?" if each.overhead is None else f"{each.overhead:.1%}"
         mark = " *" if each is chosen else ""
         rows.append((each.name + mark, *(number(size, "B") for size in sizes), *times))
@@ -193,11 +198,8 @@ def strategy_lines(found: Sequence[Estimate | Refused], costs: CostModel, chosen
 
 
 def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
-    """The answer in a line, for the fullest rank; memory, bytes on the wire, FLOPs and seconds in detail.
-
-    Args:
-        assumed: of the batch.
-    """
+    """Details of one strategy: a sentence about the fullest rank, then tables of memory, bytes on the wire, FLOPs and
+    seconds. ``assumed``: words after the batch, if that is assumed."""
     plan, memory = chosen.plan, chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
     answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
@@ -220,7 +222,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     steps = (chosen.mean, chosen.plain, chosen.update, chosen.refresh)
     others = set(PARTS) - {part.kind for part in plan.method.parts}
     sent = {kind: [step.sent(kind) for step in steps] for kind in KINDS if kind not in others}
-    sent |= {"all": [step.sent() for step in steps], "received": [step.received() for step in steps]}
+    sent |= {"all": [step.sent() for step in steps], "received": [step.sent(axis=0) for step in steps]}
     traffic = [(kind, *(number(nbytes.max(), "B") for nbytes in each)) for kind, each in sent.items()]
     traffic.append(("collectives", *(f"{step.calls.sum():.3g}" for step in steps)))
     head = ("bytes sent by a rank", "mean", "no update", "update", "refresh")
@@ -246,66 +248,66 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError("--node-gbps: give --node-size too")
     ds_config = read_config(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
     model, example = build(arguments.model, arguments.lora)
-    traced = None
+    trace = None
     if example is not None:
         try:
-            traced = Trace(model, example)
-        except ValueError:  # as some mixtures of experts of transformers; an example of the user's has to run
+            trace = Trace(model, example)
+        except ValueError:  # some of transformers' mixtures of experts do not run on meta; a user's example must run
             if not arguments.model.startswith("hf:"):
                 raise
-    subject = Subject(model, ds_config, arguments.stage, traced)
+    subject = Subject(model, ds_config, arguments.stage, trace)
     if not subject.config.enabled:
-        raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
+        raise ValueError("kfac.enabled is false: K-FAC adds no cost to such a run; leave the key out to estimate")
     costs, flops = costs_of(arguments.device, arguments.costs), arguments.device_flops
     if flops:
         costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0)
     links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
-    given = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
+    link_rates = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
     costs = replace(
-        costs, model_flops=arguments.model_flops or costs.model_flops, node_size=arguments.node_size or 1, **given
+        costs, model_flops=arguments.model_flops or costs.model_flops, node_size=arguments.node_size or 1, **link_rates
     )
     rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
-    if rows is None and traced is not None:
-        rows, origin, known = rows_of(ds_config, arguments.world, traced.units)
-        assumed = "" if known else " (assumed: the config has no batch size, --batch-rows says it)"
+    if rows is None and trace is not None:
+        rows, origin, in_config = rows_of(ds_config, arguments.world, trace.units)
+        assumed = "" if in_config else " (assumed: the config has no batch size, give --batch-rows)"
     lines, _ = described(subject, costs, arguments.world, rows, assumed)
-    batch = f"batch of a rank: {origin}" if rows else "batch of a rank not known: give --batch-rows"
+    batch = f"batch of a rank: {origin}" if rows else "batch of a rank unknown: give --batch-rows"
     lora = f" with LoRA of rank {arguments.lora}" if arguments.lora else ""
     title = f"ds_kfac estimate: {arguments.model}{lora}, config {arguments.config or 'default'}; {batch}"
     return "\n".join([title, *lines])
 
 
 def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
-    """Tokens (or images) of a rank in a step, of ``units`` an example; where that number is from, and whether the
-    config says it."""
+    """(tokens or images of a rank in a step, how they are computed in words, whether the config has a batch size).
+    ``units``: tokens or images in an example."""
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     steps, micro, batch = (value if type(value) is int else None for value in map(ds_config.get, keys))
-    known = bool(micro or batch)
-    origin = "" if known else ", assumed: the config has no batch size"
-    found = micro * (steps or 1) if micro else max(1, (batch or 0) // world)
-    return found * units, f"{found} x {units:,} tokens or images{origin}", known
+    in_config = bool(micro or batch)
+    origin = "" if in_config else ", assumed: the config has no batch size"
+    examples = micro * (steps or 1) if micro else max(1, (batch or 0) // world)
+    return examples * units, f"{examples} x {units:,} tokens or images{origin}", in_config
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """What attach would report of a config and a model, without a run; with ``--data`` also whether layers' rows are
-    those of their gradients. Raises ValueError for what attach would refuse, and for a layer that does not fit."""
+    """The report that attach would print for a config and a model, without a run. With ``--data`` also the proof that
+    layers' rows make up their gradients. Raises ValueError: attach would refuse, or a layer's rows do not fit."""
     ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora, "cpu" if getattr(arguments, "data", None) else "meta")
     subject = Subject(model, ds_config)
-    config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
+    config, rule, optimizer, scanned = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
-        why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains as it is'
+        why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains without K-FAC'
         raise ValueError(f"{arguments.config} {why}")
     if not config.enabled:
         raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
-    warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
-    lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]
-    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
+    warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.user_config, scanned.layers, optimizer)]
+    lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
+    lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
     if getattr(arguments, "data", None):
-        lines += proof_lines(model, found.layers, config, arguments.data)
-    return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])
+        lines += proof_lines(model, scanned.layers, config, arguments.data)
+    return "\n".join([*lines, "", *layer_lines(scanned, config, rule), *skipped_lines(scanned)])

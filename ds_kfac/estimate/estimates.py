@@ -1,7 +1,7 @@
 """What a run costs every rank: bytes that it sends and keeps, FLOPs and seconds. Pure.
 
-Bytes come from the layouts that the run itself sends by, and are exact; seconds are predictions. [W] is a number for
-each rank, [W, W] bytes from the row's rank to the column's.
+Bytes are exact: they come from the layouts that the run itself uses. Seconds are predictions. [W] has a number for each
+rank, [W, W] the bytes from the row's rank to the column's.
 """
 
 from collections import Counter
@@ -31,26 +31,27 @@ from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
-"""Kind and bytes [W, W] of what lies in it one after the other; of batch sums counts, then elements."""
+"""(kind, bytes [W, W]) of the parts of one collective, in their order; batch sums are two parts: counts, elements."""
 
 PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
-"""As :class:`ds_kfac.comm.message.Channel` counts them."""
+"""Kinds of traffic, as :class:`ds_kfac.comm.message.Channel` counts them."""
 STATE = ("factors", "history", "eigenbases", "moments")
-"""What is kept between steps; inverses are counted as eigenbases."""
+"""Memory that is kept between steps; inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "drafts")
-"""What a step that captures everything needs in addition: sums that are made or averaged here, messages on their way at
-a time, and what is kept until DeepSpeed has applied the step: gradients for moments, new factors and eigenbases."""
+"""Memory that a step which captures everything needs in addition: batch sums that this rank makes or averages, messages
+in flight, and drafts, which live until DeepSpeed has applied the step: gradients for moments, new factors and bases."""
 BESIDE = "beside"
-"""The most of it at a time in any step, the first included, with the gradients and results of this rank's layers."""
+"""The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
 FP32, NORMS = 4, 8
-"""Bytes of a number, of the norms of a history."""
+"""Bytes of a number, and of the norms in a factor's history."""
 HIDDEN = 0.5
-"""Of decompositions that have steps to be done in: assumed to run where the model leaves a GPU idle; none on a CPU."""
+"""Share of a decomposition that is assumed to run while the model leaves the GPU idle, if it may take several steps; a
+CPU hides nothing."""
 
 
 class Step(NamedTuple):
-    """Factors that are captured in a step, those whose decomposition starts, and those whose eigenbases take effect."""
+    """Keys of the factors that a step captures, starts to decompose, and uses new eigenbases of."""
 
     captured: Keys
     decomposed: Keys
@@ -58,15 +59,15 @@ class Step(NamedTuple):
 
 
 def steps_of(plan: planning.Plan) -> tuple[list[Step], list[Step]]:
-    """The burn-in's steps after the first, up to the second refresh of everything; and those of a period once all
-    intervals have settled. Without the adaptive rule, which only leaves work out."""
+    """(steps of the burn-in after the first, up to the second refresh of all factors; steps of one period after all
+    intervals have settled). The adaptive rule is ignored: it only leaves work out."""
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
     settled, burn_in = schedule.displaced(max(plan.offsets.values(), default=0)).settled, schedule.burn_in
     update, refresh = schedule.intervals(settled)
     early, period = schedule.intervals(0)[1], update * -(-refresh // update)
 
     def steps(numbers: range, lag: int) -> list[Step]:
-        # what the first step decomposes takes effect in it
+        # the first step waits for its decompositions, so they take effect in it
         late = [timetable.due(n - lag).refresh if n > lag or not lag else frozenset[str]() for n in numbers]
         due = zip(map(timetable.due, numbers), late, strict=True)
         return [Step(now.capture, now.refresh, arriving) for now, arriving in due]
@@ -76,15 +77,15 @@ def steps_of(plan: planning.Plan) -> tuple[list[Step], list[Step]]:
     return steps(first, min(plan.lag, early - 1)), steps(last, min(plan.lag, refresh - 1))
 
 
-def together(world: int, width: int) -> np.ndarray:
-    """[W, W]: whether two ranks are among the same ``width`` consecutive ones."""
-    place = np.arange(world) // width
-    return place[:, None] == place[None, :]
+def same_block(world: int, width: int) -> np.ndarray:
+    """Bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks, such as a node."""
+    block = np.arange(world) // width
+    return block[:, None] == block[None, :]
 
 
 def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
     """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per collective."""
-    near = together(len(payload), costs.node_size)
+    near = same_block(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
     for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
         seconds += np.maximum((payload * where).sum(axis=0), (payload * where).sum(axis=1)) / rate
@@ -93,43 +94,40 @@ def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> n
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Of one step, or of the mean of several: bytes [kinds, W, W], in the order of :data:`KINDS`, and collectives
-    [kinds], of which one that carries several kinds counts for the first."""
+    """Traffic of one step, or the mean of several. ``payload``: bytes [kinds, W, W], in the order of :data:`KINDS`.
+    ``calls``: collectives [kinds]; one that carries several kinds counts for the first."""
 
     payload: np.ndarray
     calls: np.ndarray
 
-    def sent(self, kind: str | None = None, axis: int = 1) -> np.ndarray:
-        """Bytes [W] that each rank sends, or receives (``axis`` 0), of a kind or of all."""
+    def sent(self, kind: str | None = None, *, axis: int = 1) -> np.ndarray:
+        """Bytes [W] that each rank sends (with ``axis`` 0: receives) of one kind; None: of all kinds."""
         return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(axis=axis)
-
-    def received(self, kind: str | None = None) -> np.ndarray:
-        return self.sent(kind, axis=0)
 
 
 class Estimate:
-    """Of one strategy. Raises ValueError if there is no such plan.
+    """The costs of one strategy. Raises ValueError if K-FAC cannot make a plan for it.
 
     Args:
-        rows: tokens (or images) of a rank in a step; None: not known, captures and the model's time are left out.
+        rows: tokens (or images) of a rank in a step; None: unknown, captures and the model's time are left out.
 
     Attributes:
-        plan: that the run would make.
-        plain, update, refresh: bytes of a step that only preconditions, of one that also captures every factor, and of
-            one that also refreshes every eigenbasis.
-        mean: over a period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step, without what the model hides. They follow each
-            other, with a collective between any two, so the sum is the step's.
-        seconds, worst: of the mean step, and of the longest.
-        model: seconds of the model's forward and backward; None if they are not known.
-        overhead: seconds of the mean step over the model's.
+        plan: the plan that the run would make.
+        plain, update, refresh: traffic of a step that only preconditions; that also captures every factor; that also
+            refreshes every eigenbasis.
+        mean: mean traffic over a period of the settled intervals.
+        stages: stage -> seconds of its slowest rank in the mean step, less what the model hides. A collective separates
+            any two stages, so their sum is the step's time.
+        seconds, worst: seconds of the mean step, and of the longest.
+        model: seconds of the model's forward and backward; None: unknown.
+        overhead: seconds of the mean step over those of the model; None: unknown.
     """
 
     def __init__(self, subject: Subject, costs: rates.CostModel, world: int, rows: int | None = None) -> None:
         self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
         self.shards, self.rule = subject.shards(world), subject.rule
         plan = subject.plan(self.shards, costs, rows)
-        if costs.beside:  # what a GPU with TF32 would choose
+        if costs.beside:  # a GPU: make_plan has chosen for this process's device, so choose again as a GPU with TF32
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
             plan = replace(plan, precision=precision, stacks=planning.stacks(torch.device("cuda"), plan.method))
@@ -138,7 +136,7 @@ class Estimate:
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
         self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, wire=wire, method=method)
-        # of batch sums; asked of step 0, one update is like another
+        # the layout of batch sums, always that of step 0: all updates cost the same
         self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
         self.every, none = frozenset(factor.key for factor in self.factors), frozenset[str]()
@@ -154,7 +152,8 @@ class Estimate:
     # bytes on the wire
 
     def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
-        """Of a step that captures some factors, and in which eigenbases of some take effect."""
+        """The traffic of a step that captures the factors ``captured``, and in which new eigenbases of the factors
+        ``arriving`` take effect."""
         payload, calls = np.zeros((len(KINDS), self.world, self.world), np.int64), np.zeros(len(KINDS), np.int64)
         for message in (*self._sums(captured, self.layout), self._gather(captured, arriving), self._scatter):
             moving = [(KINDS.index(kind), matrix) for kind, matrix in message if matrix.any()]
@@ -164,11 +163,11 @@ class Estimate:
         return StepTraffic(payload, calls)
 
     def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
-        both = (payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1])
-        return [[("factors", self._matrix(part)) for part in parts] for parts in both]
+        counts_and_sums = (payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1])
+        return [[("factors", self._matrix(part)) for part in parts] for parts in counts_and_sums]
 
     def _gather(self, captured: Keys, arriving: Keys) -> Message:
-        """Gradients to their workers, eigenbases or inverses, and the exchanged scalars."""
+        """The message to gradient workers: gradients, new eigenbases or inverses, and the exchanged scalars."""
         delivery, corrected = self.delivery, self.plan.config.preconditioner.eigenvalues == "corrected"
         names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels, terms=corrected)
         norm = self.subject.context.clips and not self.subject.replicated
@@ -179,8 +178,8 @@ class Estimate:
 
     @cached_property
     def _scatter(self) -> Message:
-        """Results, and the numbers that are summed over a row: the direction's, the metrics', and a flag for each layer
-        if the rule asks."""
+        """The message from gradient workers: results, and the scalars that are summed over a row of ranks: the
+        direction's, the metrics', and a flag per layer if the rule needs it."""
         flags = len(self.plan.layers) if self.rule.asks_prepared(self.plan.config) else 0
         count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
@@ -190,23 +189,23 @@ class Estimate:
         return self._matrix({pair: sum(sizes) * dtype.itemsize for pair, sizes in plan.sizes.items()})
 
     def _matrix(self, of_pairs: Mapping[tuple[int, int], int]) -> np.ndarray:
-        """[W, W] of (source, target) -> bytes."""
+        """Bytes [W, W] from a mapping (source, target) -> bytes."""
         matrix = np.zeros((self.world, self.world), dtype=np.int64)
         for pair, nbytes in of_pairs.items():
             matrix[pair] = nbytes
         return matrix
 
     def _numbers(self, counts: Sequence[int], width: int) -> np.ndarray:
-        """[W, W] of so many scalars of each rank to the others of its row of ranks."""
-        return FP32 * np.array(counts)[:, None] * (together(self.world, width) & ~np.eye(self.world, dtype=bool))
+        """Bytes [W, W] of ``counts`` scalars that each rank sends to the others of its row of ``width`` ranks."""
+        return FP32 * np.array(counts)[:, None] * (same_block(self.world, width) & ~np.eye(self.world, dtype=bool))
 
     # bytes in memory
 
     @cached_property
     def memory(self) -> Mapping[str, np.ndarray]:
-        """Kind -> bytes [W], once everything is there."""
+        """Kind -> bytes [W], once all factors and eigenbases exist."""
         plan, moments = self.plan, self.rule.moments(self.plan.config)
-        kept = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
+        basis = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
@@ -217,11 +216,11 @@ class Estimate:
         owned = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
         users_in = [(f.key, [set(f.layers) & names for names in owned]) for f in self.factors]
         moved = [
-            sum(kept[key] for key, layers in users_in if layers[rank] and layers[rank] <= inside[rank])
+            sum(basis[key] for key, layers in users_in if layers[rank] and layers[rank] <= inside[rank])
             for rank in range(self.world)
         ]
         memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
-        # the last value is the factor itself
+        # a history has two values, but its last one is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
         waiting = self._on_workers(lambda layer: waits * layer.numel)
@@ -233,14 +232,14 @@ class Estimate:
             captured.append(sum(self._reduced(step.captured, self.layout)))
             made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
             new_copies = copied * bool(step.arriving)  # beside those that the step may go back to
-            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving) + new_copies)
+            new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.arriving) + new_copies)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)
         outgoing, staying, gathered, working = self._preconditioned(waits)
         rounded = {key for key in self.every if plan.wire is not torch.float32 and self.delivery.receivers[key]}
-        exact = self._on_homes(lambda factor: kept[factor.key], rounded)  # until the rounded one has been sent
-        # results that go are given up once they are in a message
+        exact = self._on_homes(lambda factor: basis[factor.key], rounded)  # beside the rounded copy until that is sent
+        # a result that is sent is freed once it has been copied into a message
         sending = np.maximum(outgoing + scattering, scatters) + staying
         in_turn = [*captured, new + gathers - gathering + np.maximum(exact, gathered), new + working]
         memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
@@ -249,14 +248,14 @@ class Estimate:
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes [W] of the sums of some factors, where they are made or averaged, and of their messages that are on
-        their way at a time, at most."""
+        """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W] of the messages with
+        these sums that are in flight at once, at most)."""
         sums = (({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.of(keys, 0)[0])
         each = [self._buffers(message)[1] for message in self._sums(keys, layout)]
         return self._at(sums), np.max([self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0)
 
     def _buffers(self, message: Message) -> np.ndarray:
-        """Bytes [2, W] that a message takes at each rank, alignment included: to send it, and to receive it, too."""
+        """Bytes [2, W] of a message's buffers at each rank, with alignment: the send buffer, and both buffers."""
         padded = sum((-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message), np.zeros((self.world, self.world)))
         return np.stack([padded.sum(axis=1), padded.sum(axis=1) + padded.sum(axis=0)])
 
@@ -268,24 +267,24 @@ class Estimate:
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self, waits: int) -> np.ndarray:
-        """Bytes [4, W]: of results that wait to be sent, and of those that wait to be written, sent or not; of gathered
-        gradients, and the most of what is left of them, of what takes their places, and of what making that takes. An
-        element of a gradient takes ``waits`` while it waits for its moments."""
+        """Bytes [4, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
+        gradients; the peak of gathered gradients that are left, results, and a chunk's workspace. An element of a
+        gradient takes ``waits`` bytes until it enters the moments."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
-        goes = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
+        sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         ranks = self.exchange.of_parameter
-        mine = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
-        whole = {(rank, param) for rank, param, _, numel in mine if numel == self.shards.numels[param]}
-        stays = set() if self.subject.in_place else mine
+        local = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
+        whole = {(rank, param) for rank, param, _, numel in local if numel == self.shards.numels[param]}
+        written = set() if self.subject.in_place else local
         results, memory = Counter[tuple[int, int]](), np.zeros((4, self.world))
-        for kind, pieces in enumerate((goes - stays, stays)):
+        for kind, pieces in enumerate((sent - written, written)):
             for rank, param, start, numel in pieces:
-                nbytes = (leaving.itemsize if (rank, param, start, numel) in goes else FP32) * numel
+                nbytes = (leaving.itemsize if (rank, param, start, numel) in sent else FP32) * numel
                 results[rank, param] += nbytes
                 memory[kind, rank] += nbytes
         for rank in range(self.world):
             layers = [layer for group in self._layer_groups[rank] for layer in group]
-            # a gradient that is a parameter's and lies here is used as it is
+            # a layer of one parameter whose whole gradient is on this rank is read in place, not gathered
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
             missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
             left, done, most = sum(missing.values()), 0, 0
@@ -301,10 +300,10 @@ class Estimate:
     # FLOPs and seconds
 
     def _mean_step(self) -> None:
-        """Over a period. Decompositions that take effect later are spread over the steps they may take."""
+        """Set the means over a period. A decomposition that takes effect later is spread over the steps until then."""
         (_, steps), seconds = steps_of(self.plan), dict[Step, dict[str, float]]()
         costs, method = self.costs, self.plan.method
-        # of taking gradients together and of putting results in their place, a copy each
+        # gradients are copied once when they are gathered, results once when they are written
         copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / costs.copy_bytes)
         precondition = self._on_workers(self._precondition)
         payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
@@ -328,13 +327,14 @@ class Estimate:
             each["refresh"] = whole * (1 - HIDDEN * costs.beside)
         self.stages = {stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES}
         self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in of_steps)
-        # of the model 2 FLOPs a multiplication forward, 4 backward
+        # 2 FLOPs per multiplication of the forward, 4 of the backward
         flops = 6.0 * self.subject.forward * (self.rows or 0)
         self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
         self.overhead = self.seconds / self.model if self.model else None
 
     def _precondition(self, layer: LayerSpec) -> float:
-        """Seconds of a step; what the update rule adds on a GPU in fp16, at the model's rate, unless asked not."""
+        """Seconds of a step for one layer. On a GPU the update rule's own products run in 16 bits at the model's rate,
+        unless ``kfac.preconditioner.precision`` is "highest"."""
         costs, half = self.costs, self.plan.config.preconditioner.precision != "highest"
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if costs.beside and half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.passes * layer.numel)
@@ -342,7 +342,7 @@ class Estimate:
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
-        """Stage -> FLOPs [W]: of capturing and decomposing everything once, and of preconditioning in a step."""
+        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to precondition a step."""
         method, config, rule = self.plan.method, self.plan.config, self.rule
         return {
             "capture": self._captures(self.every),
@@ -351,7 +351,7 @@ class Estimate:
         }
 
     def _captures(self, keys: Keys) -> np.ndarray:
-        """FLOPs [W] of capturing some factors; one update is like another."""
+        """FLOPs [W] to capture the factors ``keys`` in one step."""
         plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
 
         def flops(factor: rates.FactorSpec) -> int:
@@ -368,16 +368,16 @@ class Estimate:
         return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
-        """[W]: each amount at each of its ranks."""
+        """[W]: the sum of all amounts, each added on each of its ranks."""
         total = np.zeros(self.world)
         for ranks, amount in amounts:
             total[list(ranks)] += amount
         return total
 
     def _on_homes(self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
-        """[W]: an amount of each factor, or of some, at its eigen worker."""
+        """[W]: the sum of each factor's amount on its eigen worker. ``keys``: these factors only; None: all."""
         return self._at(([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys)
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
-        """[W]: an amount of each layer at each of its gradient workers."""
+        """[W]: the sum of each layer's amount on each of its gradient workers."""
         return self._at((self.workers[layer.name], amount(layer)) for layer in self.plan.layers)

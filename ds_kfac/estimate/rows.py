@@ -1,5 +1,4 @@
-"""Whether the rows that a model's layers are captured with are those of their gradients, without an engine and without
-a step: ``python -m ds_kfac check --data``."""
+"""Whether captured rows make up the layers' gradients, without an engine: ``python -m ds_kfac check --data``."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from ds_kfac.model.rows import RowSums
 from ds_kfac.step.proving import FOREIGN_MASK, ZERO_ROWS
 
 BATCHES = 4
-"""Of the data, at most."""
+"""Batches of the data that are used, at most."""
 
 
 def proven(
@@ -34,14 +33,14 @@ def proven(
     rows: RowSums | None = None,
     read_batch: ReadBatch | None = None,
 ) -> Mapping[str, RowCheck]:
-    """What the gradients of a sum of losses, one of each batch, show of each layer; see :mod:`ds_kfac.model.proof`.
-    Parameters have these gradients afterwards.
+    """Layer name -> whether its captured rows make up its gradient, see :mod:`ds_kfac.model.proof`. The gradient is of
+    the batches' summed losses; parameters have it in ``.grad`` afterwards.
 
     Args:
-        loss: of the model and a batch; None: what the model returns, given the batch as its arguments.
+        loss: (model, batch) -> scalar loss; None: the model returns it, called with the batch as its arguments.
 
     Raises:
-        ValueError: a model that returns no loss.
+        ValueError: the model returns no loss.
     """
     parameters = dict(model.named_parameters())
     device = next(model.parameters()).device
@@ -68,7 +67,8 @@ def proven(
 
 
 def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfig, data: str) -> list[str]:
-    """Of the report of ``check``. Raises ValueError for layers whose rows are not those of their gradients."""
+    """Lines of ``check``'s report on ``data``, "module:function". Raises ValueError: there are no such batches, or some
+    layer's rows do not make up its gradient."""
     module, _, function = data.partition(":")
     try:
         batches = list(islice(getattr(importlib.import_module(module), function)(0, 1), BATCHES))
@@ -77,36 +77,36 @@ def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfi
     if not batches:
         raise ValueError(f"--data {data}: has no batches")
     rows, reader = RowSums(config.factor.weight_sharing), ArgumentReader(model, count=config.padding.count)
-    found = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
-    if wrong := [(name, str(seen)) for name, seen in found.items() if not seen.is_finite or not seen.fits]:
+    checks = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
+    if wrong := [(name, str(check)) for name, check in checks.items() if not check.is_finite or not check.fits]:
         raise ValueError(
             "the rows that are seen of these layers do not make up their gradients: "
             + "; ".join(f"{name}: {why}" for name, why in folded(wrong))
         )
-    zero = [(name, f"{seen.zero / seen.rows:.0%}") for name, seen in found.items() if seen.zero > ZERO_ROWS * seen.rows]
-    lines = [f"  rows: those of {len(found)} layers are those of their gradients, on {len(batches)} batches"]
+    zero = [(name, f"{x.zero / x.rows:.0%}") for name, x in checks.items() if x.zero > ZERO_ROWS * x.rows]
+    lines = [f"  rows: those of {len(checks)} layers make up their gradients, on {len(batches)} batches"]
     if zero:
         text = ", ".join(f"{name} {part}" for name, part in folded(zero))
         lines.append(f"  WARNING: rows count whose gradient is zero to the last bit: {text} (docs/capture.md)")
-    if foreign := [(name, "") for name, seen in found.items() if seen.foreign]:
+    if foreign := [(name, "") for name, check in checks.items() if check.foreign]:
         text = ", ".join(name for name, _ in folded(foreign))
         lines.append(f"  WARNING: {FOREIGN_MASK}: {text} (docs/capture.md)")
     return lines
 
 
 def called(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns of a batch."""
+    """The loss that a model returns for a batch. Raises ValueError if it returns none."""
     if isinstance(batch, Mapping):
-        found = returned_loss(model(**batch))
+        loss = returned_loss(model(**batch))
     else:
-        found = returned_loss(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
-    if found is None:
+        loss = returned_loss(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
+    if loss is None:
         raise ValueError(f"{type(model).__name__} returned no loss (a scalar): its batches need labels")
-    return found
+    return loss
 
 
 def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """A layer's gradient, of its shape."""
+    """A layer's gradient as its matrix, of ``layer.shape``; zeros where a parameter has none."""
     index, count = layer.part
     flats = []
     for name in layer.parameters:

@@ -1,4 +1,4 @@
-"""What an estimate is of: a model and a DeepSpeed config. No engine is built, and of the model shapes alone count."""
+"""The subject of an estimate: a model and a DeepSpeed config. No engine is built; only the model's shapes are used."""
 
 import importlib
 import os
@@ -29,47 +29,48 @@ from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan, sharin
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 CONTEXT = 4096
-"""Most tokens of an example of a language model; its config may allow a million."""
+"""Tokens in the example of a language model, at most: its config may allow a million."""
 DTYPES = ("fp16", "bf16")
-"""Blocks of a DeepSpeed config that choose the dtype of parameters; without, it is fp32."""
+"""Blocks of a DeepSpeed config that choose the dtype of parameters; without either it is fp32."""
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
-"""Modules whose tensors' second dimension is what others have last."""
+"""Modules whose tensors have channels as their second dimension; others have features last."""
 
 
 def read_config(
     source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
 ) -> Mapping[str, Any]:
-    """A DeepSpeed config, with the optimizer that the script passes, and the dtype ("fp32", "bf16", "fp16") that a
-    framework fills in; ValueError if it names another itself, or is none."""
+    """A DeepSpeed config, given as a mapping or as a JSON file. ``optimizer``: its type, if the script passes it;
+    ``dtype``: "fp32", "bf16" or "fp16", if a framework fills it in. Raises ValueError if the config is no JSON object,
+    or has another optimizer or dtype itself."""
     try:
-        found = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
+        config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:
         raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
-    if not isinstance(found, Mapping):
+    if not isinstance(config, Mapping):
         raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
-    if optimizer is not None and found.get("optimizer") is not None:
+    if optimizer is not None and config.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
     if dtype is not None:
-        if other := [name for name in DTYPES if name != dtype and block(found, name).get("enabled") is True]:
+        if other := [name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True]:
             raise ValueError(f"--dtype {dtype}: the config has {other[0]}; leave either out")
-        found = {**found, **{name: {"enabled": name == dtype} for name in DTYPES}}
-    return found if optimizer is None else {**found, "optimizer": {"type": optimizer}}
+        config = {**config, **{name: {"enabled": name == dtype} for name in DTYPES}}
+    return config if optimizer is None else {**config, "optimizer": {"type": optimizer}}
 
 
 class Trace(TorchFunctionMode):
-    """What a forward shows, run once without gradients; an empty one knows nothing. It reads shapes alone: which matrix
-    of a stack takes a row is not known on the meta device.
+    """What one forward without gradients shows about layers; it is empty without a model. It reads shapes alone, which
+    do not show which matrix of a stack gets a row.
 
     Args:
-        example: positional arguments of the model's forward, on its device. Units are all elements of its first tensor
-            if they are integers, else those of the first dimension.
+        example: positional arguments of the model's forward, on its device. A unit is an element of the first tensor
+            if that has integers (a token), else an entry of its first dimension (an image).
 
     Attributes:
-        inputs: module name -> numbers of its inputs; modules with equal ones share them.
-        rows: module name -> rows of one unit (token, or image); 1 for those that are not in it.
-        stacked: name of a parameter that is a stack of matrices, such as experts -> rows of one unit that each of them
-            multiplies, in the mean of them.
-        units: in the example.
+        inputs: module name -> numbers of its inputs; modules with equal numbers share their inputs.
+        rows: module name -> rows per unit; a module that is missing has 1.
+        stacked: name of a parameter that is a stack of matrices, such as experts -> rows per unit that a matrix
+            multiplies, the mean over its matrices.
+        units: number of units in the example.
 
     Raises ValueError if the model does not run.
     """
@@ -78,13 +79,13 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.inputs: Mapping[str, tuple[int, ...]] = {}
         self.rows, self.stacked, self.units = dict[str, float](), dict[str, float](), 0
-        self._sides: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of one
-        self._copies: dict[int, tuple[Tensor, int]] = {}  # and of what: ids are of living tensors
+        self._stacks: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of each
+        self._copies: dict[int, tuple[Tensor, int]] = {}  # id of a copy -> the copy, so that it lives; id of its stack
         if model is not None:
             self._run(model, example)
 
     def rows_of(self, layer: LayerSpec) -> float:
-        """Rows of one unit that a layer has; if not known, as if each took part."""
+        """Rows per unit of a layer; 1 where the trace has not seen it."""
         return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
     def _run(self, model: nn.Module, example: Sequence[Any]) -> None:
@@ -99,16 +100,16 @@ class Trace(TorchFunctionMode):
                 shape = layout.shape(parameter_shape(weight))
                 if len(shape) == 3:
                     outputs = shape[-1] if layout.transposed else shape[-2]
-                    self._sides[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
-        seen, handles = SharedInputs(modules), []
+                    self._stacks[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
+        shared, handles = SharedInputs(modules), []
 
         def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
             x = inputs[0] if inputs else next(iter(named.values()), None)
             if isinstance(x, Tensor):
-                seen.see(name, x)
-            seen_by = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
-            if isinstance(seen_by, Tensor) and seen_by.ndim:
-                rows = seen_by.numel() // seen_by.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+                shared.see(name, x)
+            of_rows = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output  # it has a pixel per row
+            if isinstance(of_rows, Tensor) and of_rows.ndim:
+                rows = of_rows.numel() // of_rows.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
                 self.rows[name] = self.rows.get(name, 0.0) + rows / self.units
 
         try:
@@ -119,12 +120,12 @@ class Trace(TorchFunctionMode):
         except Exception as problem:
             raise ValueError(
                 f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); "
-                "give others, or none: then no layers are assumed to share theirs"
+                "give others, or none: without them no layers are assumed to share their inputs"
             ) from problem
         finally:
             for handle in handles:
                 handle.remove()
-        self.inputs = seen.found
+        self.inputs = shared.found
         self._copies.clear()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -136,47 +137,48 @@ class Trace(TorchFunctionMode):
                 self._copies[id(output)] = output, source
         elif isinstance(output, Tensor) and name in LINEAR | RIGHT | ADDED | {"__matmul__"}:
             operands = (*args, *(kwargs or {}).values())
-            source = next((found for x in operands if (found := self._source(x)) is not None), None)
+            source = next((stack for x in operands if (stack := self._source(x)) is not None), None)
             if source is not None:
-                parameter, count, outputs = self._sides[source]
+                parameter, count, outputs = self._stacks[source]
                 rows = output.numel() / outputs / count
                 self.stacked[parameter] = self.stacked.get(parameter, 0.0) + rows / self.units
         return output
 
     def _source(self, x: Any) -> int | None:
-        """The stack that a tensor is, is a view of, or was copied from."""
+        """Id of the stack that x is, is a view of, or was copied from; None: of none."""
         if not isinstance(x, Tensor):
             return None
         base = x if x._base is None else x._base
-        return id(base) if id(base) in self._sides else self._copies.get(id(base), (None, None))[1]
+        return id(base) if id(base) in self._stacks else self._copies.get(id(base), (None, None))[1]
 
 
 class Subject:
-    """A model, perhaps on the meta device, and a config, of which the defaults count where it has no "kfac" block, and
-    another stage of ZeRO if that is given.
+    """A model, maybe on the meta device, and a DeepSpeed config. Without a "kfac" block the defaults hold; ``stage``
+    replaces the config's ZeRO stage.
 
     Attributes:
-        given, config, answers: the "kfac" block, with its nulls answered, and how.
-        rule: how the optimizer steps.
+        user_config: the "kfac" block as it was written.
+        config, answers: the block with its nulls resolved, and how they were resolved, in words.
+        rule: the optimizer's update rule.
         context: what DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
-        in_place: whether results take the places of gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
-        scan, layers: what was found in the model.
-        groups: parameter groups of the optimizer: names and sizes of trained parameters, in its order.
-        shared: groups of layers that see one input.
-        forward: multiplications of one token (or image) in the forward; 0 if a stack's share of them is not known.
+        in_place: whether results are written over gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
+        scan, layers: the model's scan, and its layers, with large ones cut.
+        groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in its order.
+        shared: groups of layers with one input.
+        forward: multiplications per unit (token or image) in the forward; 0 if those of a stack are unknown.
 
-    Raises ValueError for a wrong config, an engine that K-FAC or the estimator does not know, a model without layers.
+    Raises ValueError: the config is wrong, K-FAC or the estimator does not know the engine, or the model has no layers.
     """
 
     def __init__(
         self, model: nn.Module, ds_config: Mapping[str, Any], stage: int | None = None, trace: Trace | None = None
     ) -> None:
         self.ds_config, self.trace, self.rule = ds_config, trace or Trace(), rule_in(ds_config)
-        found = find_block(ds_config)
-        self.given = parse({} if found is None else found)
-        self.config, self.answers = self.rule.resolved(self.given, str(block(ds_config, "optimizer").get("type") or ""))
+        written, optimizer = find_block(ds_config), str(block(ds_config, "optimizer").get("type") or "")
+        self.user_config = parse({} if written is None else written)
+        self.config, self.answers = self.rule.resolved(self.user_config, optimizer)
         context = self.context = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
         problems = refused(context)
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
@@ -192,9 +194,9 @@ class Subject:
         if context.stage > 0:
             self.gradients = torch.float32 if offloaded else accumulation(ds_config) or context.parameters
         self.in_place = not self.replicated and not offloaded and self.gradients is not torch.float16
-        seen = scan(model, self.rule.scanned(self.config))
-        self.layers = self.rule.cut(self.config, seen.layers)
-        self.model, self.scan = model, replace(seen, layers=self.layers)
+        scanned = scan(model, self.rule.scanned(self.config))
+        self.layers = self.rule.cut(self.config, scanned.layers)
+        self.model, self.scan = model, replace(scanned, layers=self.layers)
         groups = [list(model.parameters())]
         if self.rule.optimizer_type is not None:
             groups = [group["params"] for group in split_groups(model, self.scan, None, apart="apart")]
@@ -213,14 +215,14 @@ class Subject:
 
     @property
     def assumed(self) -> str:
-        """Of the dtype of parameters, in words: frameworks fill in what is "auto"."""
+        """Words after the dtype of parameters where it is only assumed: where the config has "auto"."""
         unknown = [f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO]
         if not unknown or self.context.parameters is not torch.float32:
             return ""
         return f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", --dtype says which)'
 
     def strategy(self, workers: int, world: int) -> str:
-        """KAISA's names; ZeRO's owners are its MEM-OPT."""
+        """Name of a strategy, by KAISA (its MEM-OPT is what ZeRO's owners do). ``workers``: ranks that step a layer."""
         if not self.replicated:
             return f"ZeRO-{self.context.stage} owners"
         if world == 1:
@@ -234,8 +236,8 @@ class Subject:
         return planned_shards(self.layers, self.groups, world=world, stage=stage, round_robin=dealt)
 
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
-        """The plan that a run would make, once it knows the layers that share their inputs, and the tokens (or images)
-        of a rank in a step. Raises ValueError as :func:`make_plan`."""
+        """The plan that a run makes after its first step, when it knows which layers share inputs. ``rows``: tokens (or
+        images) of a rank in a step; None: unknown. Raises ValueError as :func:`make_plan`."""
         facts = EngineFacts(
             world=shards.world,
             held=None if self.replicated else held_by_layer(self.layers, shards),
@@ -246,54 +248,55 @@ class Subject:
             rotates=self.rule.rotates(self.config),
         )
         plan = make_plan(self.layers, facts, self.config, costs)
-        seen = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
-        return plan.with_observations(Observations(self.shared if plan.shares else (), seen))
+        of_layers = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
+        return plan.with_observations(Observations(self.shared if plan.shares else (), of_layers))
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
-    """One per parameter and row; a look-up costs nothing, but a head with an embedding's weight does. Of a stack's
-    matrices those that a row takes."""
-    total, seen = 0.0, set[int]()
+    """Multiplications per unit in the forward: parameter elements times rows per unit. An embedding's look-up costs
+    nothing; a head that shares its weight is counted."""
+    total, counted = 0.0, set[int]()
     for name, module in model.named_modules():
-        own = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
-        rows = next((trace.stacked[each] for each in own if each in trace.stacked), trace.rows.get(name, 1))
-        new = {each: parameter for each, parameter in own.items() if id(parameter) not in seen}
-        seen |= set(map(id, new.values()))
+        parameters = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
+        rows = next((trace.stacked[each] for each in parameters if each in trace.stacked), trace.rows.get(name, 1))
+        new = {each: parameter for each, parameter in parameters.items() if id(parameter) not in counted}
+        counted |= set(map(id, new.values()))
         total += sum(prod(parameter_shape(p)) * trace.stacked.get(each, rows) for each, p in new.items())
     return total
 
 
 def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """A model on a device, and the arguments of its forward for one example, or None if they are not known.
+    """A model on a device, and example arguments of its forward; None where these are unknown.
 
     Args:
-        name: "module:factory", a function that returns a model, or a model and a tuple of arguments (or the only one);
-            "timm:NAME", with an image of the size it was trained on; or "hf:PATH", a config.json of transformers or its
-            folder. ValueError if there is no such model.
-        lora: rank of adapters that peft puts to all linear layers but the head, all else frozen; None: none.
+        name: one of three forms. ValueError if there is no such model.
+            "module:factory": a function that returns a model, or (model, example arguments);
+            "timm:NAME": the example is an image of the size that the model was trained on;
+            "hf:PATH": a config.json of transformers, or its folder.
+        lora: rank of the adapters that peft adds to all linear layers but the head, with all else frozen; None: none.
     """
-    where, _, attribute = name.partition(":")
-    if not where or not attribute:
+    library, _, attribute = name.partition(":")
+    if not library or not attribute:
         raise ValueError(
             f"model {name}: give module:factory, a function that returns a model, such as my_models:gpt; or hf:PATH, a "
             "config.json of transformers"
         )
     try:
-        module = importlib.import_module("transformers" if where == "hf" else where)
+        module = importlib.import_module("transformers" if library == "hf" else library)
         peft = None if lora is None else importlib.import_module("peft")
     except ImportError as problem:
         raise ValueError(f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?") from problem
     with torch.device(device):
         made: Any
-        if where == "hf":
+        if library == "hf":
             made = _of_transformers(module, attribute)
-        elif where == "timm":
+        elif library == "timm":
             made = module.create_model(attribute)
             made = made, torch.zeros(1, *made.default_cfg["input_size"])
         elif callable(factory := getattr(module, attribute, None)):
             made = factory()
         else:
-            raise ValueError(f"model {name}: {where} has no function {attribute}")
+            raise ValueError(f"model {name}: {library} has no function {attribute}")
         model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module")
@@ -307,17 +310,17 @@ def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
-    """By the class that its config names, else as a causal language model."""
+    """A model, or (model, example arguments), of the class that its config names, else a causal language model."""
     if not os.path.exists(path):
         raise ValueError(f"model hf:{path}: no such file or folder; give a model's config.json, nothing is downloaded")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"model hf:{path}: {str(problem).splitlines()[0]}") from problem
-    known = [getattr(transformers, name, None) for name in config.architectures or ()]
-    kind = next((found for found in known if found is not None), None)
+    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((each for each in kinds if each is not None), None)
     made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    if made.device.type == "meta" and made._can_set_experts_implementation():  # the one of their forms that runs there
+    if made.device.type == "meta" and made._can_set_experts_implementation():  # others read values, meta has none
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)

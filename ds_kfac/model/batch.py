@@ -54,8 +54,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What K-FAC has to know about a micro-batch. With all defaults every row counts, and the model's output gives M,
-    the number of loss terms.
+    """What K-FAC has to know about a micro-batch. By default every row counts; the model's output gives M, its terms.
 
     Attributes:
         rows: bool [N, T], True where a row counts; for layers with N x T rows in any order. With an encoder and a
@@ -186,8 +185,7 @@ class RowMasks:
     """Chooses a mask of the micro-batch for the rows of each call.
 
     Hooks on encoders and decoders record in which of them a call runs. Rows in an encoder are the source's, and so are
-    a decoder's rows with the encoder's output as input (cross-attention). A recomputation belongs to the side in which
-    its module is.
+    a decoder's rows made of the encoder's output (cross-attention). A recomputation has its module's side.
     """
 
     def __init__(self, model: nn.Module) -> None:

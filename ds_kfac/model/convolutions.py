@@ -1,20 +1,20 @@
 """Convolutions, whose rows are image patches (KFC, Grosse & Martens 2016, arXiv:1602.01407).
 
-**nn.Conv1d, 2d, 3d**: the matrix [O, C * kernel], the bias as last column. Its rows of A are the patches it sees, its
-rows of G the gradients of its output pixels. With groups it is a stack of independent maps [groups, O / groups,
-C / groups * kernel], each with its own A and G. Loss terms are the examples unless labels or the model's output say
-otherwise: A is the mean over examples and positions, G the sum over positions for each term. That is KFC's Fisher.
+**nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are the input's patches,
+rows of G the gradients of output pixels. With groups there are independent maps [groups, O / groups, C / groups *
+kernel], each with an A and a G. Loss terms are examples, unless labels or the model's output show others: A is the mean
+over examples and positions, G the sum over positions for each term. That is KFC's Fisher.
 
-**nn.ConvTranspose1d, 2d, 3d**: the roles swapped, weight [C, O / groups, *kernel]. Its input's pixels are the rows of
-A; the patches of its output's gradient, as the convolution whose transpose it is would see them, are those of G. The
-matrix is [O * kernel, C], its bias left to the optimizer.
+**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and the roles are swapped. Rows of A are the
+input's pixels, rows of G the patches that the transposed convolution sees in the output's gradient. The matrix is
+[O * kernel, C]; the bias is left to the optimizer.
 
-**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's weight; single
-pixels are patches too. Only a few are in memory at a time.
+**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's weight; a pixel is a
+patch of a kernel of 1. Only a few patches are in memory at a time.
 
-**Grid.** Positions are many, and neighbours nearly alike. A grid takes one in r along each of d dimensions, from a
-place that moves with the step: every position is as likely as any other, so r^d times the sum is unbiased, whatever r
-and the sizes, and costs r^d times less.
+**Grid.** Positions are many, and neighbours are similar. A grid takes one position in r along each of d dimensions,
+with an offset that changes with the step. Every position is equally likely, so r^d times the sum is unbiased for any r
+and size, at 1/r^d of the cost.
 
 Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
@@ -33,17 +33,17 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 
 CHUNK = 1 << 22
-"""Elements of patches that exist at once."""
+"""Elements of patches in memory at a time."""
 ROWS = 4
-"""Rows that a grid leaves for each row of the wider factor, at least."""
+"""Patches that a grid leaves per row of the wider factor, at least."""
 SPARSEST = 16
-"""Positions of which a grid takes one, at most."""
+"""A grid takes at least one position in so many."""
 
 
 def phase(turn: int, stride: int) -> int:
-    """A place in 0 .. stride - 1, like a draw from a uniform distribution but the same for the same turn.
+    """A number in 0 .. stride - 1: a uniform pseudo-random draw that depends on ``turn`` alone.
 
-    splitmix64's finalizer (Steele et al. 2014): turns that are multiples of anything still visit all places.
+    splitmix64's finalizer (Steele et al. 2014); so regularly spaced turns draw all numbers, too.
     """
     z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -52,8 +52,8 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """The largest that leaves :data:`ROWS` times ``width`` of so many rows, but not fewer than one in
-    :data:`SPARSEST`."""
+    """The largest step of a grid over ``dims`` dimensions that leaves at least :data:`ROWS` times ``width`` of ``rows``
+    rows, and one position in :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -68,11 +68,11 @@ class Grid(NamedTuple):
 
 
 class Patches:
-    """Of images [N, C, *S] in any memory format, as a convolution sees them; without one, their pixels.
+    """The patches of images [N, C, *S], in any memory format, that a convolution ``seen_by`` sees; None: their pixels.
 
     Attributes:
-        positions: from which it sees them, along every dimension.
-        count: of all patches.
+        positions: number of positions of the kernel along each dimension.
+        count: number of patches in all images.
     """
 
     def __init__(self, image: Tensor, seen_by: Any = None) -> None:
@@ -95,7 +95,7 @@ class Patches:
         return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
 
     def grid(self, turn: int | None, width: int) -> Grid:
-        """See :func:`grid_step`; its offset is that of the step ``turn``. None: every position."""
+        """A grid with the step of :func:`grid_step` and an offset drawn for ``turn``; None: every position."""
         dims = len(self.positions)
         if turn is None:
             return Grid(1, (0,) * dims)
@@ -107,22 +107,22 @@ class Patches:
         return Grid(step, tuple(offset))
 
     def add_to_(self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0) -> None:
-        """Add the second moment of ``gain`` times all patches to a packed sum of ``side``: that of the grid's, times
-        the positions for each of its own. ``bias``: every patch, of every group of channels, ends with a 1."""
+        """Add the second moment of ``gain`` times all patches to the packed sum of ``side``, estimated by the grid's
+        patches. ``bias``: a 1 is appended to each patch, or to each channel group's part of it."""
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
-                scale = gain**2 * scale  # they are multiplied as they are
+                scale = gain**2 * scale  # after the product, so that 16-bit rows are not rounded again
             else:
                 rows_RD = rows_RD.float() if isinstance(gain, float) and gain == 1.0 else rows_RD.float() * gain
             ones = rows_RD.new_ones(len(rows_RD), 1) if bias else None
             side.accumulate_(sum_P, rows_RD, ones_column=ones, scale=scale)
 
     def rows(self, grid: Grid) -> Iterator[Tensor]:
-        """The patches of a grid, [R, D] a time."""
+        """The patches of a grid, some at a time, [R, D]."""
         counts = [-(-(size - start) // grid.step) for size, start in zip(self.positions, grid.offset, strict=True)]
         width = self.image.shape[1] * prod(self.kernel)
-        line = prod(counts[1:]) * width  # of one example, along the first dimension
+        line = prod(counts[1:]) * width  # elements of an example's patches at one position of the first dimension
         if not len(self.image) or min(counts) <= 0:
             return
         for image in self.image.split(max(1, CHUNK // (counts[0] * line))):
@@ -131,12 +131,12 @@ class Patches:
                 yield part.reshape(-1, width)
 
     def all_rows(self) -> Tensor:
-        """Every patch of every example, [N, positions, D]; a copy, as large as all of them."""
+        """A copy of all patches, [N, positions, D]."""
         view = self._view(self.padded(self.image), list(self.positions), self.grid(None, 1))
         return view.flatten(1, len(self.positions)).flatten(2)
 
     def sums(self) -> Tensor:
-        """Of every example's patches, fp32 [N, D]."""
+        """The sum of each example's patches, fp32 [N, D]."""
         padded, taps = self.padded(self.image), []
         view = self._view(padded, list(self.positions), self.grid(None, 1))
         for place in product(*map(range, self.kernel)):
@@ -147,8 +147,8 @@ class Patches:
         return torch.stack(taps, dim=-1).flatten(1)
 
     def times(self, w_nDK: Tensor) -> Tensor:
-        """Every patch of each of n groups of channels times w, fp32 [N, positions, n K]: a convolution with K
-        filters."""
+        """Products of all patches with w, for n groups of channels, fp32 [N, positions, n K]; computed as a convolution
+        with K filters per group."""
         n, D, K = w_nDK.shape
         filters = w_nDK.mT.reshape(n * K, D // prod(self.kernel), *self.kernel)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
@@ -161,7 +161,7 @@ class Patches:
         return torch.cat(parts).flatten(2).mT
 
     def _view(self, padded: Tensor, counts: list[int], grid: Grid) -> Tensor:
-        """[N, *positions, C, *kernel] without a copy."""
+        """The grid's patches as a view [N, *counts, C, *kernel] of a padded image."""
         N, C, *places = padded.stride()
         moves = [stride * place for stride, place in zip(self.stride, places, strict=True)]
         taps = [dilation * place for dilation, place in zip(self.dilation, places, strict=True)]
@@ -174,11 +174,11 @@ class Patches:
 
 
 FEW_CHANNELS = 4
-"""Of an image: gray, colour, with transparency."""
+"""Channels that the input of a model has, at most: gray, colour, with transparency."""
 
 
 class Convolution(Linear):
-    """One of torch's convolutions, by its class."""
+    """nn.Conv1d, 2d or 3d: ``kind``."""
 
     images = True
 
@@ -187,14 +187,14 @@ class Convolution(Linear):
         self.dims = int(kind.__name__[-2])
 
     def batched(self, x: Tensor) -> Tensor:
-        """[N, C, *S] of what a convolution took or gave; [C, *S] is a batch of one."""
+        """A convolution's input or output as [N, C, *S]; [C, *S] is a batch of one."""
         return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
 
     def refusal(self, module: nn.Module) -> str | None:
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Which of the class's functions a module has its own of: its patches are seen only where it calls torch's."""
+        """Name of a method of torch's class that a module overrides, so that its patches are unknown; else None."""
         names = ("forward", "_conv_forward")
         return next((n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)), None)
 
@@ -206,18 +206,18 @@ class Convolution(Linear):
         if module.groups > 1 and 1 in (module.in_channels // module.groups, module.out_channels // module.groups):
             return "the filter of one channel is no matrix"
         if module.in_channels <= FEW_CHANNELS:
-            return f"it sees the {module.in_channels} channels of an image"
+            return f"its input has the {module.in_channels} channels of an image"
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
         return output.numel() // max(1, self.batched(output).shape[1])
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
-        """Whose second moment is A. A transposed one is seen as the convolution that it is the transpose of."""
+        """The patches whose second moment is A."""
         return Patches(self.batched(x), module)
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
-        """Whose second moment is G."""
+        """The patches whose second moment is G."""
         return Patches(self.batched(gradient))
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
@@ -225,15 +225,15 @@ class Convolution(Linear):
 
 
 class TransposedConvolution(Convolution):
-    """One of torch's, by its class."""
+    """nn.ConvTranspose1d, 2d or 3d: ``kind``. Its patches are those of the convolution that it transposes."""
 
     transposed = True
-    without_bias: str | None = "is added to every output pixel, it belongs to no column of the matrix"
+    without_bias: str | None = "is added to every output pixel, so it belongs to no column of the matrix"
 
     def refusal(self, module: Any) -> str | None:
         reason = super().refusal(module)
         if reason is None and (name := self.overridden(module)) is not None:
-            return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are not known"
+            return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are unknown"
         if reason is None and any(map(ge, module.output_padding, module.stride)):
             return "its output_padding is not below its stride"
         return reason

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,12 +27,12 @@ KEEP = {
     "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "clamp", "unsqueeze",
     "squeeze"
 }  # fmt: skip
-"""Methods after which the last dimension is what it was."""
+"""Methods that leave the last dimension as it is."""
 
 
 def cut_of(module: nn.Module | None, name: str, rows: int) -> Sizes | None:
-    """Sizes of the parts, one after the other and again up to the last row, of the outputs of ``self.name``; None where
-    the code does not show them, or cuts in several ways."""
+    """Sizes of the parts into which a module's code cuts the ``rows`` outputs of its projection ``name``; they repeat
+    down to the last row. None: the code does not show it, or cuts in several ways."""
     if module is None:
         return None
     kind: Any = type(module)
@@ -49,7 +49,7 @@ def cut_of(module: nn.Module | None, name: str, rows: int) -> Sizes | None:
 
 @cache
 def _methods(kind: Any) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """By name; of a method that a class overrides, its own."""
+    """Method name -> its syntax tree, of a class and its bases; overridden ones once, as the class has them."""
     methods: dict[str, Any] = {}
     for function in functions_of(kind):
         if not function.name.startswith(MAKES):
@@ -59,18 +59,27 @@ def _methods(kind: Any) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Outputs of the projection: their last dimension, or ``axis``; once viewed, the sizes that the code gives."""
+    """A variable with all outputs of the projection. ``axis``: the dimension that they are in; ``dims``: the sizes in
+    the code after a view, None without one."""
 
     axis: int = -1
     dims: tuple[ast.expr, ...] | None = None
+
+
+class _Scope(NamedTuple):
+    """In a method: the name of ``self``, the variables that are outputs, the last assignment of the other variables."""
+
+    self_name: str
+    values: dict[str, _Value]
+    numbers: dict[str, ast.expr]
 
 
 class _Reader:
     """Follows the outputs through a module's methods.
 
     Attributes:
-        cuts: sizes of the parts of each cut; () of one that is not understood.
-        bounds: of slices.
+        cuts: sizes of the parts of each cut; () for a cut that is not understood.
+        bounds: ends of slices of the outputs.
     """
 
     def __init__(self, module: nn.Module, name: str, rows: int, methods: dict[str, Any]) -> None:
@@ -79,26 +88,26 @@ class _Reader:
         self.bounds = set[int]()
         self._entered: set[tuple[str, str]] = set()
 
-    def read(self, function: Any, given: dict[str, _Value]) -> None:
-        self_name, numbers = own_name(function), dict[str, ast.expr]()
-        values = dict(given)
-        for statement in self._live(function.body, self_name):
+    def read(self, function: Any, values: dict[str, _Value]) -> None:
+        """Read a method; ``values``: its arguments that are outputs."""
+        scope = _Scope(own_name(function), dict(values), {})
+        for statement in self._live(function.body, scope.self_name):
             parts = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
             for part in parts:
                 for node in ast.walk(part):
-                    self._cut(node, self_name, values, numbers)
+                    self._cut(node, scope)
             if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 names = [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
-                value = self._value(statement.value, self_name, values, numbers)
-                one = len(targets) == 1 and isinstance(targets[0], ast.Name)
+                value = self._value(statement.value, scope)
+                single = len(targets) == 1 and isinstance(targets[0], ast.Name)
                 for variable in names:
-                    values.pop(variable, None)
-                    numbers.pop(variable, None)
-                    if one:
-                        numbers[variable] = statement.value
+                    scope.values.pop(variable, None)
+                    scope.numbers.pop(variable, None)
+                    if single:
+                        scope.numbers[variable] = statement.value
                         if value is not None:
-                            values[variable] = value
+                            scope.values[variable] = value
 
     def _live(self, body: Iterable[ast.stmt], self_name: str) -> Iterator[ast.stmt]:
         """Statements in their order, without branches that a flag of the module rules out."""
@@ -127,16 +136,14 @@ class _Reader:
         config = isinstance(node.value, ast.Attribute) and node.value.attr == "config"
         return value_of(self._attribute(node.value, self_name), node.attr) if config else None
 
-    def _number(
-        self, node: ast.expr | None, self_name: str, numbers: dict[str, ast.expr], depth: int = 0
-    ) -> int | None:
+    def _number(self, node: ast.expr | None, scope: _Scope, depth: int = 0) -> int | None:
         if isinstance(node, ast.Name) and depth < 8:
-            return self._number(numbers.get(node.id), self_name, numbers, depth + 1)
+            return self._number(scope.numbers.get(node.id), scope, depth + 1)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self._number(node.operand, self_name, numbers, depth)
+            value = self._number(node.operand, scope, depth)
             return None if value is None else -value
         if isinstance(node, ast.BinOp):
-            left, right = (self._number(x, self_name, numbers, depth) for x in (node.left, node.right))
+            left, right = (self._number(x, scope, depth) for x in (node.left, node.right))
             if left is None or right is None:
                 return None
             if isinstance(node.op, ast.Add | ast.Sub):
@@ -144,53 +151,49 @@ class _Reader:
             if isinstance(node.op, ast.FloorDiv) and right:
                 return left // right
             return left * right if isinstance(node.op, ast.Mult) else None
-        number: Any = node.value if isinstance(node, ast.Constant) else node and self._attribute(node, self_name)
+        number: Any = node.value if isinstance(node, ast.Constant) else node and self._attribute(node, scope.self_name)
         return number if type(number) is int else None
 
-    def _value(
-        self, node: ast.AST, self_name: str, values: dict[str, _Value], numbers: dict[str, ast.expr]
-    ) -> _Value | None:
+    def _value(self, node: ast.AST, scope: _Scope) -> _Value | None:
         """The outputs, if an expression is all of them; else None."""
         if isinstance(node, ast.Name):
-            return values.get(node.id)
+            return scope.values.get(node.id)
         if isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.MatMult):
-                return _Value() if self._is_own(node.right, self_name) or self._is_own(node.left, self_name) else None
-            return self._value(node.left, self_name, values, numbers) or self._value(
-                node.right, self_name, values, numbers
-            )
+                return _Value() if any(self._is_own(x, scope.self_name) for x in (node.right, node.left)) else None
+            return self._value(node.left, scope) or self._value(node.right, scope)
         if isinstance(node, ast.IfExp):
-            return self._value(node.body, self_name, values, numbers)
+            return self._value(node.body, scope)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
-            return _Value() if self._called(node.value, self_name) else None  # of an output and a bias
+            return _Value() if self._called(node.value, scope.self_name) else None  # a call that returns (output, bias)
         if not isinstance(node, ast.Call):
             return None
-        if self._called(node, self_name):
+        if self._called(node, scope.self_name):
             return _Value()
         name, function = name_of(node.func), node.func
         if isinstance(function, ast.Attribute) and name not in self.methods:
-            value = self._value(function.value, self_name, values, numbers)
+            value = self._value(function.value, scope)
             if value is not None:
                 if name in ("view", "reshape"):
-                    return replace(value, dims=self._dims(node.args, numbers))
+                    return replace(value, dims=self._dims(node.args, scope.numbers))
                 if name == "transpose" and value.dims is None:
-                    last = [self._number(x, self_name, numbers) for x in node.args]
+                    last = [self._number(x, scope) for x in node.args]
                     return replace(value, axis=-3 - value.axis) if set(last) == {-1, -2} else None
                 if name == "transpose":
-                    return value if {self._number(x, self_name, numbers) for x in node.args} == {1, 2} else None
+                    return value if {self._number(x, scope) for x in node.args} == {1, 2} else None
                 return value if name in KEEP else None
         if name in LINEAR | RIGHT or name.endswith("linear"):
-            return _Value() if any(self._is_own(x, self_name) for x in node.args) else None
+            return _Value() if any(self._is_own(x, scope.self_name) for x in node.args) else None
         return None
 
     def _called(self, node: ast.expr, self_name: str) -> bool:
-        """``self.NAME(..)``, or of an entry of it."""
+        """Whether an expression is ``self.NAME(..)``, or such a call of an entry of it."""
         function = node.func if isinstance(node, ast.Call) else None
         function = function.value if isinstance(function, ast.Subscript) else function
         return function is not None and child_of(function, self_name) == self.name
 
     def _is_own(self, node: ast.expr, self_name: str) -> bool:
-        """``self.NAME`` as an operand, or of it an entry, a transposed view, its weight."""
+        """Whether an operand is ``self.NAME``, or an entry, a transposed view or the weight of it."""
         while isinstance(node, ast.Subscript | ast.Call | ast.Attribute):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_name:
                 return node.attr == self.name
@@ -198,7 +201,7 @@ class _Reader:
         return False
 
     def _dims(self, arguments: Sequence[ast.expr], numbers: dict[str, ast.expr]) -> tuple[ast.expr, ...]:
-        """Of a view's arguments; a starred one, or one that is not known, is several."""
+        """The sizes in a view's arguments; a starred one stands for several."""
         if len(arguments) == 1:
             (only,) = arguments
             if isinstance(only, ast.Name) and only.id in numbers:
@@ -209,12 +212,12 @@ class _Reader:
                 return (ast.Starred(only.left, ast.Load()), *self._dims([only.right], numbers))
         return tuple(arguments)
 
-    def _cut(self, node: ast.AST, self_name: str, values: dict[str, _Value], numbers: dict[str, ast.expr]) -> None:
-        """Notes what an expression does to the outputs."""
+    def _cut(self, node: ast.AST, scope: _Scope) -> None:
+        """Note how an expression cuts the outputs, or read the method that it passes them to."""
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-            value = self._value(node.value, self_name, values, numbers)
+            value = self._value(node.value, scope)
             if value == _Value():
-                self._sliced(node.slice.elts, self_name, numbers)
+                self._sliced(node.slice.elts, scope)
         if not isinstance(node, ast.Call):
             return
         name, arguments = name_of(node.func), list(node.args)
@@ -222,7 +225,7 @@ class _Reader:
         if name in self.methods and isinstance(node.func, ast.Attribute):
             names = [x.arg for x in self.methods[name].args.args][1:]
             by_name = {**dict(zip(names, arguments, strict=False)), **words}
-            outputs = {n: self._value(x, self_name, values, numbers) for n, x in by_name.items() if n is not None}
+            outputs = {n: self._value(x, scope) for n, x in by_name.items() if n is not None}
             passed = {n: value for n, value in outputs.items() if value is not None}
             if passed and (name, str(passed)) not in self._entered:
                 self._entered.add((name, str(passed)))
@@ -230,64 +233,62 @@ class _Reader:
             return
         if name not in ("chunk", "split", "view", "reshape", "unflatten", "rearrange"):
             return
-        on = self._value(node.func.value, self_name, values, numbers) if isinstance(node.func, ast.Attribute) else None
+        on = self._value(node.func.value, scope) if isinstance(node.func, ast.Attribute) else None
         if on is None and arguments:  # torch.chunk(x, ..)
-            on, arguments = self._value(arguments[0], self_name, values, numbers), arguments[1:]
+            on, arguments = self._value(arguments[0], scope), arguments[1:]
         if on is None:
             return
         if name in ("view", "reshape", "unflatten"):
-            dims = self._dims(arguments[1:] if name == "unflatten" else arguments, numbers)
+            dims = self._dims(arguments[1:] if name == "unflatten" else arguments, scope.numbers)
             at = [i for i, x in enumerate(dims) if isinstance(x, ast.Constant) and x.value in (2, 3)]
             if at:
-                self.cuts.append(self._viewed(dims, at, self_name, numbers) if on == _Value() else ())
+                self.cuts.append(self._viewed(dims, at, scope) if on == _Value() else ())
         elif name == "rearrange":
-            self.cuts.append(self._rearranged(arguments, words, self_name, numbers) if on == _Value() else ())
+            self.cuts.append(self._rearranged(arguments, words, scope) if on == _Value() else ())
         else:
-            dim = self._number(arguments[1] if len(arguments) > 1 else words.get("dim"), self_name, numbers)
-            of = self._last(on.dims, self_name, numbers)
+            dim = self._number(arguments[1] if len(arguments) > 1 else words.get("dim"), scope)
+            of = self._last_size(on.dims, scope)
             if dim is None or of is None or (dim != on.axis and (dim < 2 or on.axis != -1)):
                 self.cuts.append(())
                 return
             how = arguments[0] if arguments else next(iter(words.values()))
-            if (sizes := self._sizes(name, how, of, self_name, numbers)) is None or sum(sizes) == of:
+            if (sizes := self._sizes(name, how, of, scope)) is None or sum(sizes) == of:
                 self.cuts.append(sizes or ())
 
-    def _last(self, dims: tuple[ast.expr, ...] | None, self_name: str, numbers: dict[str, ast.expr]) -> int | None:
-        """Size of the last dimension."""
+    def _last_size(self, dims: tuple[ast.expr, ...] | None, scope: _Scope) -> int | None:
+        """Size of the last dimension, in rows; None: unknown."""
         if dims is None:
             return self.rows
-        *_, before, last = [None, None, *(self._number(x, self_name, numbers) for x in dims)]
+        *_, before, last = [None, None, *(self._number(x, scope) for x in dims)]
         if last is not None and last > 0:
             return last if self.rows % last == 0 else None
         return self.rows // before if before is not None and before > 0 and self.rows % before == 0 else None
 
-    def _sizes(self, name: str, how: ast.expr, of: int, self_name: str, numbers: dict[str, ast.expr]) -> Sizes | None:
-        if isinstance(how, ast.Name) and isinstance(numbers.get(how.id), ast.List | ast.Tuple | ast.BinOp):
-            how = numbers[how.id]
+    def _sizes(self, name: str, how: ast.expr, of: int, scope: _Scope) -> Sizes | None:
+        if isinstance(how, ast.Name) and isinstance(scope.numbers.get(how.id), ast.List | ast.Tuple | ast.BinOp):
+            how = scope.numbers[how.id]
         times = 1
         if isinstance(how, ast.BinOp) and isinstance(how.op, ast.Mult):  # 3 * [width]
             for part, other in ((how.left, how.right), (how.right, how.left)):
                 if isinstance(part, ast.List | ast.Tuple):
-                    how, times = part, self._number(other, self_name, numbers) or 0
+                    how, times = part, self._number(other, scope) or 0
                     break
         if isinstance(how, ast.List | ast.Tuple):
-            sizes = [self._number(x, self_name, numbers) for x in how.elts] * times
+            sizes = [self._number(x, scope) for x in how.elts] * times
             return None if None in sizes else tuple(x for x in sizes if x is not None)
-        number = self._number(how, self_name, numbers)
+        number = self._number(how, scope)
         if number is None or number < 1:
             return None
         each = of // number if name == "chunk" else number
         return (each,) * (of // each) if each and of % each == 0 else None
 
-    def _viewed(self, dims: Sequence[ast.expr], at: list[int], self_name: str, numbers: dict[str, ast.expr]) -> Sizes:
-        """Of a view with one dimension of two or three parts."""
+    def _viewed(self, dims: Sequence[ast.expr], at: list[int], scope: _Scope) -> Sizes:
+        """Sizes of the parts of a view with a dimension of 2 or 3 parts, at one of ``at``; () if there are several."""
         if len(at) > 1:
             return ()
         place = at[0]
         count: Any = getattr(dims[place], "value", 0)
-        before, after = (
-            [self._number(x, self_name, numbers) for x in part] for part in (dims[:place], dims[place + 1 :])
-        )
+        before, after = ([self._number(x, scope) for x in part] for part in (dims[:place], dims[place + 1 :]))
         inner = [x for x in after if x is not None and x > 0]
         if len(inner) == len(after):
             each = prod(inner)
@@ -301,38 +302,32 @@ class _Reader:
     def _heads(self) -> set[Any]:
         return {value_of(place, x) for place in (self.module, value_of(self.module, "config")) for x in HEADS}
 
-    def _rearranged(
-        self,
-        arguments: Sequence[ast.expr],
-        words: dict[str | None, ast.expr],
-        self_name: str,
-        numbers: dict[str, ast.expr],
-    ) -> Sizes:
-        """Of einops' pattern "b n (qkv h d) -> .."."""
+    def _rearranged(self, arguments: Sequence[ast.expr], words: dict[str | None, ast.expr], scope: _Scope) -> Sizes:
+        """Sizes of the parts of einops' pattern "b n (qkv h d) -> .."; () where they are not clear."""
         pattern = next((x.value for x in arguments if isinstance(x, ast.Constant) and isinstance(x.value, str)), "")
         left = pattern.partition("->")[0].strip()
         group = left[left.rfind("(") + 1 : -1].split() if left.endswith(")") else []
-        sizes = {axis: self._number(words.get(axis), self_name, numbers) for axis in group}
+        sizes = {axis: self._number(words.get(axis), scope) for axis in group}
         at = [i for i, axis in enumerate(group) if sizes[axis] in (2, 3)]
         dims = [words.get(axis, ast.Name(axis, ast.Load())) for axis in group]
         if len(at) != 1:
             return ()
         if any(sizes[axis] is None for axis in group[: at[0]]) and any(sizes[x] is None for x in group[at[0] + 1 :]):
             return ()
-        known = [ast.Constant(sizes[x]) if sizes[x] else d for x, d in zip(group, dims, strict=True)]
-        return self._viewed(known, at, self_name, numbers)
+        constants = [ast.Constant(sizes[x]) if sizes[x] else d for x, d in zip(group, dims, strict=True)]
+        return self._viewed(constants, at, scope)
 
-    def _sliced(self, parts: Sequence[ast.expr], self_name: str, numbers: dict[str, ast.expr]) -> None:
-        """``x[..., a:b]``, or with three dimensions."""
+    def _sliced(self, parts: Sequence[ast.expr], scope: _Scope) -> None:
+        """Note a slice ``x[..., a:b]``, or one of a tensor with three dimensions."""
         last, whole = parts[-1], len(parts) > 2 or any(isinstance(x, ast.Constant) and x.value is ... for x in parts)
         if not whole or not isinstance(last, ast.Slice):
             return
         if last.step is not None:
-            self.cuts.append((1, 1) if self._number(last.step, self_name, numbers) == 2 else ())
+            self.cuts.append((1, 1) if self._number(last.step, scope) == 2 else ())
             return
         for end in (last.lower, last.upper):
             if end is not None:
-                at = self._number(end, self_name, numbers)
+                at = self._number(end, scope)
                 if at is None or not -self.rows < at <= self.rows:
                     self.cuts.append(())
                     return
@@ -340,7 +335,7 @@ class _Reader:
 
 
 def value_of(place: Any, name: str) -> Any:
-    """An attribute; None where there is none, or a property that fails as long as the model does not run."""
+    """An attribute, or None; also where a property raises because the model does not run yet."""
     try:
         return getattr(place, name, None)
     except Exception:

@@ -1,12 +1,12 @@
-"""What K-FAC has to know about a layer; linear layers. Shape suffixes: O and I, the sides of the layer's matrix.
+"""What K-FAC has to know about a layer, and linear layers. Shape suffixes: O and I, the sides of the layer's matrix.
 
-**Tensor-parallel linears**: this rank's shard of a weight is a layer of its own.
+**Tensor-parallel linears**: each rank's shard of a weight is a layer.
 
-    column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the own outputs
-    row parallel      weight [O, I / t]    A is the diagonal block of the own inputs, G the whole layer's
+    column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the shard's outputs
+    row parallel      weight [O, I / t]    A is the diagonal block of the shard's inputs, G the whole layer's
 
-Together the shards are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers, Megatron's, and
-transformers' Conv1D are found by name and attributes; none is imported.
+The shards together are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers, Megatron's layers and
+transformers' Conv1D are recognised by name and attributes; none is imported.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from ds_kfac.curvature.factor import Side
 
 
 def key_of(layer: str, side: str) -> str:
-    """Key of a layer's own factor; ``side`` is "A" or "G"."""
+    """Key of a layer's factor; ``side`` is "A" or "G"."""
     return f"{layer}/{side}"
 
 
@@ -30,8 +30,8 @@ def key_of(layer: str, side: str) -> str:
 class LayerSpec:
     """One preconditioned layer, as every rank sees it; plain values only.
 
-    Its matrix is [O, I], outputs times inputs, the bias as last column; of a norm a single row of (weight, bias) pairs.
-    With groups it is a stack of such matrices.
+    Its matrix is [O, I], outputs times inputs, with the bias as last column. A norm's is a single row of (weight, bias)
+    pairs. With groups there are several matrices, [groups, O, I].
     """
 
     name: str
@@ -44,31 +44,31 @@ class LayerSpec:
     bias: str | None
     """Name of the bias parameter; None if there is none, or it is frozen."""
     A: Side
-    """Of its inputs, with a 1 for the bias."""
+    """Side of its inputs, with a 1 appended for the bias."""
     G: Side
-    """Of its output gradients."""
+    """Side of its output gradients."""
     product: bool = False
-    """Whether its rows are those that a product with its parameter is seen to take, see ``products.py``; else those of
-    the module's calls."""
+    """Whether its rows are the operands of products with its parameter, see ``products.py``; else they are the inputs
+    of the module's calls."""
     also: tuple[str, ...] = ()
-    """Names of other modules of the kind with the same parameters, whose calls are calls of this one."""
+    """Names of other modules of this kind with the same parameters; their calls count as calls of this layer."""
     copies: int = 1
-    """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
+    """Tensor-parallel ranks that hold the same layer; 1 if each has another shard."""
     cut: tuple[int, int] = (1, 1)
-    """Into how many tensor-parallel shards the whole layer's outputs and inputs are cut; this is one of them."""
+    """Numbers of tensor-parallel shards into which the whole layer's outputs and inputs are cut; this is one shard."""
     groups: int = 1
-    """Independent maps of equal shape (a convolution's groups), each with its own block of A and of G."""
+    """Independent maps of equal shape (a convolution's groups), each with a block of A and a block of G."""
     keeps_direction: str | None = None
-    """Why its directions are not to be orthogonalized."""
+    """Why its directions are not to be orthogonalized; None: they are."""
     part: tuple[int, int] = (0, 1)
-    """(index, count): it is this one of so many equal parts of its parameters, such as an expert of a stack."""
+    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such as an expert."""
     blocks: tuple[int, ...] = ()
-    """Of output rows, for a matrix that is several maps in one: block k is the k-th so many rows of every
-    ``sum(blocks)``. Empty: it is one."""
+    """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last row: every
+    ``sum(blocks)`` rows have one run of each block. Empty: the matrix is one map."""
     guessed: str = ""
-    """What is to be said of its blocks, if the code does not show them."""
+    """What the report says about the blocks, if the code does not show them."""
     shares: str | None = None
-    """The layer whose A is its own, too; known before training, as that of a stack's experts."""
+    """Name of the layer whose A this layer uses, if that is known before training, as for the experts of a stack."""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -76,27 +76,27 @@ class LayerSpec:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the layer's matrix: (O, I), or (groups, O, I)."""
+        """Shape of the layer's matrix: (O, I), or (groups, O, I)."""
         if self.groups == 1:
             return self.G.dim, self.A.dim
         return self.groups, self.G.dim // self.groups, self.A.dim // self.groups
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """The same of the layer that this is a shard of."""
+        """Shape of the whole layer, of which this one may be a tensor-parallel shard."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
 
     @cached_property
     def maps(self) -> tuple[tuple[int, int], ...]:
-        """(O, I) of each map in the layer: of its groups, and of the blocks in its matrix."""
+        """(O, I) of each map in the layer: of each block in the matrix of each group."""
         O, I = self.shape[-2:]  # noqa: E741
         rows = [size * (O // sum(self.blocks)) for size in self.blocks] or [O]
         return tuple((size, I) for size in rows) * self.groups
 
     @cached_property
     def keys(self) -> tuple[str, str]:
-        """Of its own factors, A and G."""
+        """Keys of the layer's own factors, A and G."""
         return key_of(self.name, "A"), key_of(self.name, "G")
 
     @cached_property
@@ -106,12 +106,12 @@ class LayerSpec:
 
 
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
-    """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
+    """A parameter's full shape: under ZeRO-3 it is in ``ds_shape``, and the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def computed_parameter(module: Any) -> str | None:
-    """Why a module whose weight or bias is computed (weight_norm and other parametrizations) is not for us, or None."""
+    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None."""
     for name in ("weight", "bias"):
         if getattr(module, name, None) is not None and name not in module._parameters:
             return f"its {name} is computed by a parametrization, not a parameter"
@@ -122,11 +122,11 @@ class LayerType(ABC):
     """A row of the table of layer types; stateless.
 
     Attributes:
-        needs_gradients: even its A is made of output gradients.
-        without_bias: why a bias is not part of the layer; None: it is.
-        transposed: the weight of a linear map lies [I, O].
-        images: its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
-        kind: class of the modules that it may describe.
+        needs_gradients: whether even A is made of output gradients.
+        without_bias: why a bias is not part of the layer; None: it is part of it.
+        transposed: whether a linear map's weight is stored [I, O].
+        images: whether its tensors are images [N, C, ..]: then no mask [N, T] fits their rows.
+        kind: class, or classes, of the modules that it may describe.
     """
 
     needs_gradients = False
@@ -141,22 +141,22 @@ class LayerType(ABC):
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        """(I, O), from attributes or ``ds_shape``: ZeRO-3 leaves empty weights behind."""
+        """(I, O), from attributes or ``ds_shape``: under ZeRO-3 weights are empty."""
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        """The sides' structure, where the type fixes it."""
+        """(A, G) with the structure that the type fixes; by default the sides as they are."""
         return side_A, side_G
 
     def keeps_direction(self, module: Any) -> str | None:
-        """Why its directions are not to be orthogonalized."""
+        """Why directions of the module's layer are not to be orthogonalized; None: they are."""
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
-        """How many rows a call has, whichever of them count."""
+        """How many rows a call has, with those that do not count."""
         return output.numel() // max(1, output.shape[-1])
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        """From a call's input and output gradient: rows of G, of A if it ``needs_gradients``."""
+        """Rows of G, or of A if the type ``needs_gradients``, from a call's input and output gradient."""
         return gradient
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Linear(LayerType):
         if not isinstance(module, nn.Linear):
             return ""
         if type(module).forward is not nn.Linear.forward:
-            return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are not known"
+            return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are unknown"
         return computed_parameter(module)
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class Linear(LayerType):
 
 
 class Conv1D(Linear):
-    """transformers' (GPT-2), y = x W + b: like :class:`Linear`, with the weight [I, O]."""
+    """transformers' Conv1D (GPT-2), y = x W + b: :class:`Linear` with the weight [I, O]."""
 
     transposed = True
 
@@ -214,19 +214,21 @@ AUTOTP_KINDS = {"LinearLayer": "ColumnParallelLinear", "LinearAllreduce": "RowPa
 
 
 class _Shard(Linear):
+    """A shard of a tensor-parallel linear, DeepSpeed's or Megatron's. ``name``: Megatron's class; ``shape``: its
+    attribute with the size of the cut side; ``unfit``: (flag, value, why a layer with that value is left alone)."""
+
     name: str
     shape: str
-    """What Megatron calls the size of the cut side."""
     unfit: tuple[str, bool, str]
-    """Flag of a Megatron layer, and what it says and why where the tensors are not its shard's rows."""
 
     def refusal(self, module: Any) -> str | None:
         kind = type(module)
         if kind.__module__ == "deepspeed.module_inject.layers":
             if AUTOTP_KINDS.get(kind.__name__) == self.name:
                 return computed_parameter(module)
-            known = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"  # one of the two reports it
-            return "" if known else f"AutoTP's {kind.__name__}: how it cuts the weight's rows or columns is not known"
+            # of the two classes that are asked about an unknown kind, only one reports it
+            silent = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"
+            return "" if silent else f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or columns"
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
         if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
@@ -240,21 +242,21 @@ class _Shard(Linear):
 
 
 class ColumnParallelLinear(_Shard):
-    """A shard of outputs: rows of W, with their part of the bias."""
+    """A shard of the outputs: rows of W, with their part of the bias."""
 
     name, shape = "ColumnParallelLinear", "output_size_per_partition"
     unfit = "gather_output", True, "gather_output: its output is not its shard's"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        if getattr(module, "gather_output", False):  # AutoTP's, whose output is the whole layer's
+        if getattr(module, "gather_output", False):  # an AutoTP layer, which returns the whole layer's outputs
             sizes = module._partition_sizes
             gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])
         return gradient
 
 
 class RowParallelLinear(_Shard):
-    """A shard of inputs: columns of W."""
+    """A shard of the inputs: columns of W."""
 
     name, shape = "RowParallelLinear", "input_size_per_partition"
     unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
-    without_bias: str | None = "is added to the sum over tensor-parallel ranks, it belongs to no shard"
+    without_bias: str | None = "is added to the sum over tensor-parallel ranks, so it belongs to no shard"

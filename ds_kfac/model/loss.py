@@ -25,12 +25,10 @@ VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 
 
 def class_dim(prediction: Tensor) -> int:
-    """The dimension of a prediction that holds the C outputs of one term.
-
-    The last of [N, C]. With more dimensions the graph shows where the outputs of the last product are, also after
-    transposes: [N, C, L] and [N, C, H, W] of a convolution, [N, T, C] and [N, H, W, C] of a linear layer. Where the
-    graph does not show it: as torch's losses have it, the second of images, else the last.
-    """
+    """The dimension of a prediction that holds the C outputs of one term: the last of [N, C]. With more dimensions the
+    graph shows where the outputs of the last product are, also after transposes: [N, C, L] and [N, C, H, W] of a
+    convolution, [N, T, C] and [N, H, W, C] of a linear layer. Else, as in torch's losses: the second of images, or the
+    last."""
     if prediction.ndim < 3:
         return -1
     place = _output_dim(prediction.grad_fn, tuple(prediction.shape))
@@ -38,10 +36,8 @@ def class_dim(prediction: Tensor) -> int:
 
 
 def _output_dim(node: Any, shape: tuple[int, ...]) -> int | None:
-    """The dimension of ``node``'s result, of ``shape``, that holds the outputs of the last product; None: unknown.
-
-    Goes down from the result to the product, then carries the product's output dimension up again.
-    """
+    """The dimension of ``node``'s result, of ``shape``, that holds the outputs of the last product; None: unknown. Goes
+    down from the result to the product, then carries the product's output dimension up again."""
     moves: list[Callable[[int], Any]] = []  # of each node: dimension of its operand -> of its result, or None: lost
     place, convolution = None, False
     while node is not None:
@@ -145,10 +141,8 @@ def _dim_in_view(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int
 
 
 def losses_in(loss: Tensor) -> set[Value]:
-    """The scalars that a loss is computed from through scalars alone, itself included.
-
-    For a weighted sum or a mean of losses these are the losses and all partial sums; no logits.
-    """
+    """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
+    losses these are the losses and all partial sums; no logits."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
@@ -185,7 +179,7 @@ class Forward:
     """One forward of the model and its loss. The calls of its layers hold it; it holds no graph.
 
     Attributes:
-        info: what the model's arguments show.
+        info: what the model's arguments show about the micro-batch.
         detached: whether no input of the model came from another graph.
         summed: layers with a call whose sum of inputs was made at once, and whose gradient is still to come.
         proven: layers that were called, in a step that proves.
@@ -259,10 +253,8 @@ class Forward:
             self._reached[value] = gradient.detach().float()
 
     def take(self, among: Collection[Value] | None) -> None:
-        """Set :attr:`seed` during a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown.
-
-        None where the loss sums several that the model returned: their weights are the caller's.
-        """
+        """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
+        None where the loss sums several that the model returned: their weights are the caller's."""
         losses = [value for value in self._losses if (value in self._reached if among is None else value in among)]
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
 
@@ -314,8 +306,7 @@ def of_levels(output: Any) -> bool:
 
 
 def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
-    """M of a loss that is computed outside of the model: one term per prediction that the mask does not leave out. None
-    where the model returned no prediction."""
+    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction."""
     prediction = returned_prediction(output)
     if prediction is None:
         return None
@@ -333,8 +324,7 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
 
 
 def accumulates(weight: Tensor) -> bool:
-    """Whether the running backward adds to a parameter's gradient; autograd.grad, or a backward with other ``inputs``,
-    does not."""
+    """Whether the running backward adds to a parameter's gradient; autograd.grad and other ``inputs`` do not."""
     if not weight.requires_grad:
         return False
     try:

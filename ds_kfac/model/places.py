@@ -1,7 +1,7 @@
-"""Where the elements of a tensor lie in a parameter: of its views, of copies, of what is picked out of a stack.
+"""Which elements of a parameter a tensor holds: for views, for copies, and for matrices picked out of a stack.
 
-A tensor is the parameter's only if the gradient of its elements is that of the parameter's, as autograd's graph has it:
-not what is scaled, masked, changed in place, or made without gradient.
+A tensor has a place in a parameter only if, by autograd's graph, the gradient of its elements is the gradient of the
+parameter's elements. A tensor that is scaled, masked, changed in place or detached has none.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,16 +21,16 @@ VIEWS = {
     )
 }  # fmt: skip
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
-"""Nodes of autograd that hand a gradient on, element by element. "Clamp": where nothing is bounded, see
-:meth:`Places.follow`."""
+"""Nodes of autograd that pass on each element's gradient unchanged. "Clamp" does so only if no element was bounded,
+which :meth:`Places.follow` checks."""
 
 
 class Place(NamedTuple):
-    """Where a tensor's elements lie in a parameter.
+    """Where a tensor's elements are in a parameter.
 
     Attributes:
-        shape, stride, offset: as those of a view of it.
-        chosen: of what was picked out of a stack: which of its matrices; ``stride`` has them one after the other.
+        shape, stride, offset: of a view of the parameter with the same elements.
+        chosen: int64, matrices that were picked out of a stack, or None; ``stride`` has them one after the other.
     """
 
     param: nn.Parameter
@@ -41,21 +41,23 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Of tensors in some parameters, each a stack of so many equal matrices. :meth:`follow` is told of copies."""
+    """The places of tensors in ``params``: parameter -> number of equal matrices that it is a stack of. :meth:`follow`
+    must be called after each torch function, so that copies are known."""
 
     def __init__(self, params: Mapping[nn.Parameter, int]) -> None:
         self._params = {id(param): (param, count) for param, count in params.items()}
-        self._copies = WeakTensorKeyDictionary()  # -> its version, and its place; None: of a frozen parameter's
+        self._copies = WeakTensorKeyDictionary()  # copy -> (its version, its place; None: copied from a frozen one)
 
     def clear(self) -> None:
         self._copies.clear()
 
     def count(self, param: nn.Parameter) -> int:
-        """Matrices in it."""
+        """Number of matrices in a parameter."""
         return self._params[id(param)][1]
 
     def follow(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> bool:
-        """A torch function of that name was called: whether it made a copy of what is known, or picked out of it."""
+        """Note a call of the torch function ``name``. Returns whether ``output`` is a copy of a tensor with a place, or
+        was picked out of one."""
         if not isinstance(output, Tensor):
             return False
         if name in COPIES:
@@ -63,14 +65,14 @@ class Places:
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
     def holder(self, tensor: Tensor) -> nn.Parameter | None:
-        """Whose view, or copy that was followed, a tensor is."""
+        """The parameter that a tensor is a view or a followed copy of, or None."""
         base = base_of(tensor)
         _, place = self._copies.get(base, (0, None))
-        found: tuple[Any, int] = self._params.get(id(base), (None, 0))
-        return found[0] if place is None else place.param
+        param: Any = self._params.get(id(base), (None, 0))[0]
+        return param if place is None else place.param
 
     def find(self, tensor: Any) -> Place | None:
-        """Where it lies in a parameter, if the gradient of its elements is that of the parameter's."""
+        """The place of a tensor; None: its elements, or their gradients, are not a parameter's."""
         if not isinstance(tensor, Tensor):
             return None
         base = base_of(tensor)
@@ -104,17 +106,15 @@ class Places:
         return True
 
     def _picked(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> bool:
-        """``stack[indices]`` with a vector of indices is a copy that knows nothing of the stack."""
-        given = dict(
-            zip(("input", "dim", "index") if name == "index_select" else ("input", "index"), args, strict=False)
-        )
-        given |= kwargs
-        place, index = self.find(given.get("input")), given.get("index")
-        if place is None or output._base is not None or place.chosen is not None or given.get("dim", 0) != 0:
+        """Note ``stack[indices]`` with a vector of indices: a copy, in which nothing points to the stack."""
+        names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        place, index = self.find(arguments.get("input")), arguments.get("index")
+        if place is None or output._base is not None or place.chosen is not None or arguments.get("dim", 0) != 0:
             return False
         if isinstance(index, list) and all(type(i) is int for i in index):
             index = torch.tensor(index)
-        if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:  # that would be a mask
+        if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:  # uint8 is a mask
             return False
         index = index.nonzero().flatten() if index.dtype is torch.bool else index
         param, count = self._params[id(place.param)]
@@ -127,8 +127,8 @@ class Places:
         return True
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether rows are a parameter's, as in a low-rank update or a penalty, and no batch's. Those repeated
-        for each example are a batch's."""
+        """Whether rows x are a parameter's, as in a low-rank update or a penalty. A parameter that is expanded over the
+        examples counts as a batch's rows."""
         base = base_of(x)
         if base in self._copies or isinstance(leaf_of(x, VIEWS), nn.Parameter):
             return True
@@ -140,7 +140,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """Whose gradient is that of a tensor, handed on by such nodes alone."""
+    """The leaf from which ``passes`` nodes alone lead to a tensor, so that their gradients are equal; or None."""
     node: Any = tensor.grad_fn
     if node is None:
         return tensor if tensor.requires_grad else None
@@ -150,5 +150,5 @@ def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
 
 
 def lies_as(copy: Tensor, place: Place) -> bool:
-    """Whether a copy lies in its own memory as what it is a copy of does in the parameter's."""
+    """Whether a copy has the strides of its original's place in the parameter."""
     return all(n == 1 or a == b for n, a, b in zip(copy.shape, copy.stride(), place.stride, strict=True))

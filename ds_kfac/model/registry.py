@@ -1,9 +1,9 @@
-"""The table of layer types: a new one is a class and a line. Here are norms, by unit-wise Fisher.
+"""The table of layer types, and norms with the unit-wise Fisher. A new layer type is a class and a line in the table.
 
-A channel's (weight, bias) gets the 2 x 2 second moment of its own gradient (xhat g, g) per loss term; RMSNorm, without
-a bias, a single number. As a layer: a matrix of one row, weight and bias of a channel side by side, whose side A is
-block-diagonal with blocks of 2, and no G. In norms of images [N, C, ..] the gradient of a loss term is the sum over an
-example's positions.
+The factor of a norm has a 2 x 2 block per channel: the second moment of (xhat g, g), the gradient of (weight, bias) per
+loss term; RMSNorm, without a bias, has a number per channel. The layer is a matrix of one row, in which a channel's
+weight and bias are neighbours; A has blocks of 2, G is the identity. In norms of images [N, C, ..] the gradient of a
+loss term is the sum over an example's positions.
 
 Source: SP-NGD, Osawa et al. 2020 (arXiv:2002.06015), sec. 4.2.
 """
@@ -27,10 +27,10 @@ class Norm(layers.LayerType):
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """xhat, the input before weight and bias."""
+        """xhat: the normalized input, before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Gradients at each position, [.., channels] -> of each loss term."""
+        """Gradients per position -> gradients per loss term; both have channels last for rows, second for images."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class Norm(layers.LayerType):
         return f"{type(module).__name__} is no linear map's matrix"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        assert x is not None  # kept, because needs_gradients
+        assert x is not None  # capture keeps inputs of types with needs_gradients
         gradient = gradient.float()
         rows = self.of_term(self.normalized(module, x.float()) * gradient)
         if module._parameters.get("bias") is not None:
@@ -81,11 +81,11 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """torch's, and transformers' (LlamaRMSNorm and its kin, found by their name and ``variance_epsilon``)."""
+    """nn.RMSNorm, and transformers' (LlamaRMSNorm etc., recognised by their name and ``variance_epsilon``)."""
 
     def refusal(self, module: Any) -> str | None:
-        kin = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-        if type(module) is not nn.RMSNorm and not kin:
+        of_transformers = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+        if type(module) is not nn.RMSNorm and not of_transformers:
             return ""
         return self.unfit(module) or ("it has a bias" if getattr(module, "bias", None) is not None else None)
 
@@ -106,14 +106,14 @@ class _ImageNorm(Norm):
 
 
 class BatchNorm(_ImageNorm):
-    """nn.BatchNorm1d, 2d, 3d. xhat is made of its input again, never of its output: (y - bias) / weight is no number
-    where a weight is zero, as zero_init_residual leaves it."""
+    """nn.BatchNorm1d, 2d, 3d. xhat is computed from the input, not from the output: (y - bias) / weight is 0 / 0 for a
+    weight of zero, as with zero_init_residual."""
 
     kind = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
     def refusal(self, module: Any) -> str | None:
         if isinstance(module, nn.SyncBatchNorm):
-            return "its statistics are those of all ranks, which its input does not show"
+            return "its statistics are those of all ranks, and its input is this rank's"
         if type(module).forward is not nn.BatchNorm2d.forward:
             return f"{type(module).__name__} overrides BatchNorm2d.forward"
         return self.unfit(module)
@@ -149,7 +149,7 @@ LAYERS: dict[str, layers.LayerType] = {
     "RowParallelLinear": layers.RowParallelLinear(),
 }
 SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
-"""Types of a tensor-parallel rank's part of a Linear -> which side of its matrix [O, I] is cut."""
+"""Type of a tensor-parallel shard of a Linear -> which side of its matrix [O, I] is cut."""
 MATRICES = tuple(kind for kind in LAYERS if kind == "Linear" or kind.startswith("Conv"))
-"""Types that a config without types takes: linear maps and convolutions."""
+"""Default of ``kfac.layers.types``: linear maps and convolutions."""
 TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)

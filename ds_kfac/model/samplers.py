@@ -1,8 +1,7 @@
-"""Losses on labels drawn from a model's own prediction, for a Monte-Carlo Fisher (Kunstner et al. 2019,
-arXiv:1905.12558): a ready :class:`Sampler` for each of :data:`SAMPLERS`.
+"""Losses on labels that are drawn from the model's prediction, for a Monte-Carlo Fisher (Kunstner et al. 2019,
+arXiv:1905.12558). :data:`SAMPLERS` are ready to use.
 
-A sampler must form the same loss as the training does, a mean over the same terms, with drawn labels in place of the
-true ones.
+A sampler must compute the training's loss, a mean over the same terms, with drawn labels in place of the true ones.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,8 @@ which terms have a loss. Draw from the generator only, so that a resumed run dra
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in what a module returned: a tensor, or ``.logits`` of a Hugging Face output. Raises ValueError if
-    it is neither, or a scalar, which is a loss."""
+    """The prediction in a module's output: a tensor, ``.logits`` of a Hugging Face output, or the second entry of a
+    tuple. Raises ValueError if there is none, or only a scalar, which is a loss."""
     tensor = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     if isinstance(tensor, tuple) and len(tensor) > 1:  # (loss, logits, ...)
         tensor = tensor[1]
@@ -39,7 +38,7 @@ def prediction_tensor(output: Any) -> Tensor:
 
 
 def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
-    """Of a number for every term of the loss, those without a label left out."""
+    """The mean of the terms of a loss, without those that have no label."""
     labelled = batch.labelled
     if labelled is None or labelled.numel() != values.numel():
         return values.mean()
@@ -48,8 +47,8 @@ def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
 
 
 def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of convolutions [N, C, L]
-    and [N, C, H, W]), their mean negative log-likelihood."""
+    """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
+    logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
     logits = prediction_tensor(output)
     logits = logits.movedim(class_dim(logits), -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
@@ -63,7 +62,8 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
 def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
     """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
 
-    That loss is the negative log-likelihood of a Gaussian of variance C/2 around the prediction; so are the targets.
+    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance C/2;
+    targets are drawn from this Gaussian around the prediction.
     """
     prediction = prediction_tensor(output).float()
     variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
@@ -72,8 +72,8 @@ def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
 
 
 def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with squared errors summed over the outputs, a mean over predictions; see :func:`mse`, of which
-    it is C times: the variance is 1/2."""
+    """For regression with squared errors that are summed over outputs, a mean over predictions: C times :func:`mse`, so
+    the Gaussian's variance is 1/2."""
     prediction = prediction_tensor(output).float()
     outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * 0.5**0.5

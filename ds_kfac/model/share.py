@@ -1,4 +1,4 @@
-"""How much of a model is stepped along K-FAC's directions, and what is left out."""
+"""How much of a model K-FAC steps, and which matrices it leaves out."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from ds_kfac.model.scan import Scan, numel
 from ds_kfac.model.tables import tables
 
 NAMED = 3
-"""Kinds of modules that are named, the largest ones."""
+"""Kinds of modules that the report names, those with the most elements."""
 UNKNOWN = "parameter", "held by no module"
 
 
 @dataclass(frozen=True)
 class Share:
-    """Trained parameters, counted.
+    """Counts of trained parameters.
 
     Attributes:
-        matrices: elements of all matrices. A table is none: an embedding, what rows are looked up in, what is
-            broadcast.
-        stepped: of these, those in K-FAC layers.
-        curved: of these, those of layers of which a factor has more than a diagonal.
-        others: elements of all parameters that are in no K-FAC layer.
-        left: (kind of module, reason) -> elements of matrices in no K-FAC layer, largest first.
+        matrices: elements of all matrices, without tables (where rows are looked up) and parameters that are broadcast.
+        stepped: elements of matrices in K-FAC layers.
+        curved: elements of matrices in K-FAC layers with a factor that is more than a diagonal.
+        kinds: (kind of layer, number of layers).
+        others: elements of all parameters in no K-FAC layer.
+        skipped: ((kind of module, reason), elements of matrices in no K-FAC layer), the largest first.
     """
 
     matrices: int
@@ -33,7 +33,7 @@ class Share:
     curved: int
     kinds: tuple[tuple[str, int], ...]
     others: int
-    left: tuple[tuple[tuple[str, str], int], ...]
+    skipped: tuple[tuple[tuple[str, str], int], ...]
 
     @property
     def fraction(self) -> float:
@@ -51,8 +51,8 @@ class Share:
         )
 
     def exceptions(self) -> str:
-        named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.left[:NAMED]]
-        return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
+        named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.skipped[:NAMED]]
+        return ", ".join(named) + (", .." if len(self.skipped) > NAMED else "")
 
 
 def share(layers: Sequence[LayerSpec], parameters: int) -> str:
@@ -64,46 +64,46 @@ def share(layers: Sequence[LayerSpec], parameters: int) -> str:
     )
 
 
-def share_of(model: nn.Module, found: Scan) -> Share:
-    """Of a model, or of a stage of it, by what :func:`ds_kfac.model.scan.scan` found."""
-    ours = {name for layer in found.layers for name in layer.parameters}
-    has = [layer for layer in found.layers if max(layer.A.block, layer.G.block) > 1]
-    curved = {name for layer in has for name in layer.parameters}
+def share_of(model: nn.Module, scan: Scan) -> Share:
+    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``."""
+    ours = {name for layer in scan.layers for name in layer.parameters}
+    curved_layers = [layer for layer in scan.layers if max(layer.A.block, layer.G.block) > 1]
+    curved = {name for layer in curved_layers for name in layer.parameters}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    others = other_matrices(model, found)
+    others = other_matrices(model, scan)
     matrices = {n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))}
-    reasons = {left.name: (left.kind, left.reason) for left in found.skipped}
-    left: Counter[tuple[str, str]] = Counter()
+    reasons = {each.name: (each.kind, each.reason) for each in scan.skipped}
+    skipped: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - ours:
-        left[reasons.get(name.rpartition(".")[0], reasons.get(name, UNKNOWN))] += matrices[name]
+        skipped[reasons.get(name.rpartition(".")[0], reasons.get(name, UNKNOWN))] += matrices[name]
     return Share(
         matrices=sum(matrices.values()),
         stepped=sum(size for name, size in matrices.items() if name in ours),
         curved=sum(size for name, size in matrices.items() if name in curved),
-        kinds=tuple(Counter(layer.kind for layer in found.layers).items()),
+        kinds=tuple(Counter(layer.kind for layer in scan.layers).items()),
         others=sum(numel(p) for name, p in trained.items() if name not in ours),
-        left=tuple(left.most_common()),
+        skipped=tuple(skipped.most_common()),
     )
 
 
-def other_matrices(model: nn.Module, found: Scan) -> set[str]:
-    """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
-    ours = {name for layer in found.layers for name in layer.parameters}
-    held = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    held |= tables(model)
+def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
+    """Names of the matrices in no K-FAC layer, trained or frozen; tables, such as embeddings, do not count."""
+    ours = {name for layer in scan.layers for name in layer.parameters}
+    table_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    table_ids |= tables(model)
     named = dict(model.named_parameters()).items()
-    others = {n: p for n, p in named if n not in ours and id(p) not in held and is_matrix(p)}
+    others = {n: p for n, p in named if n not in ours and id(p) not in table_ids and is_matrix(p)}
     return {name for name, parameter in others.items() if not is_broadcast(model, name, parameter)}
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """By its shape: two sides at least, and several outputs."""
+    """Whether a parameter has the shape of a matrix: at least two sides above 1, and several outputs."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
 
 
 def is_broadcast(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter in no layer is made to be broadcast, with a side of 1 where a stack of matrices has none."""
+    """Whether a parameter in no layer is made to be broadcast: it has a side of 1, unlike a stack of matrices."""
     module = model.get_submodule(name.rpartition(".")[0])
-    shape = parameter_shape(parameter)  # which modules of TorchScript do not give by name
+    shape = parameter_shape(parameter)  # not module.weight's: modules of TorchScript have no parameters by name
     return not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and len(shape) > 2 and 1 in shape[:-1]

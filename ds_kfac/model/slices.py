@@ -2,13 +2,13 @@
 chunk of all rows.
 
 - An input that is a view into a tensor of the whole batch shows its rows by its place in memory.
-- A call with as many rows that follows such a call, as a second layer's does, is guessed to have the same rows.
+- A call with as many rows that follows such a call, such as the next layer's, is guessed to have the same rows.
 - Other calls of a module are guessed to come in the order of the rows.
 
-A guess holds if the module's calls have had every row of the batch once. That shows when the forward ends, before
-gradients come: inputs that the graph keeps are summed then. In checkpointing the graph does not keep them, and in
-recomputations gradients come call by call. There a guess counts at once, if the call follows one that memory shows, or
-if the module's calls have had every row once before. If such a guess fails, a warning says so.
+A guess is right if the module's calls got every row of the batch exactly once. That is known when the forward ends;
+inputs that the graph keeps are summed then, before gradients come. Under checkpointing the graph keeps no inputs, and
+gradients come call by call during recomputations. There a guess is used at once if the call follows one that memory
+shows, or if the module's calls got every row once in an earlier round. If such a guess fails, a warning says so.
 
 Shape suffixes: N examples, T positions.
 """
@@ -26,7 +26,7 @@ LEARNED = (
     "its calls get slices of the batch; from the next update on each has its part of the mask, in this one every row "
     "counts"
 )
-APART = "its calls get slices that do not make up the batch; every row counts"
+INCOMPLETE = "its calls get slices that do not make up the batch; every row counts"
 WRONG = (
     "its calls got slices of the batch, and now they do not make it up; in this update they may have a part of the "
     "mask that is not theirs, from the next one on every row counts"
@@ -36,8 +36,8 @@ UNEVEN = "its calls get slices that cut examples, and weight_sharing reduce need
 
 
 class Piece(NamedTuple):
-    """Some rows of [N, T], or of [T, N] if ``transposed``: a view by size, stride and offset. ``examples``: which of
-    its dimensions they are."""
+    """Some rows of [N, T], or of [T, N] if ``transposed``, as a view with size, stride and offset. ``examples``: which
+    dimension of the view is that of the examples."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def rows(self, N: int, T: int) -> Tensor:
-        """int64, the place of each row in [N, T]."""
+        """int64, the index of each row in the flattened [N, T]."""
         places = torch.tensor(self.offset)
         for size, step in zip(self.size, self.stride, strict=True):
             places = places.unsqueeze(-1) + step * torch.arange(size)
@@ -59,15 +59,15 @@ class Piece(NamedTuple):
 
 
 def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
-    """The rows of x [.., D], if it is a view into a tensor of N T rows. ``order``: the dimension of examples in that
-    tensor, where it is known."""
+    """The rows of x [.., D] if it is a view into a tensor of N T rows, else None. ``order``: the dimension of examples
+    in that tensor; None: unknown."""
     if x.is_sparse or not x.numel():
         return None
     x = x.unsqueeze(0) if x.ndim == 1 else x
-    width, rest = divmod(x.untyped_storage().nbytes() // x.element_size(), N * T)
+    width, remainder = divmod(x.untyped_storage().nbytes() // x.element_size(), N * T)
     batch, stride = tuple(x.shape[:-1]), x.stride()[:-1]
     used = [(size, step) for size, step in zip(batch, stride, strict=True) if size > 1]
-    if rest or not width or (x.shape[-1] > 1 and x.stride(-1) != 1) or any(s % width for _, s in used):
+    if remainder or not width or (x.shape[-1] > 1 and x.stride(-1) != 1) or any(s % width for _, s in used):
         return None
     row, column = divmod(int(x.storage_offset()), width)
     used = [(size, step // width) for size, step in used]
@@ -75,14 +75,14 @@ def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
         return None
 
     def fits(inner: int) -> bool:
-        """Whether rows lie as in a tensor [.., inner]; those in a row may go on in the next one if all do."""
+        """Whether the view is a part of a tensor [.., inner]. Only a 1-D view may go on in the next."""
         small = [size for size, step in used if step == 1]
         inside = len(batch) == 1 or all(row % inner + size <= inner for size in small)
         return inside and len(small) < 2 and all(step in (1, inner) for _, step in used)
 
     direct, transposed = fits(T), fits(N)
     if direct and transposed:
-        if order is None and N != T and prod(batch) == N:  # examples at one position, or rows in a row
+        if order is None and N != T and prod(batch) == N:  # one position of all examples, or consecutive rows
             return None
         direct = order != 1
     if not direct and not transposed:
@@ -98,16 +98,16 @@ def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
 
 
 def has_all(x: Tensor, mask_NT: Tensor) -> bool:
-    """Whether the rows of x [R, D] are known by memory to be those of the whole batch, in a row."""
+    """Whether memory shows that the rows of x [R, D] are all rows of the batch, in their order."""
     N, T = mask_NT.shape
     return len(x) == N * T and in_memory(x, N, T, 0) is not None
 
 
 def in_order(batch: tuple[int, ...], N: int, T: int, order: int | None, done: int) -> Piece | None:
-    """The rows of a call that comes after calls with ``done`` rows; None: they may be others."""
+    """The rows of a call with leading shape ``batch`` after calls with ``done`` rows; None: that is ambiguous."""
     if len(batch) == 1:
-        other = batch[0] == N and not done and min(N, T) > 1 and (order != 1 or N == T)  # of each example one
-        return None if other else Piece(batch, (1,), done, order == 1)
+        pooled = batch[0] == N and not done and min(N, T) > 1 and (order != 1 or N == T)  # maybe a row per example
+        return None if pooled else Piece(batch, (1,), done, order == 1)
     pieces = []
     for first in (0, 1) if order is None else (order,):
         outer, inner = (T, N) if first else (N, T)
@@ -123,11 +123,11 @@ class Fit:
     """A mask as it fits the rows of a call.
 
     Attributes:
-        mask: bool, [N, T] or [T, N] as the rows lie; None: every row counts.
-        examples: their dimension, 1 where sequences come first.
-        doubt: what its shape leaves open, "" if all is clear.
-        piece: which rows of the batch they are, if they are a part of it.
-        late: whether the mask is known at the forward's end only; then the sum of A waits for the gradient.
+        mask: bool, [N, T] or [T, N] in the order of the rows; None: every row counts.
+        examples: dimension of the examples; 1 where sequences come first.
+        doubt: what is ambiguous, in words; "" if nothing is.
+        piece: which rows of the batch the call has; None: all of them.
+        late: whether ``mask`` is set only when the forward ends; A is then summed when the gradient comes.
     """
 
     mask: Tensor | None = None
@@ -138,7 +138,7 @@ class Fit:
 
 
 def part(mask_NT: Tensor, piece: Piece) -> Fit:
-    """The mask of a piece; of one that is whole examples in a row [n, T]."""
+    """The mask of a piece, as [n, T] if its rows are flattened whole examples."""
     mask, T = piece.of(mask_NT), mask_NT.shape[1]
     if mask.ndim == 1 and whole_examples(piece, T):
         mask = mask.reshape(-1, T)
@@ -146,7 +146,7 @@ def part(mask_NT: Tensor, piece: Piece) -> Fit:
 
 
 def whole_examples(piece: Piece, T: int) -> bool:
-    """Whether it has every position of its examples."""
+    """Whether a piece has every position of its examples."""
     if len(piece.size) > 1:
         return piece.size[1 - piece.examples] == T
     return not piece.transposed and piece.stride[0] in (0, 1) and piece.size[0] % T == piece.offset % T == 0
@@ -157,17 +157,17 @@ UNSEEN = object()
 
 @dataclass
 class _Calls:
-    """The calls of a module until they have had every row of the batch.
+    """A round: the calls of a module until they have had every row of the batch.
 
     Attributes:
-        place: where those run that come in order: the node of the graph whose backward recomputes them.
-        covered: bool [N T] on the host, rows of the calls so far; ``done``: how many, each once.
-        waiting: what is settled when the round is over, and how.
-        guessed: how many calls' rows are guesses.
-        unknown: rows of calls of which nothing can be guessed.
-        believed: whether a guess counted at once.
-        apart: whether a row came twice.
-        cut: whether an example was cut that has to be whole.
+        place: sequence number of the graph node whose backward recomputes the calls that come in order.
+        batch, order: leading shape of the last call's rows, and their dimension of examples.
+        waiting: (fit, its piece) of calls whose mask is set when the round ends.
+        covered, done: bool [N T] on the host, rows that the calls had; their number, each once.
+        guessed, unknown: numbers of calls with guessed rows, and of rows for which there is no guess.
+        believed: whether a guess was used at once.
+        repeated: whether a row came twice, or was outside of the batch.
+        cut: whether an example that must be whole was cut.
     """
 
     mask: Tensor
@@ -180,12 +180,12 @@ class _Calls:
     guessed: int = 0
     unknown: int = 0
     believed: bool = False
-    apart: bool = False
+    repeated: bool = False
     cut: bool = False
 
 
 def graph_keeps() -> tuple[bool, bool]:
-    """Whether the graph keeps inputs as they are: not in checkpointing. And whether this is what it runs again."""
+    """(whether the graph keeps inputs, which it does not under checkpointing; whether a recomputation runs now)."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is None:  # an older torch
         return False, False
@@ -194,27 +194,27 @@ def graph_keeps() -> tuple[bool, bool]:
 
 
 class Slices:
-    """Gives calls their part of the mask. ``say``: (module, leading shape, masks, doubt), for people."""
+    """Gives calls their part of the mask. ``warn``: called with (module, leading shape, masks, what is ambiguous)."""
 
-    def __init__(self, say: Callable[[str, Sequence[int], Sequence[Tensor], str], None]) -> None:
-        self._say = say
-        self._open: dict[tuple[str, bool], _Calls] = {}  # by module, and whether it is recomputed
-        self._last: Piece | None = None  # by memory
+    def __init__(self, warn: Callable[[str, Sequence[int], Sequence[Tensor], str], None]) -> None:
+        self._warn = warn
+        self._open: dict[tuple[str, bool], _Calls] = {}  # (module, whether it is recomputed) -> its round
+        self._last: Piece | None = None  # the last one that memory has shown
         self._since: set[str] = set()  # modules called with it
-        self._known: set[str] = set()  # whose calls had every row once
-        self._orders: dict[str, int | None] = {}  # of those, the dimension of the batch's examples
-        self._apart: Counter[str] = Counter()  # calls in this forward and its recomputations that did not
+        self._whole: set[str] = set()  # modules whose calls had every row once in a round
+        self._orders: dict[str, int | None] = {}  # module in _whole -> the dimension of the batch's examples
+        self._failed: Counter[str] = Counter()  # module -> wrong guesses in this forward and its recomputations
 
     def begin(self) -> None:
-        """A forward begins; the last one may have raised."""
+        """A forward begins. Calls of the last one may still be open: it may have raised."""
         for key in [key for key in self._open if key[1]]:
             self._settle(key)
         self._open.clear()
-        self._apart.clear()
+        self._failed.clear()
         self._last = None
 
     def end(self) -> None:
-        """It is over: what is not whole by now is none."""
+        """The forward is over: rounds that have not had every row by now have failed."""
         for key in [key for key in self._open if not key[1]]:
             self._settle(key)
         self._last = None
@@ -227,20 +227,20 @@ class Slices:
         self, module: str, x: Tensor, mask: Tensor, order: int | None, *,
         again: bool = False, reduced: bool = False, attention: bool = False,
     ) -> Fit:  # fmt: skip
-        """Rows of x [.., D], fewer than those of the mask, bool [N, T]; see :class:`Fit`.
+        """The part of the mask, bool [N, T], for a call with fewer rows, x [.., D].
 
         Args:
-            order: dimension of the batch's examples, if it is known.
-            again: in a recomputation, where calls in the backward of one node of the graph are in their order.
-            reduced: by weight_sharing "reduce".
-            attention: of torch's, which turns rows to [T, N] and flattens them: their order is not that of the batch.
+            order: dimension of the batch's examples; None: unknown.
+            again: whether the call is a recomputation; within the backward of one graph node these keep their order.
+            reduced: whether weight_sharing is "reduce".
+            attention: whether the module is torch's attention, which transposes rows to [T, N] before it flattens them.
         """
         (N, T), batch = mask.shape, tuple(x.shape[:-1]) or (1,)
         if not 0 < prod(batch) < N * T or len(batch) > 2:
             return Fit()
         kept, lost = graph_keeps()
         if again and lost:
-            return Fit()  # without reentry: it may end before its last call, and its rows are not counted
+            return Fit()  # a non-reentrant recomputation may stop before its last call; its rows do not count anyway
         node = torch._C._current_autograd_node() if again else None
         place = node._sequence_nr() if node is not None else None  # the node itself would keep its graph
         order, key = self._orders.get(module) if order is None else order, (module, again)
@@ -267,8 +267,8 @@ class Slices:
             return Fit()
         last = piece.offset + sum((size - 1) * step for size, step in zip(batch, piece.stride, strict=True))
         calls.guessed += not proven
-        calls.apart |= last >= N * T or bool(calls.covered[rows := piece.rows(N, T)].any())
-        if not calls.apart:
+        calls.repeated |= last >= N * T or bool(calls.covered[rows := piece.rows(N, T)].any())
+        if not calls.repeated:
             calls.covered[rows], calls.done = True, calls.done + len(rows)
         if reduced and not whole_examples(piece, T):
             calls.cut, fit = True, Fit()
@@ -276,7 +276,7 @@ class Slices:
             fit = part(mask, piece)
         elif not again and kept:
             calls.waiting.append((fit := Fit(late=True), piece))
-        elif not calls.apart and (follows or module in self._known):
+        elif not calls.repeated and (follows or module in self._whole):
             fit, calls.believed = part(mask, piece), True
         else:
             fit = Fit()
@@ -285,11 +285,12 @@ class Slices:
         return fit
 
     def _settle(self, key: tuple[str, bool]) -> None:
+        """End a round: set waiting masks if the guesses were right, else warn."""
         calls, module = self._open.pop(key), key[0]
-        whole = calls.done == calls.mask.numel() and not calls.apart
+        whole = calls.done == calls.mask.numel() and not calls.repeated
         if calls.cut:
             if whole:
-                self._say(module, calls.batch, [calls.mask], UNEVEN)
+                self._warn(module, calls.batch, [calls.mask], UNEVEN)
             return
         if not calls.guessed and not calls.unknown:
             return
@@ -298,15 +299,15 @@ class Slices:
                 made = part(calls.mask, piece)
                 fit.mask, fit.examples, fit.piece = made.mask, made.examples, piece
             if not calls.waiting and not calls.believed:
-                self._say(module, calls.batch, [calls.mask], LEARNED)
-            self._known.add(module)
+                self._warn(module, calls.batch, [calls.mask], LEARNED)
+            self._whole.add(module)
             self._orders[module] = calls.order
             return
-        self._known.discard(module)
-        self._apart[module] += calls.guessed
+        self._whole.discard(module)
+        self._failed[module] += calls.guessed
         if calls.believed:
-            self._say(module, calls.batch, [calls.mask], WRONG)
-        elif self._apart[module] > 1:
-            self._say(module, calls.batch, [calls.mask], APART)
+            self._warn(module, calls.batch, [calls.mask], WRONG)
+        elif self._failed[module] > 1:
+            self._warn(module, calls.batch, [calls.mask], INCOMPLETE)
         elif calls.unknown and calls.unknown + calls.done == calls.mask.numel():
-            self._say(module, calls.batch, [calls.mask], EITHER)
+            self._warn(module, calls.batch, [calls.mask], EITHER)

@@ -1,7 +1,7 @@
-"""Which parameters are tables, whose rows are looked up: read from the code, before training.
+"""Which parameters are tables, in which rows are looked up; modules' source code is read for it, before training.
 
-A table is stepped as an embedding is, also where something is multiplied by it: a head that shares it, or a codebook
-whose product picks the nearest row and gets no gradient.
+A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it, or in a codebook, whose
+product only selects the nearest row and gets no gradient.
 """
 
 import ast
@@ -27,34 +27,35 @@ LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
 
 
 def tables(model: nn.Module) -> set[int]:
-    """Ids of the parameters that code of some module looks rows up in: its own, or of modules inside of it."""
-    found = set()
+    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of its children."""
+    ids = set()
     for module in model.modules():
         kind: Any = type(module)
-        for path, dims in _tables(kind):
-            parameter = _held(module, path.split("."))
-            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:
-                found.add(id(parameter))
-    return found
+        for path, dims in _look_ups(kind):
+            parameter = _parameter_at(module, path.split("."))
+            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:  # a row or less is left
+                ids.add(id(parameter))
+    return ids
 
 
-def _held(module: nn.Module, path: list[str]) -> Any:
-    """The parameter at a path; None if there is none, or in TorchScript."""
+def _parameter_at(module: nn.Module, path: list[str]) -> Any:
+    """The parameter at a path of names; None if there is none, or in TorchScript."""
     if len(path) > 1:
         child = module._modules.get(path[0]) if isinstance(module._modules, dict) else None
-        return None if child is None else _held(child, path[1:])
+        return None if child is None else _parameter_at(child, path[1:])
     return module._parameters.get(path[0]) if isinstance(module._parameters, dict) else None
 
 
 @cache
-def _tables(kind: Any) -> frozenset[tuple[str, int]]:
-    """("NAME" or "CHILD.NAME", how many dimensions an index takes away) of each look-up: of a stack, one leaves a
-    matrix, two leave a row."""
-    found = set()
+def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
+    """The look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the index removes). In a stack
+    of matrices one dimension leaves a matrix, two leave a row."""
+    look_ups = set()
     for function in (x for x in functions_of(kind) if not x.name.startswith(MAKES)):
-        own, nodes, local = own_name(function), list(ast.walk(function)), dict[str, tuple[str, int]]()
+        self_name, nodes, local = own_name(function), list(ast.walk(function)), dict[str, tuple[str, int]]()
 
-        def place(node: ast.expr, own: str = own, local: dict[str, tuple[str, int]] = local) -> tuple[str, int] | None:
+        def place(node: ast.expr, me: str = self_name, local: dict[str, tuple[str, int]] = local) -> Any:
+            """(parameter that an expression is or indexes, dimensions that its indices remove), or None."""
             if isinstance(node, ast.Name):
                 return local.get(node.id)
             if isinstance(node, ast.Subscript):
@@ -62,27 +63,27 @@ def _tables(kind: Any) -> frozenset[tuple[str, int]]:
                 return inner and (inner[0], inner[1] + len(indices(node)))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COPIES:
                 return place(node.func.value)
-            path = _path(node, own)
+            path = _path(node, me)
             return (path, 0) if path else None
 
         for variable, value in assigned(nodes):
-            if (found_here := place(value)) is not None:
-                local[variable] = found_here
+            if (at := place(value)) is not None:
+                local[variable] = at
         for node in nodes:
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
                 if not all(map(is_constant, indices(node))) and (at := place(node)) is not None:
-                    found.add(at)
+                    look_ups.add(at)
             elif isinstance(node, ast.Call) and (name := name_of(node.func)) in LOOK_UPS:
-                given = [*node.args, *(word.value for word in node.keywords)]
-                given += [node.func.value] if isinstance(node.func, ast.Attribute) else []
-                for path, dims in filter(None, map(place, given)):
-                    found.add((path, dims + (1 if name == "index_select" else 2)))
-    return frozenset(found)
+                operands = [*node.args, *(word.value for word in node.keywords)]
+                operands += [node.func.value] if isinstance(node.func, ast.Attribute) else []
+                for path, dims in filter(None, map(place, operands)):
+                    look_ups.add((path, dims + (1 if name == "index_select" else 2)))
+    return frozenset(look_ups)
 
 
-def _path(node: ast.expr, own: str) -> str:
+def _path(node: ast.expr, self_name: str) -> str:
     """ "NAME.NAME" of ``self.NAME.NAME``, else ""."""
-    if child_of(node, own):
-        return child_of(node, own)
-    before = _path(node.value, own) if isinstance(node, ast.Attribute) else ""
+    if child_of(node, self_name):
+        return child_of(node, self_name)
+    before = _path(node.value, self_name) if isinstance(node, ast.Attribute) else ""
     return f"{before}.{node.attr}" if before and isinstance(node, ast.Attribute) else ""

@@ -1,4 +1,4 @@
-"""Where a weight is used, for the message about a layer that does not fit: nothing is computed with it."""
+"""In which lines of code a weight is used, for the message about a layer whose rows do not fit."""
 
 import sys
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 from ds_kfac.model.batch import tensors_of
 
-NOT_A_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+SKIPPED_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 MOST = 4
-"""Places that are told of a weight."""
+"""Lines that the message names for a weight, at most."""
 
 
 class Uses(TorchFunctionMode):
-    """While it is entered, notes each torch function that takes one of some parameters, or a view of one.
+    """While it is entered, notes every torch function with one of ``weights``, or a view of one, as an argument.
 
     Attributes:
-        places: layer -> "model.py:41 (matmul)", without those of a module's own forward in torch.
+        places: layer -> {"model.py:41 (matmul)": None}, with the line of the user's code that led to the call.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
@@ -31,7 +31,7 @@ class Uses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        with suppress(Exception):  # of tensors that are none, as inside of vmap
+        with suppress(Exception):  # tensors inside of vmap and the like have no storage to compare
             if isinstance(output, Tensor) and output.requires_grad:
                 self._note(getattr(function, "__name__", str(function)), (args, kwargs))
         return output
@@ -43,15 +43,15 @@ class Uses(TorchFunctionMode):
                 self.places.setdefault(name, {})[f"{_line()} ({function})"] = None
 
     def of(self, layer: str) -> str:
-        """In words; "" if there is none."""
-        found = list(self.places.get(layer, ()))
-        more = ", .." if len(found) > MOST else ""
-        return f"; its weight is used in {', '.join(found[:MOST])}{more}" if found else ""
+        """Words about a layer's places; "" if there are none."""
+        places = list(self.places.get(layer, ()))
+        more = ", .." if len(places) > MOST else ""
+        return f"; its weight is used in {', '.join(places[:MOST])}{more}" if places else ""
 
 
 def _line() -> str:
-    """Of the innermost code that is neither torch's nor ours."""
+    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_A_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED_FOLDERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

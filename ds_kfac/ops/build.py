@@ -1,8 +1,8 @@
-"""The library of csrc/cuda: compiled by nvcc ahead of time or at first use, and kept, one per set of sources and flags.
+"""The library of csrc/cuda: nvcc compiles it ahead of time or at first use, to a file per set of sources and flags.
 
-It is found next to the package (built ahead of time) or in the cache, else compiled under a lock, which ends with its
-process; who waits too long compiles for itself. Libraries appear whole: they are renamed into place. Of the standard
-library alone: setup.py must run where neither torch nor DeepSpeed is installed.
+It is next to the package (built ahead of time) or in the cache, else it is compiled under a lock, which ends with its
+process; a process that waits too long for the lock compiles without it. A finished library is renamed into place, so
+none is ever read half-written. Standard library only: setup.py must run without torch and DeepSpeed.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ BUILT = PACKAGE / "ops" / "built"
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
 ARCHITECTURES = ("80", "90a", "100", "120")
-"""A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
+"""A100, H100 and H200, B200, RTX 50; for other GPUs the library is compiled at first use."""
 NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 class BuildError(RuntimeError):
-    """Why there is no library; one line for people."""
+    """Why there is no library, in one line for people."""
 
 
 def source_folder() -> Path:
@@ -43,18 +43,18 @@ def source_folder() -> Path:
 
 
 def sources(folder: Path | None = None) -> list[Path]:
-    """Every file that is compiled, of ``csrc/cuda`` or of another folder; they include the headers."""
+    """The files to compile, ``*.cu`` of ``folder``; None: of ``csrc/cuda``. Headers are included by them."""
     return sorted((folder or source_folder()).glob("*.cu"))
 
 
 def folder() -> Path:
-    """The cache: ``TORCH_EXTENSIONS_DIR``, as DeepSpeed's ops, or ``~/.cache``."""
+    """The cache: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else ``XDG_CACHE_HOME``, else ``~/.cache``."""
     extensions, cache = os.environ.get("TORCH_EXTENSIONS_DIR"), os.environ.get("XDG_CACHE_HOME")
     return (Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache") / "ds_kfac"
 
 
 def library_name(flags: Sequence[str], source: Path | None = None) -> str:
-    """A file name made of sources and flags: another one where anything is another. Raises BuildError."""
+    """A file name with a hash of sources and flags. Raises BuildError if there are no sources."""
     identity = hashlib.sha256("\0".join(flags).encode())
     for file in sorted((source or source_folder()).iterdir()):
         if file.suffix in (".h", ".cu"):
@@ -65,12 +65,12 @@ def library_name(flags: Sequence[str], source: Path | None = None) -> str:
 def build(
     compiler: Callable[[], str], flags: Sequence[str], *, source: Path | None = None, into: Path | None = None
 ) -> Path:
-    """The shared library; compiled if there is none.
+    """Path of the shared library; it is compiled if there is none.
 
     Args:
-        compiler: finds one; asked only if it is needed, so that what was built ahead of time runs without.
-        source: another folder than ``csrc/cuda``.
-        into: the folder to find or put it in; None: find it in :data:`BUILT` or find or put it in :func:`folder`.
+        compiler: returns a compiler's path; only called to compile: a library built ahead of time needs no compiler.
+        source: folder of the sources; None: ``csrc/cuda``.
+        into: folder of the library; None: :data:`BUILT` if it is there, else :func:`folder`.
 
     Raises:
         BuildError: it cannot be compiled.
@@ -108,7 +108,8 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
-    """Alone with ``path``; after ``seconds`` (None: LOCK_SECONDS), or where the file system has no locks, not alone."""
+    """Hold the lock file ``path``. After ``seconds`` (None: LOCK_SECONDS), or on a file system without locks, the body
+    runs without the lock."""
     with path.open("w") as file:
         deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
@@ -123,38 +124,41 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
 
 
 def find_nvcc() -> str | None:
-    """The compiler of ``CUDA_HOME``, else of the path, else of /usr/local/cuda; None where there is none."""
+    """Path of nvcc: in ``CUDA_HOME`` or ``CUDA_PATH``, else in PATH, else in /usr/local/cuda; None: nowhere."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", NVCC]
     return next(filter(None, map(shutil.which, candidates)), None)
 
 
 def nvcc() -> str:
-    """See :func:`find_nvcc`. Raises BuildError where there is none."""
-    if (found := find_nvcc()) is None:
+    """Path of nvcc, see :func:`find_nvcc`. Raises BuildError if there is none."""
+    if (compiler := find_nvcc()) is None:
         raise BuildError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
-    return found
+    return compiler
 
 
 def nvcc_flags(architectures: Sequence[str]) -> list[str]:
-    """For a shared library, which loads without a driver, with machine code for each architecture, e.g. ``90a``."""
+    """Flags for a shared library that loads without a driver and has machine code for architectures such as ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
     return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
 
 
 def installed(architecture: str | None) -> Path | None:
-    """What was built ahead of time for a GPU, as nvcc names it, or for an older one of its generation, whose code runs
-    there too; for any if None. What ends in a letter, such as "90a", is for that GPU alone."""
+    """Path of a library built ahead of time that runs on a GPU ``architecture``, as nvcc names it; None: there is none.
+
+    Code for an older GPU of the same generation runs there, too, unless its name ends in a letter, such as "90a".
+    Without ``architecture``: any library built ahead of time.
+    """
     names: Sequence[str] = ARCHITECTURES if architecture is None else [architecture]
     if architecture and architecture.isdigit():
         major, minor = divmod(int(architecture), 10)
         names = [f"{major}{lower}" for lower in range(minor, -1, -1)]
-    found = (BUILT / library_name(nvcc_flags([name])) for name in names)
-    return next((path for path in found if path.exists()), None)
+    paths = (BUILT / library_name(nvcc_flags([name])) for name in names)
+    return next((path for path in paths if path.exists()), None)
 
 
 def load(architecture: str) -> ctypes.CDLL:
-    """For this GPU, built ahead of time or now. Raises RuntimeError: it cannot be built or loaded, and why."""
+    """The library for a GPU, built ahead of time or now. Raises RuntimeError: why it cannot be built or loaded."""
     try:
         return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:
@@ -162,7 +166,7 @@ def load(architecture: str) -> ctypes.CDLL:
 
 
 def usable(architecture: str | None) -> tuple[Path | None, str]:
-    """What was built ahead of time; and why there can be no library here, which needs no GPU, empty if there can."""
+    """(path of a library built ahead of time or None, why there can be no library here or ""). Needs no GPU."""
     try:
         if not (ahead := installed(architecture)):
             nvcc()
@@ -172,45 +176,41 @@ def usable(architecture: str | None) -> tuple[Path | None, str]:
 
 
 def rows(architecture: str | None) -> list[tuple[str, ...]]:
-    """For the report: name, built ahead of time, can be used or built, and why not."""
+    """Rows of the report, with a header: name, built ahead of time, can be used or built here, and why not."""
     ahead, why = usable(architecture)
     here = ("kfac_cuda", "yes" if ahead else "no", "no" if why else "yes", why)
     return [("op library", "installed", "compatible", ""), here]
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
-    """Of ``TORCH_CUDA_ARCH_LIST``, e.g. "8.0;9.0+PTX": 80 and 90a; empty where it is not set.
-
-    Raises:
-        BuildError: an entry that is no capability from 8.0 on.
-    """
+    """The architectures in ``TORCH_CUDA_ARCH_LIST``: 80 and 90a for "8.0;9.0+PTX"; [] if it is not set. Raises
+    BuildError for an entry that is no compute capability from 8.0 on."""
     names: dict[str, None] = {}
     for entry in environment.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
-        known = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
-        if known is None or int(known[1]) < 8:
+        parts = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
+        if parts is None or int(parts[1]) < 8:
             raise BuildError(
                 f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as "8.0;9.0"'
             )
-        names[f"{known[1]}{known[2]}{'a' if known[1] == '9' else known[3]}"] = None
+        names[f"{parts[1]}{parts[2]}{'a' if parts[1] == '9' else parts[3]}"] = None
     return list(names)
 
 
 def supported(compiler: str) -> list[str]:
-    """Those of ``ARCHITECTURES`` that this nvcc knows; all of them if it does not list them."""
+    """The entries of ``ARCHITECTURES`` that this nvcc can compile for; all of them if it does not list any."""
     try:
-        said = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True)
+        listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return list(ARCHITECTURES)
-    known = said.stdout.split()
-    return [name for name in ARCHITECTURES if f"sm_{name.rstrip('a')}" in known] or list(ARCHITECTURES)
+    codes = listed.stdout.split()
+    return [name for name in ARCHITECTURES if f"sm_{name.rstrip('a')}" in codes] or list(ARCHITECTURES)
 
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
-    """What ``pip install`` compiles, as with ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: with ``DS_KFAC_BUILD_OPS=1`` if it
-    can be, with ``DS_KFAC_BUILD_CUDA=1`` in any case, with 0 in none; for all architectures that the environment names.
+    """Compile what ``pip install`` shall compile, for all architectures that the environment names. Returns the paths.
 
-    Raises:
-        BuildError: it was asked for by its own variable and cannot be built.
+    As with DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: ``DS_KFAC_BUILD_OPS=1`` builds the library if that is
+    possible, ``DS_KFAC_BUILD_CUDA=1`` raises BuildError if it is not, ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
     """
     built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
 """Whether an implementation may be used: on this GPU, for these arguments, and with right results.
 
-It refuses what it is not made for (a dtype, strides, a size) by raising ``NotMadeFor`` before it writes anything; plain
-torch, which is made for all of it, then runs instead. Arguments that no implementation could take, such as shapes that
-do not fit, are a ValueError from either.
+An implementation that does not support its arguments (a dtype, strides, a size) raises ``NotMadeFor`` before it writes
+anything; plain torch, which supports all of them, then runs instead. Wrong arguments, such as shapes that do not fit,
+are a ValueError from either.
 
-At first use a compiled op is compared with the specification: on small odd shapes, one that a program holds and one of
-many tiles, in every dtype that the op takes. Rows and matrices are small integers, whose products and sums are exact in
-any of them. The result is noted in the build folder, by sources, versions, driver and GPU; delete it to check again.
-``DS_KFAC_CHECK_OPS=0`` switches the check off.
+At first use a compiled op is compared with the specification on two odd shapes, one that a single program computes and
+one of many tiles, in every dtype of the op. Rows and matrices are small integers, whose products and sums are exact in
+every dtype. The result is stored in the build folder, by sources, versions, driver and GPU; delete the file to check
+again. ``DS_KFAC_CHECK_OPS=0`` switches the check off.
 """
 
 import hashlib
@@ -29,26 +29,26 @@ from ds_kfac.ops import build, functional, reference
 from ds_kfac.ops.functional import packed_numel
 
 CAPABILITY = (8, 0)
-"""The least compute capability that kernels are compiled and checked for."""
+"""The lowest compute capability for which kernels are compiled and checked."""
 
 
 def gpu_problem(device: torch.device | None = None) -> str | None:
-    """Why no kernel of ours can run on a GPU (None: torch's current one); None if they can."""
+    """Why our kernels cannot run on a GPU ``device`` (None: torch's current one); None: they can."""
     if torch.version.hip is not None:
         return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
     if torch.version.cuda is None:
         return "torch is built without CUDA"
     if not torch.cuda.is_available():
         return "there is no NVIDIA GPU that torch can use (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-    found = torch.cuda.get_device_capability(device)
-    if found >= CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= CAPABILITY:
         return None
-    needed, has = (".".join(map(str, capability)) for capability in (CAPABILITY, found))
+    needed, has = (".".join(map(str, each)) for each in (CAPABILITY, capability))
     return f"needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
 
 
 def gpu_architecture() -> str:
-    """Of torch's current GPU, as nvcc names it, e.g. ``90a``."""
+    """Architecture of torch's current GPU, as nvcc names it, such as ``90a``."""
     major, minor = torch.cuda.get_device_capability()
     return f"{major}{minor}{'a' if major == 9 else ''}"
 
@@ -58,15 +58,15 @@ class NotMadeFor(ValueError):
 
 
 def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation``, with plain torch for what it is not made for. Raises RuntimeError: it failed, such as a
-    kernel that does not compile on this machine, and how to do without it."""
+    """``implementation``, with plain torch for arguments that it is not made for. Raises RuntimeError if it fails, such
+    as a kernel that does not compile on this machine, and says how to do without it."""
 
     @wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return implementation(*args, **kwargs)
         except NotMadeFor:
-            pass  # outside of the handler: what torch raises is not said to come from this
+            pass  # torch runs below, outside of the handler: else its errors would name this one as their cause
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as problem:
@@ -85,19 +85,19 @@ def of(*tensors: Tensor) -> str:
 
 
 def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> None:
-    """Raises NotMadeFor unless all that are tensors are on one device, of a type; torch judges the others."""
+    """Raise NotMadeFor unless all tensors among ``tensors`` are on one device of the type (None: of any type)."""
     devices = {x.device for x in tensors if isinstance(x, Tensor)}
     if len(devices) > 1 or any(device.type != (device_type or device.type) for device in devices):
         raise NotMadeFor(f"{op}: expected tensors on one {device_type or ''} device, got {sorted(map(str, devices))}")
 
 
 SIDES = ((65, 63), (33, 648))
-"""Rows and columns; the second is wide enough for the tiles of large sides, and aligned."""
+"""(rows, columns) of the arguments; the second is aligned, and wide enough for the tiles of large sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
-"""Difference to the specification, relative to the largest value: rounding of fp32 divisions and short sums."""
+"""Largest difference to the specification, relative to the largest value: that of fp32 divisions and short sums."""
 CHECK_SECONDS = 600
-"""That a process waits for another one's check, most of which is compilation."""
+"""For how long a process waits for another one's check, most of which is compilation."""
 ENDED = "a process ended while it was checked"
 Call = tuple[tuple, dict[str, Any]]
 
@@ -107,7 +107,7 @@ def _whole(*shape: int, seed: int = 0) -> Tensor:
 
 
 def probes(op: str, dtype: torch.dtype) -> list[Call]:
-    """Calls of an op on a CPU."""
+    """Arguments, on the CPU, of the calls with which an op is checked."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
     squares, starts, end = [(x := _whole(side, side)) + x.T for side in sides], [3, 7 + numels[0]], 9 + sum(numels)
@@ -121,19 +121,19 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
         ones = {"ones_column": torch.ones(rows, 1), "scale": 2.0}
-        several = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
+        matrices = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
         counted, flags = torch.tensor([7.0, 3.0]), torch.tensor([True, False])
         betas = {"betas": (0.75, 0.875)}
         out, waiting = (torch.zeros(2, rows, side) for _ in range(2))
-        # norms, sizes, targets, full sizes, bounds and replacements; the second is not stepped along
+        # norms, sizes, targets, full sizes, bounds and replacements; the second matrix is replaced
         norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]]).T.contiguous()
-        each: dict[str, Call] = {
+        of_shape: dict[str, Call] = {
             "syrk_accumulate_": ((torch.ones(packed_numel(side + 1)), x.to(dtype)), ones),
-            "adam_scale_": ((out, waiting, *several, counted, flags, torch.tensor(0.5)), {**betas, "eps": 0.125}),
-            "adam_fold_": ((several[1], several[2], counted, several[0], flags), betas),
-            "finish_direction_": ((several[0], norm, size if rows > side else None, *vectors, 0.5), {}),
+            "adam_scale_": ((out, waiting, *matrices, counted, flags, torch.tensor(0.5)), {**betas, "eps": 0.125}),
+            "adam_fold_": ((matrices[1], matrices[2], counted, matrices[0], flags), betas),
+            "finish_direction_": ((matrices[0], norm, size if rows > side else None, *vectors, 0.5), {}),
         }
-        for name, call in each.items():
+        for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)
     return calls[op]
 
@@ -142,68 +142,69 @@ PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
     **dict.fromkeys(("ema_update_", "adam_scale_", "adam_fold_", "finish_direction_"), DTYPES[:1]),
 }
-"""Every op that a backend compiles, and its dtypes."""
+"""Every op that a backend compiles -> the dtypes in which it is checked."""
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Tensors of a structure on a device, copied."""
+    """A nested structure with copies of its tensors on ``device``."""
     return tree_map_only(Tensor, lambda x: x.to(device, copy=True), value)
 
 
 @torch.no_grad()
 def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> str:
-    """What is wrong with an op on a device; empty if nothing is. Waits for the device."""
+    """What is wrong with an implementation on a device; "" if nothing is. Waits for the device."""
     for dtype in PROBED[op]:
         with torch.device("cpu"):
             made = probes(op, dtype)
         for arguments, options in made:
             ours, theirs = (moved((arguments, options), place) for place in (device, torch.device("cpu")))
-            wanted = getattr(reference, op)(*theirs[0], **theirs[1])
+            expected = getattr(reference, op)(*theirs[0], **theirs[1])
             try:
-                found = moved((implementation(*ours[0], **ours[1]), ours[0]), torch.device("cpu"))
+                actual = moved((implementation(*ours[0], **ours[1]), ours[0]), torch.device("cpu"))
             except torch.OutOfMemoryError:
                 raise
             except Exception as problem:
                 return f"fails: {problem}".splitlines()[0]
-            leaves = map(tree_leaves, (found, (wanted, theirs[0])))
-            mine, right = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
-            if len(mine) != len(right):
+            leaves = map(tree_leaves, (actual, (expected, theirs[0])))  # results, and arguments changed in place
+            got, wanted = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
+            if len(got) != len(wanted):
                 return "is wrong: returns another number of tensors"
-            worst = max(map(difference, mine, right))
+            worst = max(map(difference, got, wanted))
             if worst > ALLOWED:
                 return f"is wrong: off by {worst:.1e} of the largest value, in {str(dtype).removeprefix('torch.')}"
     return ""
 
 
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest, relative to the largest value; infinite where a shape differs or a value is not finite."""
-    if found.shape != wanted.shape:
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value; infinite if shapes differ or a value is not finite."""
+    if actual.shape != expected.shape:
         return float("inf")
-    largest = wanted.double().abs().max().clamp(min=1e-30)
-    return float(((found.double() - wanted.double()).abs().max() / largest).nan_to_num(nan=float("inf")))
+    largest = expected.double().abs().max().clamp(min=1e-30)
+    return float(((actual.double() - expected.double()).abs().max() / largest).nan_to_num(nan=float("inf")))
 
 
 def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device) -> dict[str, str]:
-    """Op -> why its implementation must not be used on a device, of op -> (backend, implementation). Processes of one
-    machine check one after the other. An op is noted before it is checked: one that ends its process is known by the
-    next."""
+    """Op -> why its implementation must not be used on a device; ``compiled``: op -> (backend, implementation).
+    Processes of a machine check one after the other. An op is noted before it is checked: one that kills its process is
+    not run again by the next."""
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
     path = build.folder() / f"checked-{identity(device)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with build.locked(path.with_suffix(".lock"), CHECK_SECONDS):
-            known = _checked(compiled, device, path)
-    except OSError:  # nowhere to keep it
-        known = _checked(compiled, device, None)
+            results = _checked(compiled, device, path)
+    except OSError:  # the folder cannot be written
+        results = _checked(compiled, device, None)
     named = {op: f"{op} by {backend}" for op, (backend, _) in compiled.items()}
-    return {op: f"{name} {known[name]} (noted in {path})" for op, name in named.items() if known[name]}
+    return {op: f"{name} {results[name]} (noted in {path})" for op, name in named.items() if results[name]}
 
 
 def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None) -> dict[str, str]:
-    known: dict[str, str] = {}
+    """``OP by BACKEND`` -> what is wrong, or "". Ops that are not in the file ``path`` are checked and added to it."""
+    results: dict[str, str] = {}
     with suppress(OSError, ValueError):
-        known = json.loads(path.read_text()) if path else {}
+        results = json.loads(path.read_text()) if path else {}
 
     def note(now: Mapping[str, str]) -> None:
         if path:
@@ -213,34 +214,34 @@ def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device,
 
     for op, (backend, implementation) in compiled.items():
         name = f"{op} by {backend}"
-        if name in known:
+        if name in results:
             continue
-        note(known | {name: ENDED})
+        note(results | {name: ENDED})
         try:
-            known[name] = fault(op, implementation, device)
-        finally:  # also where memory was full or somebody interrupted: not the op's fault
-            note(known)
-        if known[name]:
+            results[name] = fault(op, implementation, device)
+        finally:  # after an interrupt or out of memory, which are not the op's fault, ENDED must not stay in the file
+            note(results)
+        if results[name]:
             check_alive(device)
-    return known
+    return results
 
 
 def check_alive(device: torch.device) -> None:
-    """Raises if a kernel has broken the GPU's context, in which nothing runs any more; it is noted by then, so that the
-    next process does without it. Waits for the device."""
+    """Raise if a kernel has broken the GPU's context: nothing runs in this process any more, and the next one will not
+    use the op. Waits for the device."""
     torch.zeros((), device=device).item()
 
 
 def identity(device: torch.device) -> str:
-    """Of what a result depends on: sources of ops, versions, driver and GPU."""
-    found = hashlib.sha256()
+    """A hash of all that a check's result depends on: sources of ops, versions, driver and GPU."""
+    digest = hashlib.sha256()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.source_folder().iterdir()]):
-        found.update(file.name.encode() + file.read_bytes())
+        digest.update(file.name.encode() + file.read_bytes())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     facts = [torch.__version__, name]
     with suppress(metadata.PackageNotFoundError):
         facts.append(metadata.version("triton"))
     with suppress(OSError):
         facts.append(Path("/proc/driver/nvidia/version").read_text())
-    found.update("\0".join(facts).encode())
-    return found.hexdigest()[:16]
+    digest.update("\0".join(facts).encode())
+    return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
 
-Work is queued on the current stream; nothing waits for it. Every op gives the same bits each time. What is not fp32,
-contiguous or on one GPU raises NotMadeFor, see ``ops/check.py``.
+Work is queued on the current stream; the host does not wait. Every op is deterministic. Tensors that are not fp32,
+contiguous and on one GPU raise NotMadeFor, see ``ops/check.py``.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
-"""Launcher -> a letter of ``_TYPES`` per argument; see the sources."""
+"""Launcher in csrc/cuda -> types of its arguments, a letter of ``_TYPES`` each; the last one is the stream."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
 
 
 class CudaError(RuntimeError):
-    """What a launcher returned, e.g. ``cudaErrorInsufficientDriver``."""
+    """An error that a launcher returned, such as ``cudaErrorInsufficientDriver``."""
 
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
@@ -36,7 +36,7 @@ def integers(values: Sequence[int]) -> ctypes.Array:
 
 
 class CudaOps:
-    """The ops of a loaded library, for tensors on a type of device: "cuda", or "cpu" for the emulation."""
+    """The ops of a loaded library. ``device_type``: "cuda", or "cpu" for the tests' emulation of the kernels."""
 
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
@@ -50,7 +50,7 @@ class CudaOps:
             function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
 
     def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
-        """Rows of the fp32 matrices may lie apart; ``out`` is fp32, bf16 or fp16, contiguous."""
+        """See ``ops/reference.py``. Matrices need contiguous rows, ``out`` must be contiguous."""
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
@@ -66,12 +66,12 @@ class CudaOps:
 
     def symmetric_unpack_from(self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
         self._check_flat("symmetric_unpack_from", packed, starts, dims)
-        found = [torch.empty(dim, dim, device=packed.device) for dim in dims]
+        matrices = [torch.empty(dim, dim, device=packed.device) for dim in dims]
         self._launch(
-            "unpack", [packed, *found], packed.data_ptr(), KINDS[packed.dtype], len(dims), pointers(found),
+            "unpack", [packed, *matrices], packed.data_ptr(), KINDS[packed.dtype], len(dims), pointers(matrices),
             integers(dims), integers(starts), integers(dims),
         )  # fmt: skip
-        return found
+        return matrices
 
     def ema_update_(
         self, averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
@@ -103,7 +103,7 @@ class CudaOps:
         return getattr(self._library, f"ds_kfac_cuda_{name}")
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
-        """On the current stream of the tensors' device, which must be one. Raises CudaError: it was not launched."""
+        """Launch on the current stream of the tensors' device, which must be one. Raises CudaError if that fails."""
         check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
             error = self._function(name)(*arguments, None)
@@ -125,7 +125,7 @@ class CudaOps:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation, for the GPUs of this machine; built at first use. Raises RuntimeError: why not."""
+    """Op -> implementation; the library is built at first use. Raises RuntimeError: why it cannot run here."""
     if reason := check.gpu_problem():
         raise RuntimeError(reason)
     ops = _load()

@@ -1,9 +1,9 @@
-"""The op vocabulary that the other folders call: each op by the backend chosen for the device of its tensors.
+"""The ops that the other folders call: each runs on the backend chosen for the device of its tensors.
 
-Per device type that is the best backend that can run, or the one that was asked for; the choice is the process's, as
-ops are called from below everything that knows a config. Contracts are in ``ops/reference.py``.
+For each device type that is the requested backend, or the best one that can run. The choice holds for the process,
+because callers of ops do not know the config. Contracts are in ``ops/reference.py``.
 
-torch.compile sees registered ops, each with a fake kernel that gives shapes alone. Eager calls go past the
+torch.compile sees registered ops, each with a fake kernel that returns shapes alone. Eager calls bypass the
 registration, which would cost more than a small op.
 """
 
@@ -34,15 +34,15 @@ SCHEMAS = {
     "finish_direction_": "(Tensor(a!) x_nOI, Tensor norm_n, Tensor? size_n, Tensor target_n, Tensor full_n, "
     "Tensor bound_n, Tensor replacement_n, float shift) -> ()",
 }
-"""Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
+"""torch.library schemas, arguments as in ``ops/reference.py``; a scalar that may be a tensor there is a tensor here."""
 OPS = tuple(SCHEMAS)
 Implementation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of implementations, for a type of device (None: every one). ``load`` gives op -> implementation, or raises
-    RuntimeError with the reason why it cannot run here."""
+    """A set of implementations. ``device``: the type it is for; None: every type. ``load``: returns op ->
+    implementation, or raises RuntimeError with the reason why the backend cannot run here."""
 
     device: str | None
     load: Callable[[], Mapping[str, Implementation]]
@@ -53,16 +53,16 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""By name; best first. Those of a GPU share no op: products and Adam in Triton, many layers in one CUDA launch."""
+"""By name, the best first. Triton has products and Adam, CUDA ops over many layers in one launch; they share none."""
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Of one device type.
+    """The implementations chosen for one device type.
 
     Attributes:
-        ops: op -> (backend, implementation, guarded).
-        missing: backend for this device, or op of one -> why it is not used here; such an op is torch's.
+        ops: op -> (backend, implementation); that of a compiled backend is guarded, see :func:`guarded`.
+        missing: backend or op -> why it is not used here; plain torch computes such an op.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
@@ -70,49 +70,50 @@ class BackendChoice:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Op that a backend has and that is wrong or fails, here or on another rank -> how."""
+        """Op -> what is wrong with a backend's implementation of it, here or on another rank."""
         return {name: why for name, why in self.missing.items() if name in OPS}
 
     def __str__(self) -> str:
-        """For people: ops by backend, and why others are not used."""
+        """For people: the ops of each backend, and why other backends or ops are not used."""
         names = dict.fromkeys(backend for backend, _ in self.ops.values())
         parts = [f"{name} ({', '.join(op for op in self.ops if self.ops[op][0] == name)})" for name in names]
         return "; ".join([*parts, *(f"not {name}: {why}" for name, why in self.missing.items())])
 
 
 _lock = RLock()
-_asked: str | None = None
+_requested: str | None = None
 _choices: dict[str, BackendChoice] = {}
 
 
 def use(backend: str | None, device: str, without: Mapping[str, str] | None = None) -> BackendChoice:
-    """Choose for this process: null the best per op, a name that backend for every op it has. Builds what is needed.
+    """Choose this process's backends, and build them if necessary.
 
     Args:
-        without: backends, and ops of backends, that are not to be taken, and why.
+        backend: used for every op it has; None: the best backend for each op.
+        without: backend or op -> why it must not be used.
 
     Raises:
-        ValueError: the one that was asked for cannot run on ``device``, and why.
+        ValueError: ``backend`` cannot run on ``device``, and why.
     """
-    global _asked
+    global _requested
     with _lock:
         choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
                 f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null chooses one that can'
             )
-        _asked = backend
+        _requested = backend
         _choices.clear()
         _choices[device] = choice
         return choice
 
 
 def chosen(device: str) -> BackendChoice:
-    """What runs on a device type; decided at the first call."""
-    if (found := _choices.get(device)) is None:
+    """The choice for a device type, made at the first call."""
+    if (choice := _choices.get(device)) is None:
         with _lock:
-            found = _choices.get(device) or _choices.setdefault(device, _choose(_asked, device, {}))
-    return found
+            choice = _choices.get(device) or _choices.setdefault(device, _choose(_requested, device, {}))
+    return choice
 
 
 def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> BackendChoice:
@@ -128,14 +129,14 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
         try:
             if name in without:
                 raise RuntimeError(without[name])
-            found = BACKENDS[name].load()
+            implementations = BACKENDS[name].load()
         except (RuntimeError, OSError, ImportError) as problem:
             missing[name] = str(problem)
             continue
-        for op, implementation in found.items():
+        for op, implementation in implementations.items():
             if name == "torch" or op not in without:
                 ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
-    compiled = {op: found for op, found in ops.items() if found[0] != "torch"}
+    compiled = {op: entry for op, entry in ops.items() if entry[0] != "torch"}
     for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
         missing[op], ops[op] = why, ("torch", getattr(functional, op))
     return BackendChoice({op: ops[op] for op in OPS}, missing)
@@ -145,21 +146,21 @@ FAKES: dict[str, Callable[..., Any]] = {
     "symmetric_unpack_from": lambda packed, starts, dims: [packed.new_empty(n, n, dtype=torch.float32) for n in dims],
     "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
 }
-"""What an op returns, without values; the registered others return nothing."""
+"""Fake kernels of the ops that return something: results without values. The other registered ops return nothing."""
 _ops = torch.ops.ds_kfac
 
 
 def _registered(op: str) -> Callable[..., Any]:
-    """Registers an op. Returns what calls the registered one with the op's own signature, for torch.compile."""
+    """Register an op. Returns a function with the op's signature that calls the registered op, for torch.compile."""
     parameters = inspect.signature(getattr(reference, op)).parameters.values()
-    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}  # a schema has them at the end
 
     def run(*arguments):
-        first, plain = arguments[0], len(arguments) - len(named)
+        first, plain = arguments[0], len(arguments) - len(keywords)
         device = (first if isinstance(first, Tensor) else first[0]).device
-        options = dict(zip(named, arguments[plain:], strict=True))
-        found = chosen(device.type).ops[op][1](*arguments[:plain], **options)
-        return found if op in FAKES else None
+        options = dict(zip(keywords, arguments[plain:], strict=True))
+        result = chosen(device.type).ops[op][1](*arguments[:plain], **options)
+        return result if op in FAKES else None
 
     torch.library.define(f"ds_kfac::{op}", SCHEMAS[op])
     torch.library.impl(f"ds_kfac::{op}", "default", run)
@@ -167,12 +168,12 @@ def _registered(op: str) -> Callable[..., Any]:
     tensors = [str(argument.type) == "Tensor" for argument in getattr(_ops, op).default._schema.arguments]
 
     def traced(*arguments, **options):
-        given = [*arguments, *{**named, **options}.values()]
-        for place, value in enumerate(given):
-            if tensors[place] and not isinstance(value, Tensor):
-                given[place] = torch.full((), value, device=given[0].device)
-        found = getattr(_ops, op)(*given)
-        return given[0] if op.endswith("syrk_accumulate_") else found
+        values = [*arguments, *{**keywords, **options}.values()]
+        for index, value in enumerate(values):
+            if tensors[index] and not isinstance(value, Tensor):
+                values[index] = torch.full((), value, device=values[0].device)
+        result = getattr(_ops, op)(*values)
+        return values[0] if op.endswith("syrk_accumulate_") else result
 
     return traced
 
@@ -181,17 +182,14 @@ TRACED = {op: _registered(op) for op in OPS}
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
-@cache  # torch builds the text every time, which takes as long as all else of a call
+@cache  # torch builds the string at every access, which takes as long as the rest of a call
 def _type_of(device: torch.device) -> str:
     return device.type
 
 
 def _by_device(specification: Op) -> Op:
-    """The op as it was chosen for the device of its first argument, a tensor or a list of tensors.
-
-    Args:
-        specification: its name is the op's; its signature and docstring stay.
-    """
+    """The op with the name, signature and docstring of ``specification``; it calls the implementation chosen for the
+    device of its first argument, a tensor or a list of tensors."""
     op = specification.__name__
 
     @wraps(specification)

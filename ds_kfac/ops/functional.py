@@ -1,4 +1,4 @@
-"""Backend ``torch``: every op on every device, with the contracts of ``ops/reference.py``, but not its waste.
+"""Backend ``torch``: every op on every device, with the contracts of ``ops/reference.py`` and fewer FLOPs and copies.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
@@ -14,12 +14,10 @@ from torch import Tensor
 Scalar = Tensor | float
 Tensors = Sequence[Tensor]
 BLOCK_ROWS = 128
-"""Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
-
-
-NARROW, PIECE_ROWS = 16, 1024
-"""In a product as narrow as this a CPU's library adds row after row: of 200,000 a null eigenvalue is up to 1,000 eps of
-the largest. Of so many rows at a time it is a few eps, for a millisecond more."""
+"""Rows of the lower triangle computed by one matrix product; blocks above the diagonal are not computed."""
+NARROW, CHUNK_ROWS = 16, 1024
+"""Below NARROW columns a CPU's library sums row after row: over 200,000 rows an eigenvalue of zero becomes up to 1,000
+eps of the largest. Sums of CHUNK_ROWS rows at a time make it a few eps, for a millisecond more."""
 
 
 def packed_numel(dim: int) -> int:
@@ -27,38 +25,40 @@ def packed_numel(dim: int) -> int:
     return dim * (dim + 1) // 2
 
 
-def each(value: Scalar) -> Any:
-    """A number, a scalar or one of [n], to go with a matrix or with n of them."""
+def per_matrix(value: Scalar) -> Any:
+    """A number, or a tensor [] or [n], shaped to broadcast with a matrix [O, I] or with n matrices [n, O, I]."""
     return value[..., None, None] if isinstance(value, Tensor) else value
 
 
 def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
-    """left x right, of block-diagonal matrices, for x [O, I] or a stack [n, O, I], whose blocks follow each other.
+    """left x right, with block-diagonal ``left`` and ``right``, for a matrix x [O, I] or n matrices [n, O, I].
 
     Args:
-        left, right: [blocks, b, b] per group of equal blocks; the identity without any.
+        left, right: a tensor [blocks, b, b] for each run of blocks of one size b, the first matrix's blocks first;
+            empty: the identity.
     """
     for matrices, columns in ((left, False), (right, True)):
-        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block for each
-            # a batch of one is slower as a batch
+        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block per matrix
+            # torch.bmm with a batch of one is slower than torch.mm
             matrix, x = (matrices[0], x_OI) if len(matrices[0]) > 1 else (matrices[0][0], x_OI.view(x_OI.shape[-2:]))
             x_OI = (x @ matrix if columns else matrix @ x).view(x_OI.shape)
         elif matrices:
             transposed = x_OI.mT if columns else x_OI
             parts = transposed.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
-            pieces = []
+            products = []
             for blocks, part in zip(matrices, parts, strict=True):
                 blocks = blocks.mT if columns else blocks
-                one = len(blocks) == 1
-                pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
-            transposed = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(transposed.shape)
+                single = len(blocks) == 1
+                product = blocks[0] @ part if single else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1)
+                products.append(product)
+            transposed = (products[0] if len(products) == 1 else torch.cat(products)).view(transposed.shape)
             x_OI = transposed.mT if columns else transposed
     return x_OI
 
 
-@cache  # 8 P bytes per distinct side, shared by all ops; rebuilt per call it would cost the product
+@cache  # 8 P bytes per distinct side, shared by all ops; building it in every call would cost as much as the product
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
-    """Where rows start..stop of a lower triangle lie in their row-major [stop - start, stop] block; int64."""
+    """int64: where the entries of rows start..stop of a lower triangle are in their row-major [stop - start, stop]."""
     rows, columns = torch.tril_indices(stop - start, stop, offset=start, device=device)
     return rows * stop + columns
 
@@ -76,7 +76,7 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
 
 
 def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    found = []
+    matrices = []
     for start, dim in zip(starts, dims, strict=True):
         lower_DD = torch.zeros(dim, dim, device=packed.device)
         for first in range(0, dim, BLOCK_ROWS):
@@ -86,8 +86,8 @@ def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[
             block.index_copy_(0, index, packed[start : start + len(index)].float())
             lower_DD[first:stop, :stop] = block.view(stop - first, stop)
             start += len(index)
-        found.append(lower_DD + lower_DD.tril(-1).T)
-    return found
+        matrices.append(lower_DD + lower_DD.tril(-1).T)
+    return matrices
 
 
 def ema_update_(
@@ -105,7 +105,7 @@ def ema_update_(
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """Half the FLOPs of X^T X for large D, no wide copy; products and sums are in fp32, also under autocast."""
+    """For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under autocast."""
     dim = x_ND.shape[1]
     check_sum(sum_P, dim, ones_column)
     with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
@@ -123,7 +123,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
 
 
 def check_sum(sum_P: Tensor, dim: int, ones_column: Tensor | None) -> None:
-    """Raises ValueError unless rows of ``dim`` can be added to a sum."""
+    """Raise ValueError unless ``sum_P`` fits the second moment of rows of ``dim`` entries."""
     numel = packed_numel(dim + (ones_column is not None))
     if sum_P.dtype != torch.float32 or sum_P.shape != (numel,):
         raise ValueError(
@@ -136,8 +136,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of rows [.., N, D], see :data:`NARROW`."""
     if left.shape[-1] >= NARROW or left.device.type != "cpu":
         return left.mT @ right
-    parts = zip(left.split(PIECE_ROWS, dim=-2), right.split(PIECE_ROWS, dim=-2), strict=True)
-    return torch.stack([a.mT @ b for a, b in parts]).sum(dim=0)
+    chunks = zip(left.split(CHUNK_ROWS, dim=-2), right.split(CHUNK_ROWS, dim=-2), strict=True)
+    return torch.stack([a.mT @ b for a, b in chunks]).sum(dim=0)
 
 
 def _times_(x: Tensor, scale: Scalar) -> Tensor:
@@ -170,9 +170,9 @@ def adam_scale_(
     power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
     ahead, now = betas[0] / (1 - betas[0] * power), (1 - betas[0]) / (1 - power)
     of_first, of_y = betas[0] * ahead * usable, (1 - betas[0]) * ahead + now
-    unused, least = ~usable, (~usable).to(k.dtype) + eps  # 0 over 1
-    whole = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI
-    for out, waiting, x, first, second in in_pieces(*whole):
+    unused, least = ~usable, (~usable).to(k.dtype) + eps  # an unusable matrix becomes 0 / 1, also if eps is 0
+    tensors = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI
+    for out, waiting, x, first, second in in_chunks(*tensors):
         y = torch.mul(x, scale, out=waiting if waiting.dtype is torch.float32 else None).masked_fill_(unused, 0.0)
         if y is not waiting:
             waiting.copy_(y)
@@ -185,7 +185,7 @@ def adam_fold_(
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
     weights = [(1 - (1 - ctypes.c_float(beta).value) * usable_n.float())[:, None, None] for beta in betas]
-    for first, second, x in in_pieces(first_nOI, second_nOI, waiting_nOI):
+    for first, second, x in in_chunks(first_nOI, second_nOI, waiting_nOI):
         x = x.float()
         torch.lerp(x, first, weights[0], out=first)
         torch.lerp(x.square(), second, weights[1], out=second)
@@ -193,16 +193,17 @@ def adam_fold_(
 
 
 SMALLEST = 1e-15
-"""A norm below which a matrix is scaled as if it had this one: its squares would be lost, and a quotient blow up."""
+"""A matrix with a smaller norm is scaled as if it had this one: its squares underflow, and a quotient would blow up."""
 
 
 def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
-    """What gives an orthogonal factor the norm ``target``, less where the direction was smaller than ``full``.
+    """The factor that gives an orthogonal matrix the norm ``target``, or less where ``size`` is below ``full``.
 
     Args:
         target: a Frobenius norm.
-        size, norm: those of the direction, and of its factor in any basis. Of zero: 0.
-        full: ``newton_schulz.FULL`` times the root of how many entries they have.
+        size: norm of the direction that was orthogonalized; a direction of norm 0 gets the factor 0.
+        norm: norm of the orthogonal matrix, in any basis.
+        full: ``newton_schulz.FULL`` times the square root of the number of entries.
     """
     return target * (size / full).clamp(max=1) / norm.clamp(min=SMALLEST)
 
@@ -213,22 +214,22 @@ def finish_direction_(
 ) -> None:  # fmt: skip
     scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
     good = norm_n < bound_n
-    x_nOI.mul_(each(scale)).masked_fill_(each(~good), 0.0).add_(each(replacement_n.masked_fill(good, shift)))
+    added_n = replacement_n.masked_fill(good, shift)
+    x_nOI.mul_(per_matrix(scale)).masked_fill_(per_matrix(~good), 0.0).add_(per_matrix(added_n))
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
-    """As fp32 has them: bias corrections must be of what moments are averaged with."""
+    """The betas rounded to fp32, in which moments are averaged: bias corrections must use the same numbers."""
     return ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value
 
 
-PIECES = {"cpu": 1 << 16}
-"""Elements that a chain of passes takes at once on a type of device: what a core's cache holds."""
-PIECE = 1 << 22
-"""On others: what lies between the passes is then no more than 16 MiB."""
+CPU_CHUNK, CHUNK = 1 << 16, 1 << 22
+"""Elements that a chain of elementwise passes takes at a time: on a CPU as many as a core's cache holds, on other
+devices so many that temporaries take no more than 16 MiB each."""
 
 
-def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of [n, O, I] at a time: views."""
+def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views [n, rows, I] of tensors [n, O, I], some rows at a time."""
     n, _, columns = tensors[0].shape
-    rows = max(1, PIECES.get(tensors[0].device.type, PIECE) // max(1, n * columns))
+    rows = max(1, (CPU_CHUNK if tensors[0].device.type == "cpu" else CHUNK) // max(1, n * columns))
     return zip(*(x.split(rows, dim=1) for x in tensors), strict=True)

@@ -1,11 +1,11 @@
-"""A tensor on its way to the host, beside what the device does."""
+"""An asynchronous copy of a tensor to the host, which the device makes beside its other work."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """Starts copying at once."""
+    """Starts the copy when it is made; :meth:`tolist` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._event = tensor, None
@@ -16,7 +16,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether reading waits for nothing."""
+        """Whether :meth:`tolist` would not wait."""
         return self._event is None or self._event.query()
 
     def tolist(self) -> list:

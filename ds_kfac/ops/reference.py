@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, each, in_fp32, packed_numel
+from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, in_fp32, packed_numel, per_matrix
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
 
 
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
-    """Lower triangles of fp32 matrices of several layers into one flat tensor, in its dtype (fp32, bf16, fp16).
+    """Write the lower triangles of several fp32 matrices into one flat tensor, in its dtype (fp32, bf16, fp16).
 
     Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
 
@@ -50,13 +50,13 @@ def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[
 def ema_update_(
     averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
 ) -> Tensor:
-    """Take one batch into the running averages of several factors, in place.
+    """Fold one batch into the running averages of several factors, in place.
 
         average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
 
-    A factor whose count is 0, or whose sum has a value that is not finite, keeps average and updates. All fp32.
+    A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All tensors are fp32.
 
-    Returns bool [n]: which were used.
+    Returns bool [n]: whether each factor's sum was used.
     """
     used = []
     for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
@@ -72,12 +72,10 @@ def ema_update_(
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
     """Add to a packed fp32 sum: ``sum_P += scale * pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
 
-    The ones column is how a bias enters a factor: it is the weight of a constant input. Its entries are 1, or 0 where
-    a row is all zeros because it does not count.
-
     Args:
-        scale: a number, or a scalar on the device of the sum, of which the host does not wait. It comes after the
-            product: 16-bit rows need not be rounded again.
+        ones_column: [N, 1]; the input of a layer's bias. An entry is 1, or 0 for a row of zeros that does not count.
+        scale: a number, or a 0-d tensor on the device, so that the host does not wait for its value. It is applied
+            after the product: 16-bit rows are then not rounded again.
     """
     x_ND = x_ND.float()
     if ones_column is not None:
@@ -86,7 +84,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
 
 
 def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
-    """Add ``scale`` times the diagonal blocks of X^T X, each packed, to a fp32 sum: one triangle after the other."""
+    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one after the other."""
     triangles = [symmetric_pack(part.T @ part) for part in x_ND.float().split(block, dim=1)]
     return sum_P.add_(scale * torch.cat(triangles))
 
@@ -95,43 +93,44 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """Of n matrices of one shape: y = scale x as Adam's moments would take it in, divide one by the root of the other,
-    both bias-corrected, k = updates + 1.
+    """Adam's direction, with Nesterov's momentum, for n matrices of one shape; the moments do not change.
+
+    With y = scale x and k = updates + 1:
 
         m = b1 first + (1 - b1) y        v = b2 second + (1 - b2) y^2
         direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) y / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
 
-    with Nesterov's momentum: y is weighted as the next step's m will weight it (NAdam, Dozat 2016).
+    y has the weight that it will have in the next step's m (NAdam, Dozat 2016).
 
     Args:
-        direction_nOI: fp32, overwritten; 0 of a matrix that is not usable. It may be ``x_nOI``.
-        waiting_nOI: overwritten by y in its own dtype, for :func:`adam_fold_`; likewise. It may be ``x_nOI``.
-        first_nOI, second_nOI: m and v so far, without that correction; not changed.
-        updates_n: fp32, what they hold so far.
-        betas: as fp32 has them.
-        usable_n: bool. Where it is False nothing of x counts, also if it is NaN.
+        direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be ``x_nOI``.
+        waiting_nOI: overwritten by y in its dtype, for :func:`adam_fold_`; zeros likewise. It may be ``x_nOI``.
+        first_nOI, second_nOI: fp32, the moments so far, without bias correction; not changed.
+        updates_n: fp32, how many gradients the moments hold.
+        usable_n: bool; where it is False, x is ignored, even NaN.
+        betas: rounded to fp32 first.
 
     Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
     betas = in_fp32(betas)
-    y_nOI = torch.where(each(usable_n), scale * x_nOI, 0.0)
+    y_nOI = torch.where(per_matrix(usable_n), scale * x_nOI, 0.0)
     m_nOI, v_nOI = torch.lerp(y_nOI, first_nOI, betas[0]), torch.lerp(y_nOI.square(), second_nOI, betas[1])
-    k = each(updates_n + 1)
+    k = per_matrix(updates_n + 1)
     numerator_nOI = betas[0] * m_nOI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * y_nOI / (1 - betas[0] ** k)
-    found_nOI = numerator_nOI / (torch.sqrt(v_nOI / (1 - betas[1] ** k)) + eps)
+    quotient_nOI = numerator_nOI / (torch.sqrt(v_nOI / (1 - betas[1] ** k)) + eps)
     waiting_nOI.copy_(y_nOI)
-    direction_nOI.copy_(torch.where(each(usable_n), found_nOI, 0.0))
+    direction_nOI.copy_(torch.where(per_matrix(usable_n), quotient_nOI, 0.0))
 
 
 def adam_fold_(
     first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Take what :func:`adam_scale_` left waiting into the moments of the matrices that are usable, in place, and count
-    it."""
-    x_nOI, betas = waiting_nOI.float(), in_fp32(betas)
-    first_nOI.copy_(torch.where(each(usable_n), torch.lerp(x_nOI, first_nOI, betas[0]), first_nOI))
-    second_nOI.copy_(torch.where(each(usable_n), torch.lerp(x_nOI.square(), second_nOI, betas[1]), second_nOI))
+    """Fold the gradient that :func:`adam_scale_` left in ``waiting_nOI`` into the moments of the usable matrices, and
+    add 1 to their ``updates``, in place."""
+    y_nOI, betas, usable_n11 = waiting_nOI.float(), in_fp32(betas), per_matrix(usable_n)
+    first_nOI.copy_(torch.where(usable_n11, torch.lerp(y_nOI, first_nOI, betas[0]), first_nOI))
+    second_nOI.copy_(torch.where(usable_n11, torch.lerp(y_nOI.square(), second_nOI, betas[1]), second_nOI))
     updates_n.add_(usable_n)
 
 
@@ -139,7 +138,7 @@ def finish_direction_(
     x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
     replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
-    """Give n directions their size, in place, where they may be stepped along; elsewhere put a number in their place.
+    """Scale n directions to their final norm, in place; replace those that must not be used by a number.
 
         scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
         x <- scale x + shift   where norm < bound, else replacement
@@ -147,15 +146,15 @@ def finish_direction_(
     Args:
         x_nOI: fp32.
         norm_n: fp32, the Frobenius norms of x.
-        size_n: fp32, the norms that the directions had before they were orthogonalized; None: they were not.
-        target_n: fp32, the norms that they shall have; without ``size_n`` what multiplies them.
-        full_n: fp32, ``size_n`` from which on they shall have all of it. Not used without.
-        bound_n: fp32, infinity where a direction may be stepped along, 0 where not: a norm that is no number is below
-            none.
-        replacement_n: fp32, in every entry, whatever x holds (NaN too).
+        size_n: fp32, the norms of the directions before they were orthogonalized; None: they were not.
+        target_n: fp32, the final norms; if ``size_n`` is None, factors.
+        full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if that is None.
+        bound_n: fp32, infinity for a direction that may be used, else 0. NaN is below neither.
+        replacement_n: fp32, written to every entry, whatever x holds (also NaN).
         shift: a number, not a tensor.
     """
     scale_n = target_n
     if size_n is not None:
         scale_n = target_n * torch.clamp(size_n / full_n, max=1) / torch.clamp(norm_n, min=SMALLEST)
-    x_nOI.copy_(torch.where(each(norm_n < bound_n), each(scale_n) * x_nOI + shift, each(replacement_n)))
+    scaled_nOI = per_matrix(scale_n) * x_nOI + shift
+    x_nOI.copy_(torch.where(per_matrix(norm_n < bound_n), scaled_nOI, per_matrix(replacement_n)))

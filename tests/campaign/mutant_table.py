@@ -131,7 +131,7 @@ _ROWS = [
      "linalg.vector_norm(norm[:, None] * whitening, dim=-1)",
      "linalg.vector_norm(norm[:, None] * torch.stack([1 + 0 * norm, whitening[:, 1]], 1), dim=-1)",
      "tests/update/test_newton_schulz.py"),
-    ("narrow sums: row after row", "ops/functional.py", "NARROW, PIECE_ROWS = 16", "NARROW, PIECE_ROWS = 0",
+    ("narrow sums: row after row", "ops/functional.py", "NARROW, CHUNK_ROWS = 16", "NARROW, CHUNK_ROWS = 0",
      "tests/ops/test_ops.py"),
     ("null directions: of a zero A all", "update/rotation.py", "blocks >= rounding", "blocks > rounding",
      "tests/update/test_rotation.py"),

@@ -47,7 +47,7 @@ def helped():
 def test_rows_are_proven_on_data(capsys):
     here = "tests.estimate.test_check"
     assert main([*RUN, f"{here}:gpt", "--data", f"{here}:data"]) == 0
-    assert "layers are those of their gradients, on 2 batches" in capsys.readouterr().out
+    assert "layers make up their gradients, on 2 batches" in capsys.readouterr().out
     assert main([*RUN, f"{here}:helped", "--data", f"{here}:data"]) == 1
     said = capsys.readouterr().err
     assert "blocks.0.mlp.up: its gradient is not that of the rows of 2 calls" in said and "(square)" in said

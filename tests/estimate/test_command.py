@@ -152,7 +152,7 @@ def answer(text: str) -> str:
 def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys, tmp_path):
     auto = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
     text = answer(estimated(capsys, "--config", config(tmp_path, **auto)))
-    assert "a step of 1,024 tokens or images a rank (assumed: the config has no batch size, --batch-rows" in text
+    assert "a step of 1,024 tokens or images a rank (assumed: the config has no batch size, give --batch-rows" in text
     assert 'in float32 (assumed: "bf16" is "auto", --dtype says which)' in text
     given = ["--dtype", "bf16", "--batch-rows", "512"]
     text = answer(estimated(capsys, "--config", config(tmp_path, **auto), *given))

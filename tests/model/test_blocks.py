@@ -287,7 +287,7 @@ def test_a_pattern_goes_before_what_is_known():
 
 @pytest.mark.parametrize(("given", "said"), [(5, "5 equal blocks"), ([5, 2], r"blocks of \[5, 2\] rows")])
 def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
-    with pytest.raises(ValueError, match=rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which are no {said}"):
+    with pytest.raises(ValueError, match=rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}"):
         blocks(Holder("qkv", 72), qkv=given)
 
 

@@ -151,7 +151,7 @@ def test_a_frozen_norm_and_an_overriding_subclass_are_named():
     found = scan(model)
     assert [layer.name for layer in found.layers] == ["named"]
     reasons = {skipped.name: skipped.reason for skipped in found.skipped}
-    assert "Standardized overrides Conv2d._conv_forward, and its weight is not what it conv" in reasons["ws"]
+    assert "Standardized overrides Conv2d._conv_forward, and does not convolve with its weight alone" in reasons["ws"]
     assert "parametrization" in reasons["wn"] and reasons["frozen"] == "weight is frozen"
     assert "of all ranks" in reasons["sync"] and "output_padding" in reasons["up"]
 

@@ -1,6 +1,4 @@
-"""Backend ``triton``: whether and which of its ops can run on a device. This file imports triton only if it is there,
-the others need it.
-"""
+"""Backend ``triton``: which ops it has, and whether they can run on a device. Only this file imports without triton."""
 
 import importlib
 import os
@@ -15,11 +13,11 @@ from ds_kfac.ops import check
 
 MODULES = dict.fromkeys(("adam_scale_", "adam_fold_", "finish_direction_"), "scale")
 MODULES["syrk_accumulate_"] = "syrk"
-"""Op -> file."""
+"""Op -> the module of this folder that has it."""
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why no Triton kernel can run on ``device``; None if it can. With TRITON_INTERPRET=1 a CPU will do, slowly."""
+    """Why Triton kernels cannot run on ``device``; None: they can, with TRITON_INTERPRET=1 also on a CPU, slowly."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:
@@ -36,7 +34,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation. Raises RuntimeError: it cannot run, and why."""
+    """Op -> implementation. Raises RuntimeError: why Triton cannot run here."""
     if reason := unavailable(torch.device("cuda")):
         raise RuntimeError(reason)
     return {op: getattr(importlib.import_module(f"{__name__}.{file}"), op) for op, file in MODULES.items()}

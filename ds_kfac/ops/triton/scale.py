@@ -1,6 +1,6 @@
-"""Of n matrices of one shape, each in one pass: division by Adam's moments, their update, and the size of a direction.
+"""Elementwise kernels for n matrices of one shape: Adam's direction, the moments' update, a direction's final scale.
 
-At the top what all Triton kernels share. Shape suffixes: O, I the sides of a matrix, n matrices.
+Helpers of all Triton kernels are at the top. Shape suffixes: n matrices, O and I the sides of each.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
@@ -13,29 +13,28 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ds_kfac.ops.check import NotMadeFor, check_device, of
+from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, of
 from ds_kfac.ops.functional import SMALLEST, Scalar, in_fp32
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
-"""Fixed when this module is imported, like the kind of every kernel."""
+"""Triton decides it for a kernel when that is defined, so it is read once, at import."""
 DEVICE_TYPE = None if INTERPRET else "cuda"
-"""Where kernels run; None: anywhere."""
+"""Type of the device on which kernels run; None: any."""
 WARPS = 8
 MAX_MATRICES = 65535
-"""Of a launch."""
+"""Matrices in a launch, at most: CUDA's limit for the second axis of a grid."""
 FLAT_BLOCK = 2048
-"""Elements of a program, 8 a thread: matrices are read in one piece."""
-WAITING = (torch.float32, torch.bfloat16, torch.float16)
+"""Elements that a program takes, 8 per thread."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, whatever its arguments live on."""
+    """Makes x's device the current one: Triton launches there, not on the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit
 def scalar(value, IN_MEMORY: tl.constexpr):
-    """A number that came as an argument, or as a pointer to it, which needs no host synchronisation."""
+    """The value of a number, or of a pointer to one; a pointer spares the host the wait for the value."""
     if IN_MEMORY:
         return tl.load(value).to(tl.float32)
     else:
@@ -44,13 +43,13 @@ def scalar(value, IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def lerp(now, old, decay):
-    """As torch.lerp: from the end that is nearer to ``decay``."""
+    """decay old + (1 - decay) now, rounded as torch.lerp rounds: from the end that is nearer."""
     return tl.where(decay < 0.5, now + (old - now) * decay, old - (old - now) * (1.0 - decay))
 
 
 @triton.jit
 def correction(steps, log_decay):
-    """1 - decay^steps: by its series where the power is close to 1, of which little would be left."""
+    """1 - decay^steps; by a series where the power is close to 1, since the difference would cancel."""
     y = steps * log_decay
     series = 1.0 + y / 8.0
     for i in tl.static_range(6):
@@ -60,7 +59,7 @@ def correction(steps, log_decay):
 
 @triton.jit
 def flat_place(numel, BLOCK: tl.constexpr):
-    """Of this program's elements of a matrix: which, int64, and what is inside."""
+    """(int64 indices of this program's elements in a matrix, whether each index is inside)."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return element, element < numel
 
@@ -70,7 +69,7 @@ def adam_scale_kernel(
     direction_ptr, waiting_ptr, x_ptr, first_ptr, second_ptr, updates_ptr, usable_ptr, scale,
     beta1, beta2, log_beta1, log_beta2, eps, numel, SCALE_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` elements of one matrix a program; matrices follow each other."""
+    """A program computes ``BLOCK`` elements of one matrix; grid: (blocks of a matrix, matrices)."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     at = matrix * numel + element
@@ -91,10 +90,10 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py``. All contiguous, and fp32 but for ``usable`` and what waits. Cost: 16 n O I bytes, and
-    what waits."""
-    whole = direction_nOI, x_nOI, first_nOI, second_nOI
-    _check_adam("adam_scale_", whole, waiting_nOI, updates_n, usable_n, (*betas, eps), scale)
+    """See ``ops/reference.py``. All tensors contiguous; fp32 but for ``usable_n`` and ``waiting_nOI``. Cost: 16 n O I
+    bytes, and those of ``waiting_nOI``."""
+    fp32 = direction_nOI, x_nOI, first_nOI, second_nOI
+    _check_adam("adam_scale_", fp32, waiting_nOI, updates_n, usable_n, (*betas, eps), scale)
     grid, options = flat_blocks_of(x_nOI)
     with on_device_of(x_nOI):
         adam_scale_kernel[grid](
@@ -107,7 +106,7 @@ def adam_scale_(
 def adam_fold_kernel(
     first_ptr, second_ptr, updates_ptr, waiting_ptr, usable_ptr, beta1, beta2, numel, BLOCK: tl.constexpr
 ):
-    """As :func:`adam_scale_kernel`. A matrix's first program counts."""
+    """The grid is that of :func:`adam_scale_kernel`. A matrix's first program counts the update."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     at = matrix * numel + element
@@ -125,7 +124,7 @@ def adam_fold_(
     first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py``, and :func:`adam_scale_`. Cost: 16 n O I bytes, and what waits."""
+    """See ``ops/reference.py`` and :func:`adam_scale_`. Cost: 16 n O I bytes, and those of ``waiting_nOI``."""
     _check_adam("adam_fold_", (first_nOI, second_nOI), waiting_nOI, updates_n, usable_n, betas)
     grid, options = flat_blocks_of(first_nOI)
     with on_device_of(first_nOI):
@@ -135,7 +134,7 @@ def adam_fold_(
         )  # fmt: skip
 
 
-# vectors are views into those of all layers: specialised, each alignment would be another compilation
+# vectors are views into vectors of all layers: with specialisation Triton would compile anew for each alignment
 @triton.jit(
     do_not_specialize=["norm_ptr", "size_ptr", "target_ptr", "full_ptr", "bound_ptr", "replacement_ptr", "numel"]
 )
@@ -143,7 +142,7 @@ def finish_direction_kernel(
     x_ptr, norm_ptr, size_ptr, target_ptr, full_ptr, bound_ptr, replacement_ptr, shift, numel,
     SMALLEST: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`adam_scale_kernel`."""
+    """The grid is that of :func:`adam_scale_kernel`."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     at = matrix * numel + element
@@ -160,7 +159,7 @@ def finish_direction_(
     x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
     replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py``. fp32, contiguous. Cost: 8 n O I bytes."""
+    """See ``ops/reference.py``. All tensors fp32 and contiguous. Cost: 8 n O I bytes."""
     vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n, bound_n, replacement_n
     _check_flat("finish_direction_", (x_nOI,), vectors, (shift,))
     grid, options = flat_blocks_of(x_nOI)
@@ -171,13 +170,13 @@ def finish_direction_(
 
 
 def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, blocks of a matrix and matrices; and how large a block is."""
+    """(the grid: blocks of a matrix, matrices; launch options)."""
     return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {"BLOCK": FLAT_BLOCK, "num_warps": WARPS}
 
 
 def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple) -> None:
-    """Raises ValueError unless they fit; NotMadeFor: not fp32, with gaps, none, more than a launch has, or tensors for
-    numbers."""
+    """Raise ValueError unless shapes fit; NotMadeFor for tensors that are not fp32 or not contiguous, for no matrix or
+    more than a launch can have, and for tensors in place of numbers."""
     shape = matrices[0].shape
     if any(x.shape != shape for x in matrices) or any(x.shape != shape[:1] for x in vectors):
         raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {of(*matrices, *vectors)}")
@@ -193,16 +192,16 @@ def _check_adam(
     op: str, matrices: tuple[Tensor, ...], waiting: Tensor, updates: Tensor, usable: Tensor, numbers: tuple,
     scale: Scalar = 1.0,
 ) -> None:  # fmt: skip
-    """As :func:`_check_flat`."""
+    """:func:`_check_flat` for the arguments of Adam's ops."""
     _check_flat(op, matrices, (updates,), numbers)
     check_device(op, (updates, usable, waiting, scale), DEVICE_TYPE)
     if waiting.shape != matrices[0].shape or usable.shape != updates.shape:
-        raise ValueError(f"{op}: what waits or is usable does not fit, got {of(waiting, usable, matrices[0])}")
-    if not waiting.is_contiguous() or waiting.dtype not in WAITING or usable.dtype is not torch.bool:
+        raise ValueError(f"{op}: waiting or usable does not fit the matrices, got {of(waiting, usable, matrices[0])}")
+    if not waiting.is_contiguous() or waiting.dtype not in DTYPES or usable.dtype is not torch.bool:
         raise NotMadeFor(f"{op}: expected a contiguous buffer and bool, got {of(waiting, usable)}")
 
 
 def _decays(betas: tuple[float, float]) -> list[float]:
-    """And their logarithms."""
+    """[beta1, beta2, log beta1, log beta2], with the betas rounded to fp32."""
     decays = in_fp32(betas)
     return [*decays, *(math.log(decay) if decay > 0 else -math.inf for decay in decays)]

@@ -1,8 +1,8 @@
 """X^T X added to a packed fp32 triangle: lower tiles only, no [D, D] matrix, no pass to pack it.
 
-How it is cut up, per kind of device and side, is in ``CHOSEN``. No shipped configuration spills registers on its
-devices, with or without tensor descriptors; see the tests. Which is best is what ``benchmarks/kernels --sweep syrk``
-finds on a device; it prints ``CHOSEN`` to be pasted here.
+``CHOSEN`` has the tiles for each kind of device and side. ``benchmarks/kernels --sweep syrk`` measures them on a device
+and prints ``CHOSEN`` to be pasted here. No shipped configuration spills registers on its devices, with or without
+tensor descriptors; tests hold that.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies at r(r+1)/2 + c.
 """
@@ -25,7 +25,7 @@ ASSUMED_MULTIPROCESSORS = 132
 
 
 def architecture() -> int:
-    """80, 90, 100 of the current device; under the interpreter any will do."""
+    """Compute capability of the current device: 80, 90, 100; under the interpreter 90, as any will do."""
     return 90 if INTERPRET else _architecture(torch.cuda.current_device())
 
 
@@ -56,12 +56,12 @@ class SyrkConfig:
 
     Attributes:
         block: rows of a tile, and columns of a square one.
-        chunk: rows multiplied at once.
-        resident: programs that a multiprocessor has registers and shared memory for.
-        group: tile rows whose tiles are computed column by column, so that programs which run together share columns
-            in L2; 1 goes row by row.
-        columns: of a tile that is not square, twice as many as rows or half; 0: it is square.
-        descriptor: rows arrive by tensor descriptors, from sm_90 on the tensor memory accelerator (TMA).
+        chunk: rows of x that are multiplied at a time.
+        resident: programs for which a multiprocessor has registers and shared memory.
+        group: tile rows whose tiles are computed column by column, so that concurrent programs share columns of x in
+            L2; 1: tiles are computed row by row.
+        descriptor: whether x is loaded by tensor descriptors, from sm_90 on by the tensor memory accelerator (TMA).
+        columns: of a tile, twice or half as many as its rows; 0: as many.
     """
 
     block: int
@@ -78,14 +78,14 @@ class SyrkConfig:
         return self.columns or self.block
 
     def plain(self) -> "SyrkConfig":
-        """For rows that no descriptor can describe."""
+        """The configuration for rows that no descriptor can hold."""
         return replace(self, descriptor=False)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Configurations of a kind of device: ``source``, the machine that was measured, or "computed" where none was; and
-    (largest side, configuration), in the order of sides, the last for all larger ones."""
+    """Configurations for a kind of device. ``source``: the machine on which they were measured, or "computed".
+    ``by_side``: (largest side, configuration) with sides ascending; the last one also serves larger sides."""
 
     source: str
     by_side: tuple[tuple[int, SyrkConfig], ...]
@@ -110,7 +110,7 @@ SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
     "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
     "fp32": (_EXACT, replace(_EXACT, group=16)),
 }
-"""By kind of device, for 16-bit rows; for fp32 rows on any, as no tensor core multiplies in fp32."""
+"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do not multiply."""
 INTERPRETED = SyrkConfig(32, 16, 4, 1, 1, group=2, descriptor=True)
 LARGEST = 1 << 20
 CHOSEN: dict[str, Chosen] = {
@@ -125,40 +125,39 @@ CHOSEN: dict[str, Chosen] = {
 
 
 def family(dtype: torch.dtype, arch: int) -> str:
-    """Key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little shared memory."""
+    """A key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little shared memory."""
     if dtype == torch.float32:
         return "fp32"
     return {9: "sm_90", 10: "sm_100"}.get(arch // 10, "sm_80")
 
 
 def describable(x_ND: torch.Tensor) -> bool:
-    """Whether a descriptor can hold these rows: aligned to 16 bytes, each of them, columns in one piece."""
+    """Whether a descriptor can hold rows: each starts at a multiple of 16 bytes, and its columns are contiguous."""
     aligned = x_ND.data_ptr() % 16 == 0 and x_ND.stride(0) * x_ND.element_size() % 16 == 0
     return aligned and x_ND.stride(1) == 1 and x_ND.stride(0) >= x_ND.shape[1] and max(x_ND.shape) < 1 << 31
 
 
 def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
-    """What rows are multiplied with."""
+    """The configuration for rows x on a device."""
     config = INTERPRETED if INTERPRET else CHOSEN[family(x_ND.dtype, arch)].at(x_ND.shape[1])
     return config if describable(x_ND) else config.plain()
 
 
 EPILOGUE_CHUNKS = 6
-"""What adding a tile to the triangle is taken to cost, in chunks of rows multiplied. Computed, not measured."""
+"""Assumed cost of adding a tile to the triangle, in chunks of rows multiplied. Computed, not measured."""
 MAX_SPLIT = 8
 
 
 def tile_count(dim: int, block: int, width: int) -> int:
-    """Tiles [block, width] on and below the diagonal."""
+    """Number of tiles [block, width] on and below the diagonal."""
     large, small = max(block, width), min(block, width)
     side = triton.cdiv(dim, large)
     return side * (side + 1) // 2 * (large // small)
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
-    """Programs that share a tile, each with part of the ``chunks`` of rows: what takes the fewest waves times work per
-    wave, with ``places`` programs at a time. 1 if torch asks for deterministic algorithms: with more, the order of
-    additions is open."""
+    """How many programs share a tile, each with a part of the ``chunks`` of rows: the fewest waves times work per wave,
+    if ``places`` programs run at a time. 1 under torch's deterministic algorithms: atomic additions vary in order."""
     return 1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
 
 
@@ -172,17 +171,17 @@ def _fewest_waves(tiles: int, chunks: int, places: int) -> int:
 
 @triton.jit
 def tile_at(index):
-    """(row, column) of a tile; tiles are numbered row by row."""
+    """(row, column) of the tile ``index`` of a triangle, numbered row by row."""
     row = ((tl.sqrt(8.0 * index + 1.0) - 1.0) * 0.5).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # the root may be off by a rounding
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # the square root may be off by one rounding
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
     return row, index - row * (row + 1) // 2
 
 
 @triton.jit
 def grouped_tile_at(index, side, GROUP: tl.constexpr):
-    """(row, column) of a tile of a triangle of ``side`` tile rows, GROUP rows at a time column by column: what programs
-    with neighbouring indices read of X then stays in L2; row by row they would need whole rows of a large triangle."""
+    """(row, column) of the tile ``index`` of a triangle with ``side`` tile rows, numbered column by column within GROUP
+    tile rows: programs with neighbouring indices then share columns of X, which stay in L2."""
     row, column = tile_at(index)
     if GROUP == 1:
         return row, column
@@ -191,13 +190,14 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
         height = tl.minimum(GROUP, side - first)
         inside = index - first * (first + 1) // 2
         end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))  # the group's own triangle comes last
-        left = inside < first * height
-        return first + tl.where(left, inside % height, end_row), tl.where(left, inside // height, first + end_column)
+        rectangle = inside < first * height  # the part of the group on the left of its own triangle
+        row = first + tl.where(rectangle, inside % height, end_row)
+        return row, tl.where(rectangle, inside // height, first + end_column)
 
 
 @triton.jit
 def place_of(index, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of a tile [BLOCK, WIDTH]; those that are not square are parts of square ones."""
+    """First row and column of the tile ``index`` [BLOCK, WIDTH]; tiles that are not square are parts of square ones."""
     SIDE: tl.constexpr = BLOCK if BLOCK > WIDTH else WIDTH
     DOWN: tl.constexpr = SIDE // BLOCK
     ALONG: tl.constexpr = SIDE // WIDTH
@@ -215,7 +215,7 @@ def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
 
 @triton.jit
 def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    """Add what a tile has of the lower triangle, by halves of at most 32 columns: addresses of a whole one spill."""
+    """Add the tile's part of the lower triangle, 32 columns at a time: addresses for a whole tile would spill."""
     ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1]
     if WIDTH > 32:
@@ -235,7 +235,7 @@ def add_bias_row(
     tail_ptr, x_ptr, ones_ptr, scale, first_column, start, stop, dim, x_stride, ones_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also the ones [N, 1]."""
+    """Add ``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also ones [N, 1]."""
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -258,11 +258,8 @@ def syrk_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program along axis 0, one part of the rows along axis 1; then one column sum per tile column.
-
-    With descriptors of x one thread asks for a [CHUNK, BLOCK] piece, what lies outside of x arrives as zeros; else they
-    are None.
-    """
+    """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``: descriptors of x,
+    or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside of it."""
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
@@ -271,15 +268,15 @@ def syrk_kernel(
         first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
         tile = tl.zeros((BLOCK, WIDTH), tl.float32)
         if left_desc is not None:
-            for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
+            for begin in range(start, stop, CHUNK):  # a part has whole chunks, so that it reads no rows of the next
                 left = left_desc.load([begin, first_row])
                 right = right_desc.load([begin, first_column])
-                tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
+                tile = dot(tl.trans(left), right, tile)  # no copy: tensor cores read shared memory transposed
         else:
             left_column = first_row + tl.arange(0, BLOCK)
             right_column = first_column + tl.arange(0, WIDTH)
             first = (start + row).to(tl.int64) * x_stride
-            left_ptr = x_ptr + left_column[:, None] + first[None, :]  # X^T as it lies: no transpose
+            left_ptr = x_ptr + left_column[:, None] + first[None, :]  # loads X^T directly, without a transpose
             right_ptr = x_ptr + first[:, None] + right_column[None, :]
             for begin in range(start, stop, CHUNK):
                 inside = begin + row < stop
@@ -297,8 +294,8 @@ def syrk_kernel(
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """See ``ops/reference.py``. Rows in bf16 or fp16 are multiplied on tensor cores, those in fp32, unrounded, on fp32
-    units. They are copied if their columns are not contiguous.
+    """See ``ops/reference.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are
+    copied if their columns are not contiguous.
 
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
     set to be; small D then uses fewer multiprocessors.
@@ -320,7 +317,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
 def accumulate(
     sum_P: Tensor, x_ND: Tensor, ones_column: Tensor | None, config: SyrkConfig, scale: Scalar = 1.0
 ) -> None:
-    """:func:`syrk_accumulate_` of checked arguments, cut up as ``config`` says."""
+    """:func:`syrk_accumulate_` with checked arguments, in the tiles of ``config``."""
     rows, dim = x_ND.shape
     tiles = tile_count(dim, config.block, config.width)
     split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
