@@ -228,7 +228,8 @@ class _Scanner:
                 layers.append(layer)
                 continue
             # All experts share the A of their input: tokens have one distribution, whichever expert takes them. What an
-            # expert computes gets an A per expert, unless that A would be larger than the weight (I > O)
+            # expert computes gets an A per expert, unless that A would be larger than the weight (I > O).
+            # A plan may give more of them their own
             first = next((other for other in layers if other.part[1] == shape[0] and other.A == layer.A), None)
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"
