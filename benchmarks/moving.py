@@ -21,7 +21,7 @@ from typing import Any
 
 HALF = 300
 MODEL = ("--width", "64", "--blocks", "2", "--heads", "2")
-"""130 thousand parameters: a run is a minute or two."""
+"""140 thousand parameters: a run is a minute or two."""
 ROOT = Path(__file__).parent.parent
 KINDS = ("adamw", "kfacadamw")
 OPTIMIZERS = {

@@ -77,7 +77,7 @@ CLIENT_KEY = "ds_kfac"
 """Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
 WEIGHTS_ALONE = (
     "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to start from the "
-    "weights alone"
+    "weights alone; with transformers' Trainer give from_pretrained the checkpoint's folder, and train() none"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 

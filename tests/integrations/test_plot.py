@@ -7,6 +7,7 @@ import pytest
 from ds_kfac.__main__ import main
 from ds_kfac.integrations import plot
 from ds_kfac.metrics import STAGES
+from tests.close import close
 
 
 def write_logs(folder, tensorboard: bool) -> None:
@@ -71,8 +72,9 @@ def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
     stages = {"capture": 0.5, "reduce": 0.1, "refresh": 0.2, "relayout": 0.1, "precondition": 0.1}
     found |= {name: [(1, 99.0), (2, 0.0), (3, 2 * seconds)] for name, seconds in stages.items()}
     parts, share = plot.parts_of_step(found)
-    assert parts == pytest.approx({"forward and backward": 2.5, "optimizer": 0.5, **stages})
-    assert share == pytest.approx(sum(stages.values()) / 4) and sum(parts.values()) == pytest.approx(4)
+    close(parts, {"forward and backward": 2.5, "optimizer": 0.5, **stages}, sums=10)
+    close(share, sum(stages.values()) / 4, sums=10)
+    close(sum(parts.values()), 4.0, sums=10)
     assert plot.parts_of_step({name: found[name] for name in stages})[1] is None, "of what is not known"
     assert plot.STAGES == STAGES
 
