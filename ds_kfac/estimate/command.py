@@ -108,12 +108,8 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses.
-
-    Args:
-        rows: tokens (or images) of a rank in a step; None: unknown.
-        assumed: words after the batch, if that is assumed.
-    """
+    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses. ``rows``:
+    tokens (or images) of a rank in a step; ``assumed``: words after the batch, if that is assumed."""
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     chosen, problem, strategies = None, list[str](), list[Estimate | Refused]()

@@ -184,8 +184,7 @@ class _Calls:
 
 
 def graph_keeps_inputs() -> tuple[bool, bool]:
-    """(whether the graph keeps inputs, which it does not under checkpointing; whether torch's non-reentrant
-    checkpointing recomputes now)."""
+    """(whether the graph keeps inputs: not under checkpointing; whether a non-reentrant recomputation runs now)."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is None:  # an older torch
         return False, False
