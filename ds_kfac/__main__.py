@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as python -m does, so that --model finds modules there
     parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by DeepSpeed's launcher
     commands = parser.add_subparsers(dest="command", required=True)
     what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
     more = "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."

@@ -27,7 +27,7 @@ def report(_: object = None) -> str:
     tables: dict[str, Sequence[tuple[str, ...]]] = {
         "ds_kfac: installed": [*versions, ("nvcc", _compiler("nvcc"))],
         "accelerator": _accelerator(),
-        "op libraries: installed if compiled ahead of time, else compiled at first use if compatible": build.rows(
+        "op libraries: installed if compiled ahead of time, else compiled at first use if compatible": build.status(
             None if gpu_problem() else gpu_architecture()
         ),
         "backends of ops": [("backend", "device", "runs here"), *map(_backend, BACKENDS)],

@@ -108,12 +108,8 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses.
-
-    Args:
-        rows: tokens (or images) of a rank in a step; None: unknown.
-        assumed: words after the batch, if that is assumed.
-    """
+    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses. ``rows``:
+    tokens (or images) of a rank in a step; ``assumed``: words after the batch, if that is assumed."""
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     chosen, problem, strategies = None, list[str](), list[Estimate | Refused]()
@@ -214,9 +210,9 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     for reason in plan.reasons:
         lines += wrapped(f"plan: {reason}")
 
-    kept = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
-    kept |= {"state": chosen.state, **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}}
-    rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in kept.items()]
+    table = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
+    table |= {"state": chosen.state, **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}}
+    rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in table.items()]
     lines += ["", *columns([("memory", "most", "mean"), *rows], right=True)]
 
     steps = (chosen.mean, chosen.plain, chosen.update, chosen.refresh)
@@ -268,7 +264,7 @@ def run(arguments: argparse.Namespace) -> str:
     )
     rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
     if rows is None and trace is not None:
-        rows, origin, in_config = rows_of(ds_config, arguments.world, trace.units)
+        rows, origin, in_config = batch_units(ds_config, arguments.world, trace.units)
         assumed = "" if in_config else " (assumed: the config has no batch size, give --batch-rows)"
     lines, _ = described(subject, costs, arguments.world, rows, assumed)
     batch = f"batch of a rank: {origin}" if rows else "batch of a rank unknown: give --batch-rows"
@@ -277,7 +273,7 @@ def run(arguments: argparse.Namespace) -> str:
     return "\n".join([title, *lines])
 
 
-def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
+def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
     """(tokens or images of a rank in a step, how they are computed in words, whether the config has a batch size).
     ``units``: tokens or images in an example."""
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")

@@ -80,7 +80,7 @@ def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfi
     checks = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
     if wrong := [(name, str(check)) for name, check in checks.items() if not check.is_finite or not check.fits]:
         raise ValueError(
-            "the rows that are seen of these layers do not make up their gradients: "
+            "the captured rows of these layers do not make up their gradients: "
             + "; ".join(f"{name}: {why}" for name, why in folded(wrong))
         )
     zero = [(name, f"{x.zero / x.rows:.0%}") for name, x in checks.items() if x.zero > ZERO_ROWS * x.rows]

@@ -60,10 +60,10 @@ class BatchInfo:
         rows: bool [N, T], True where a row counts; for layers with N x T rows in any order. With an encoder and a
             decoder, the decoder's rows.
         labelled: bool [N] or [N, T], True where the loss has a term. Its sum is M.
-        divisor: by what the loss divides the sum of its terms, if not by M: with sequence parallelism, for instance, by
-            the number of terms of the whole sequence.
+        divisor: the loss is the sum of its terms over this number; None: over M. With sequence parallelism, for
+            instance, it is the number of terms of the whole sequence.
         encoder_rows: bool [N, S], True where a row of the source counts, with an encoder and a decoder.
-        items: by what the loss that the model returns divides the sum of its terms: Hugging Face's
+        items: the loss that the model returns is the sum of its terms over this number: Hugging Face's
             ``num_items_in_batch``, which counts all micro-batches and maybe all ranks.
         ranks: from how many ranks an expert's rows come; each is taken to have M loss terms, unless ``peers`` are set.
         peers: these ranks, if the first dimension of the rows is the rank.
@@ -219,7 +219,7 @@ class RowMasks:
         self._watching, self._side = False, None
         self._slices.end()
 
-    def of(self, module: str, x: Tensor, info: BatchInfo, *, again: bool = False, reduced: bool = False) -> Fit:
+    def fit_call(self, module: str, x: Tensor, info: BatchInfo, *, again: bool = False, reduced: bool = False) -> Fit:
         """The mask for a call with the input x [.., D].
 
         Args:
@@ -236,7 +236,7 @@ class RowMasks:
             order = None if attention else self._order_of(module, tuple(x.shape[:-1]))
             if order is None and len(orders := set(self._examples.values())) == 1:
                 order = orders.pop()
-            return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
+            return self._slices.fit_call(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
         return result
 
     def of_stack(self, module: str, x: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:

@@ -56,7 +56,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
     rows = layer.shape[-2]
     for pattern, blocks in chosen:
         if named(pattern, name):
-            return replace(layer, blocks=of_rows(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
+            return replace(layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
     holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # an entry of a ModuleList has the list's name
     module, guessed = modules.get(holder), ""
     finer = last == "in_proj" and value_of(module, "A_log") is not None  # Mamba2 cuts some only after a convolution
@@ -83,7 +83,7 @@ def weight_name(layer: LayerSpec) -> str:
     return layer.weight.removesuffix(".weight")
 
 
-def of_rows(rows: int, blocks: Blocks, where: str) -> Sizes:
+def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
     """Sizes of the blocks in ``rows`` rows; () for a single block. Raises ValueError if they do not fit."""
     each = blocks if isinstance(blocks, int) else sum(blocks)
     if rows % each:
@@ -93,7 +93,7 @@ def of_rows(rows: int, blocks: Blocks, where: str) -> Sizes:
     return sizes if len(sizes) > 1 else ()
 
 
-def rows_of(layer: LayerSpec) -> str:
+def blocks_text(layer: LayerSpec) -> str:
     """A layer's blocks, for people: "128 + 128 + 128 rows", "8 x (64 + 64) rows"; many equal ones: "32 of 128 rows"."""
     blocks, repeats = layer.blocks, layer.shape[-2] // sum(layer.blocks)
     text = (

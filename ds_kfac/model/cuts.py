@@ -67,7 +67,7 @@ class _Value:
 
 
 class _Scope(NamedTuple):
-    """In a method: the name of ``self``, the variables that are outputs, the last assignment of the other variables."""
+    """The variables of a method. ``values``: those that are outputs; ``numbers``: every variable's last assignment."""
 
     self_name: str
     values: dict[str, _Value]

@@ -38,7 +38,7 @@ def class_dim(prediction: Tensor) -> int:
 def _output_dim(node: Any, shape: tuple[int, ...]) -> int | None:
     """The dimension of ``node``'s result, of ``shape``, that holds the outputs of the last product; None: unknown. Goes
     down from the result to the product, then carries the product's output dimension up again."""
-    moves: list[Callable[[int], Any]] = []  # of each node: dimension of its operand -> of its result, or None: lost
+    moves: list[Callable[[int], Any]] = []  # node by node: dimension of the operand -> that of the result; None: lost
     place, convolution = None, False
     while node is not None:
         name = node.name()

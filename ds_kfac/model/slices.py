@@ -1,5 +1,4 @@
-"""Which rows of the batch a call of a module has, where it gets only some: a tile of sequences, some examples, or a
-chunk of all rows.
+"""Which rows of the batch a call has if it gets a slice: a tile of sequences, some examples, or a chunk of all rows.
 
 - An input that is a view into a tensor of the whole batch shows its rows by its place in memory.
 - A call with as many rows that follows such a call, such as the next layer's, is guessed to have the same rows.
@@ -184,8 +183,8 @@ class _Calls:
     cut: bool = False
 
 
-def graph_keeps() -> tuple[bool, bool]:
-    """(whether the graph keeps inputs, which it does not under checkpointing; whether a recomputation runs now)."""
+def graph_keeps_inputs() -> tuple[bool, bool]:
+    """(whether the graph keeps inputs: not under checkpointing; whether a non-reentrant recomputation runs now)."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is None:  # an older torch
         return False, False
@@ -223,7 +222,7 @@ class Slices:
         """A call had every row."""
         self._last = None
 
-    def of(
+    def fit_call(
         self, module: str, x: Tensor, mask: Tensor, order: int | None, *,
         again: bool = False, reduced: bool = False, attention: bool = False,
     ) -> Fit:  # fmt: skip
@@ -238,8 +237,8 @@ class Slices:
         (N, T), batch = mask.shape, tuple(x.shape[:-1]) or (1,)
         if not 0 < prod(batch) < N * T or len(batch) > 2:
             return Fit()
-        kept, lost = graph_keeps()
-        if again and lost:
+        keeps_inputs, recomputes = graph_keeps_inputs()
+        if again and recomputes:
             return Fit()  # a non-reentrant recomputation may stop before its last call; its rows do not count anyway
         node = torch._C._current_autograd_node() if again else None
         place = node._sequence_nr() if node is not None else None  # the node itself would keep its graph
@@ -274,7 +273,7 @@ class Slices:
             calls.cut, fit = True, Fit()
         elif proven:
             fit = part(mask, piece)
-        elif not again and kept:
+        elif not again and keeps_inputs:
             calls.waiting.append((fit := Fit(late=True), piece))
         elif not calls.repeated and (follows or module in self._whole):
             fit, calls.believed = part(mask, piece), True

@@ -175,7 +175,7 @@ def usable(architecture: str | None) -> tuple[Path | None, str]:
     return ahead, ""
 
 
-def rows(architecture: str | None) -> list[tuple[str, ...]]:
+def status(architecture: str | None) -> list[tuple[str, ...]]:
     """Rows of the report, with a header: name, built ahead of time, can be used or built here, and why not."""
     ahead, why = usable(architecture)
     here = ("kfac_cuda", "yes" if ahead else "no", "no" if why else "yes", why)

@@ -79,8 +79,8 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
     return run
 
 
-def of(*tensors: Tensor) -> str:
-    """Tensors for an error's text."""
+def describe(*tensors: Tensor) -> str:
+    """Dtypes, shapes and strides of tensors, for an error message."""
     return ", ".join(f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
 
 

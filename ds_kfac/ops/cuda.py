@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.ops import build, check
-from ds_kfac.ops.check import NotMadeFor, check_device, of
+from ds_kfac.ops.check import NotMadeFor, check_device, describe
 from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
@@ -55,9 +55,11 @@ class CudaOps:
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
             if x_DD.shape != (dim, dim):
-                raise ValueError(f"symmetric_pack_into_: expected square matrices, got {of(x_DD)}")
+                raise ValueError(f"symmetric_pack_into_: expected square matrices, got {describe(x_DD)}")
             if x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
-                raise NotMadeFor(f"symmetric_pack_into_: expected fp32 matrices with rows in one piece, got {of(x_DD)}")
+                raise NotMadeFor(
+                    f"symmetric_pack_into_: expected fp32 matrices with contiguous rows, got {describe(x_DD)}"
+                )
         strides = integers([x_DD.stride(0) for x_DD in matrices_DD])
         self._launch(
             "pack", [out, *matrices_DD], out.data_ptr(), KINDS[out.dtype], len(dims), pointers(matrices_DD), strides,
@@ -84,10 +86,10 @@ class CudaOps:
                 f"{len(counts)} counts, {len(updates)} updates, {len(decays)} decays"
             )
         if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
-            raise ValueError(f"ema_update_: counts and updates are scalars, got {of(wide[0])}")
+            raise ValueError(f"ema_update_: counts and updates are scalars, got {describe(wide[0])}")
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise NotMadeFor(f"ema_update_: expected contiguous fp32 tensors, got {of(tensor)}")
+                raise NotMadeFor(f"ema_update_: expected contiguous fp32 tensors, got {describe(tensor)}")
         if not tensors:
             return torch.empty(0, dtype=torch.bool, device=self.device_type)
         used = torch.empty(len(numels), dtype=torch.bool, device=averages_P[0].device)
@@ -116,7 +118,7 @@ class CudaOps:
 
     def _check_flat(self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
         if flat.ndim != 1 or not flat.is_contiguous() or flat.dtype not in KINDS:
-            raise NotMadeFor(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {of(flat)}")
+            raise NotMadeFor(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {describe(flat)}")
         for start, dim in zip(starts, dims, strict=True):
             if dim > MAX_DIM:
                 raise NotMadeFor(f"{op}: expected sides up to {MAX_DIM}, got {dim}")

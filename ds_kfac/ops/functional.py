@@ -165,7 +165,7 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # as in_fp32
+    betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # in_fp32, inlined on the step's path
     k, usable = (updates_n + 1)[:, None, None], usable_n[:, None, None]
     power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
     ahead, now = betas[0] / (1 - betas[0] * power), (1 - betas[0]) / (1 - power)

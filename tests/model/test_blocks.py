@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.direction import row_blocks
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.model.blocks import of_rows, rows_of
+from ds_kfac.model.blocks import block_sizes, blocks_text
 from ds_kfac.model.scan import LayerChoice, scan
 
 WIDTH = 24
@@ -292,7 +292,7 @@ def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
 
 
 def test_one_block_is_none():
-    assert of_rows(12, 1, "") == of_rows(12, [4], "") == ()
+    assert block_sizes(12, 1, "") == block_sizes(12, [4], "") == ()
 
 
 def test_convolutions_have_none():
@@ -301,9 +301,9 @@ def test_convolutions_have_none():
 
 def test_blocks_are_said_in_rows():
     (layer,) = scan(Holder("query_key_value", 72, num_heads=4)).layers
-    assert rows_of(layer) == "4 x (6 + 6 + 6) rows"
+    assert blocks_text(layer) == "4 x (6 + 6 + 6) rows"
     (layer,) = scan(Holder("q", 72), LayerChoice(blocks=(("q", 12),))).layers
-    assert rows_of(layer) == "12 of 6 rows"
+    assert blocks_text(layer) == "12 of 6 rows"
 
 
 def test_rows_of_blocks_are_those_of_their_maps():

@@ -368,6 +368,6 @@ def test_nothing_of_a_graph_is_kept():
     said = []
     slices = Slices(lambda *given: said.append(given))
     slices.begin()
-    assert slices.of("a", torch.randn(3, D), inputs()[1], None, again=False).late
+    assert slices.fit_call("a", torch.randn(3, D), inputs()[1], None, again=False).late
     slices.end()
     assert not slices._open and not said

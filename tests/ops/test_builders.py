@@ -35,7 +35,7 @@ def compiler(without_compilers, monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_the_report_says_why(without_compilers):
-    assert build.rows("90a") == [
+    assert build.status("90a") == [
         ("op library", "installed", "compatible", ""),
         ("kfac_cuda", "no", "no", "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"),
     ]
@@ -53,7 +53,7 @@ def test_the_environment_s_report_has_them(without_compilers):
 
 
 def test_with_a_compiler_it_can_be_built(compiler):
-    assert build.rows("90a")[1][1:] == ("no", "yes", "")
+    assert build.status("90a")[1][1:] == ("no", "yes", "")
 
 
 def test_a_compilation_is_said_once(compiler, caplog):
@@ -74,7 +74,7 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
     assert len(built) == len(["80", "90a", "100"]), "nvcc does not know 120"
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
-    assert all(build.rows(name)[1][1:] == ("yes", "yes", "") for name in ("80", None))
+    assert all(build.status(name)[1][1:] == ("yes", "yes", "") for name in ("80", None))
     assert installed("86") == installed("80") != installed("90a")
     assert "arch=compute_90a,code=sm_90a" in installed("90a").read_text()
     assert installed("103") == installed("100")

@@ -128,7 +128,7 @@ def test_wrong_arguments_are_named(ops):
         ops.symmetric_unpack_from(torch.zeros(6), [-1], [3])
     with pytest.raises(NotMadeFor, match=r"fp32, bf16 or fp16, got torch.float64 \(6,\)"):
         ops.symmetric_pack_into_(torch.zeros(6, dtype=torch.float64), [0], [x])
-    with pytest.raises(NotMadeFor, match=r"rows in one piece, got torch.float32 \(2, 2\) strides \(1, 2\)"):
+    with pytest.raises(NotMadeFor, match=r"contiguous rows, got torch.float32 \(2, 2\) strides \(1, 2\)"):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(2, 2).T])
     with pytest.raises(ValueError, match=r"square matrices, got torch.float32 \(3, 2\)"):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 2)])

@@ -81,7 +81,7 @@ def test_wrong_arguments_are_named(scale):
     betas = {"betas": (0.9, 0.99), "eps": 0.1}
     with pytest.raises(ValueError, match=r"do not fit, got torch.float32 \(1, 2, 2\)"):
         scale.adam_scale_(one, one, one, torch.zeros(1, 3, 2), one, *vectors, **betas)
-    with pytest.raises(ValueError, match=r"waiting or usable does not fit the matrices, got torch.float32 \(1, 3, 2\)"):
+    with pytest.raises(ValueError, match=r"waiting or usable does not fit, got torch.float32 \(1, 3, 2\)"):
         scale.adam_fold_(one, one, vectors[0], torch.zeros(1, 3, 2), vectors[1], betas=(0.9, 0.99))
     with pytest.raises(NotMadeFor, match=r"expected contiguous fp32 \[n, O, I\] and \[n\], got torch.float32"):
         scale.adam_scale_(one, one, one, one.double(), one, *vectors, **betas)

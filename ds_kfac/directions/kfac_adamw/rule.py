@@ -15,7 +15,7 @@ from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, a
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
+from ds_kfac.model.blocks import KINDS, blocks_text, named, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice
 from ds_kfac.plan.plan import Plan
@@ -93,7 +93,7 @@ class KFACAdamWRule(UpdateRule):
             return f"Adam's direction: {reason}"
         whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0  # not by the identity
         how = "whitened and orthogonalized" if whitens else "orthogonalized"
-        blocks = f" in blocks of {rows_of(layer)}" if layer.blocks else ""
+        blocks = f" in blocks of {blocks_text(layer)}" if layer.blocks else ""
         return f"{how}{blocks}, {layer.guessed}" if layer.guessed else how + blocks
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:

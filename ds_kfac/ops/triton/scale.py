@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, of
+from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, describe
 from ds_kfac.ops.functional import SMALLEST, Scalar, in_fp32
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
@@ -179,11 +179,11 @@ def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ..
     more than a launch can have, and for tensors in place of numbers."""
     shape = matrices[0].shape
     if any(x.shape != shape for x in matrices) or any(x.shape != shape[:1] for x in vectors):
-        raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {of(*matrices, *vectors)}")
+        raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {describe(*matrices, *vectors)}")
     check_device(op, (*matrices, *vectors), DEVICE_TYPE)
     plain = all(x.dtype is torch.float32 and x.is_contiguous() for x in (*matrices, *vectors))
     if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_MATRICES:
-        raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], got {of(*matrices, *vectors)}")
+        raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], got {describe(*matrices, *vectors)}")
     if any(isinstance(number, Tensor) for number in numbers):
         raise NotMadeFor(f"{op}: expected betas, eps or shift as numbers, got tensors")
 
@@ -196,9 +196,9 @@ def _check_adam(
     _check_flat(op, matrices, (updates,), numbers)
     check_device(op, (updates, usable, waiting, scale), DEVICE_TYPE)
     if waiting.shape != matrices[0].shape or usable.shape != updates.shape:
-        raise ValueError(f"{op}: waiting or usable does not fit the matrices, got {of(waiting, usable, matrices[0])}")
+        raise ValueError(f"{op}: waiting or usable does not fit, got {describe(waiting, usable, matrices[0])}")
     if not waiting.is_contiguous() or waiting.dtype not in DTYPES or usable.dtype is not torch.bool:
-        raise NotMadeFor(f"{op}: expected a contiguous buffer and bool, got {of(waiting, usable)}")
+        raise NotMadeFor(f"{op}: expected a contiguous buffer and bool, got {describe(waiting, usable)}")
 
 
 def _decays(betas: tuple[float, float]) -> list[float]:

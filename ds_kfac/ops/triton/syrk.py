@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, of
+from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, describe
 from ds_kfac.ops.functional import Scalar, check_sum, packed_numel
 from ds_kfac.ops.triton.scale import DEVICE_TYPE, INTERPRET, on_device_of, scalar
 
@@ -61,7 +61,7 @@ class SyrkConfig:
         group: tile rows whose tiles are computed column by column, so that concurrent programs share columns of x in
             L2; 1: tiles are computed row by row.
         descriptor: whether x is loaded by tensor descriptors, from sm_90 on by the tensor memory accelerator (TMA).
-        columns: of a tile, twice or half as many as its rows; 0: as many.
+        columns: columns of a tile that is not square, twice or half as many as its rows; 0: it is square.
     """
 
     block: int
@@ -304,7 +304,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
     check_sum(sum_P, dim, ones_column)
     if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
         raise NotMadeFor(
-            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {of(x_ND, sum_P)}"
+            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {describe(x_ND, sum_P)}"
         )
     check_device("syrk_accumulate_", (sum_P, x_ND, ones_column, scale), DEVICE_TYPE)
     if not rows or not dim:
