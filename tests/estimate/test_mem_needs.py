@@ -58,8 +58,10 @@ def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
+    rows = [100 // max(1, 100 // (4 * d)) for d in sides]  # one in so many, where there are more than 4 a column
+    assert rows == [100, 100, 100, 33]
     assert {stage: flops.tolist() for stage, flops in found.flops.items()} == {
-        "capture": [sum(100 * d * (d + 1) for d in sides)],
+        "capture": [sum(n * d * (d + 1) for n, d in zip(rows, sides, strict=True))],
         "refresh": [9 * sum(d**3 for d in sides)],
         "precondition": [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)],
     }
