@@ -49,7 +49,8 @@ MOST: dict[str, tuple[int, int]] = {
     "save": (37, 11),
     "load": (51, 13),
 }
-"""Made larger five times: a load asks which optimizer wrote, and attach which recipe is near; what finds slices, lost ranks and layers whose rows do not fit is part of every step, as is
+"""Made larger five times: a load asks which optimizer wrote, and attach which recipe is near;
+what finds slices, lost ranks and layers whose rows do not fit is part of every step, as is
 which of several losses is trained; DeepSpeed is asked through the file that knows its versions; layers of one shape and
 copies to the host are files of their own."""
 STACK, DEEPEST = 11, 11
