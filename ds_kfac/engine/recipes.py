@@ -16,6 +16,7 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
 """What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches move them, too."""
+LIMIT = math.log(FAR) + 1e-6
 LITTLE = 0.01
 """A weight decay that takes hardly anything back: less is no other setting."""
 BETA2 = (0.5, 0.999)
@@ -94,8 +95,8 @@ def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2
     if not recipes or not lr:
         return None
     nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
-    wrong = {"lr": (lr, nearest.lr)} if abs(math.log(lr / nearest.lr)) > _limit() else {}
-    if _decay_apart(nearest, weight_decay) > _limit():
+    wrong = {"lr": (lr, nearest.lr)} if abs(math.log(lr / nearest.lr)) > LIMIT else {}
+    if _decay_apart(nearest, weight_decay) > LIMIT:
         wrong["weight_decay"] = weight_decay, nearest.weight_decay
     if beta2 is not None and optimizer == NAME and not BETA2[0] <= beta2 <= BETA2[1]:
         wrong["betas[1]"] = beta2, 0.95
@@ -108,10 +109,6 @@ def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2
     )
 
 
-def _limit() -> float:
-    return math.log(FAR) + 1e-6
-
-
 def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
     return abs(math.log(max(weight_decay, LITTLE) / max(recipe.weight_decay, LITTLE)))
 
@@ -119,4 +116,4 @@ def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
 def _distance(recipe: Recipe, lr: float, weight_decay: float) -> tuple[int, float]:
     """How many of the values are far, and by how much the rate is another."""
     apart = abs(math.log(lr / recipe.lr)), _decay_apart(recipe, weight_decay)
-    return sum(value > _limit() for value in apart), apart[0]
+    return sum(value > LIMIT for value in apart), apart[0]
