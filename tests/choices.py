@@ -35,7 +35,7 @@ def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.dev
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
     return SimpleNamespace(
-        config=config, layers=(), precision=precision, stacks=stacks, clip_lr="current", waits=torch.float32
+        config=config, layers=(), precision=precision, stacks=stacks, clip_lr="current", pending_dtype=torch.float32
     )
 
 

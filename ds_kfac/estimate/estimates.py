@@ -222,8 +222,8 @@ class Estimate:
         memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
         # a history has two values, but its last one is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
-        waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
-        waiting = self._on_workers(lambda layer: waits * layer.numel)
+        pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
+        waiting = self._on_workers(lambda layer: pending * layer.numel)
 
         first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _cached={})
         memory["sums"], under_way = self._reduced(self.every, self.layout)
@@ -236,7 +236,7 @@ class Estimate:
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)
-        outgoing, staying, gathered, working = self._preconditioned(waits)
+        outgoing, staying, gathered, working = self._preconditioned(pending)
         rounded = {key for key in self.every if plan.wire is not torch.float32 and self.delivery.receivers[key]}
         exact = self._on_homes(lambda factor: basis[factor.key], rounded)  # beside the rounded copy until that is sent
         # a result that is sent is freed once it has been copied into a message
@@ -266,10 +266,10 @@ class Estimate:
         owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
         return [group_by_shape(layers, key=key) for layers in owned]
 
-    def _preconditioned(self, waits: int) -> np.ndarray:
+    def _preconditioned(self, pending: int) -> np.ndarray:
         """Bytes [4, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
         gradients; the peak of gathered gradients that are left, results, and a chunk's workspace. An element of a
-        gradient takes ``waits`` bytes until it enters the moments."""
+        gradient takes ``pending`` bytes until it enters the moments."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
         sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         ranks = self.exchange.of_parameter
@@ -291,7 +291,7 @@ class Estimate:
             memory[2, rank] = left
             for chunk, nbytes in self.rule.workspace(plan, self._layer_groups[rank]):
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
-                done += sum(waits * layer.numel for layer in chunk)
+                done += sum(pending * layer.numel for layer in chunk)
                 most = max(most, left + done + nbytes)
                 done += sum(results[rank, param] for layer in chunk for param in params[layer.name])
             memory[3, rank] = max(most, done)

@@ -96,7 +96,7 @@ class Plan:
         return self.assignment.work.method
 
     @cached_property
-    def waits(self) -> torch.dtype:
+    def pending_dtype(self) -> torch.dtype:
         """Of a gradient that Adam's moments will take in once its step was applied: bf16 if results travel in that."""
         return torch.bfloat16 if self.gradient_dtypes[1] is torch.bfloat16 else torch.float32
 

@@ -683,7 +683,7 @@ _ROWS = [
     ("bases are kept where they were made", "step/factors.py", "replace(result, basis=None)", "result",
      "tests/deepspeed/test_memory.py"),
     ("estimate: gradients for moments do not count", "estimate/estimates.py",
-     "self._on_workers(lambda layer: waits * layer.numel)", "self._on_workers(lambda layer: 0)",
+     "self._on_workers(lambda layer: pending * layer.numel)", "self._on_workers(lambda layer: 0)",
      "tests/deepspeed/test_memory.py"),
     ("blocks: a cut of something else", "model/cuts.py", "if on is None:", "if False:", "tests/model/test_blocks.py"),
     ("blocks: heads are forgotten", "model/cuts.py", "each = self.rows // (count * prod(heads))",

@@ -155,7 +155,7 @@ class AdamDirection(Direction):
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
         super().__init__(plan, layout, exchange)
-        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.stacks, plan.waits
+        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.stacks, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
         layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in layers]

@@ -129,7 +129,7 @@ class KFACAdamWRule(UpdateRule):
         gradient unless it is pending as it is, both moments, a rotated one and two more, and eigenvectors), and
         Newton-Schulz's, of maps with the same sides."""
         adam, iterated, copied, whole, same_sides = 0, 0, 0, 0, Counter[Hashable]()
-        copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.products == "tf32" else 4
+        copies, width = 5 + (plan.pending_dtype is not torch.float32), 2 if plan.precision.products == "tf32" else 4
         for group in chunk:
             numel = sum(layer.numel for layer in group)
             whole += numel
