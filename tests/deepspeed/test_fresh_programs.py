@@ -22,7 +22,11 @@ from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-EVERY_STEP = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+EVERY_STEP = {
+    "factor": {"update_interval": 1, "rows": "all"},
+    "eigenbasis": {"refresh_interval": 1},
+    "burn_in": {"steps": 0},
+}
 STILL = {"type": "SGD", "params": {"lr": 1e-30}}
 N, D, C, STEPS = 6, 7, 5, 3
 

@@ -11,6 +11,7 @@ from ds_kfac.assignment import assign
 from ds_kfac.assignment.assign import place_eigen_workers
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature import eigen
+from ds_kfac.plan import common
 from tests.choices import STAGGERED
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
@@ -134,7 +135,11 @@ def of_another_layer(work, workers, **options):
 
 def shared_worker(_) -> tuple[list[tuple[int, int]], int]:
     """(eigen worker, worker of the first layer) of each A that several layers share; and iterated refreshes."""
-    with as_on_a_gpu(), patch.object(assign, "place_eigen_workers", of_another_layer):
+    with (
+        as_on_a_gpu(),
+        patch.object(assign, "place_eigen_workers", of_another_layer),
+        patch.multiple(common, OWN_PART=0.0, OWN_BYTES=0),
+    ):
         model = expert_stacks.make(expert_stacks.Upright)
         engine = build(mode(2), 1, model=model, train_micro_batch_size_per_gpu=ROWS)
         kfac, generator = engine.kfac.preconditioner, torch.Generator().manual_seed(7 + torch.distributed.get_rank())
