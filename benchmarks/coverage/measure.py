@@ -50,7 +50,7 @@ def share_at(model: nn.Module) -> dict[str, Any]:
         "stepped": share.stepped,
         "curved": share.curved,
         "layers": sum(count for _, count in share.kinds),
-        "left": [[kind, reason, numel] for (kind, reason), numel in share.left[:NAMED]],
+        "left": [[kind, reason, numel] for (kind, reason), numel in share.skipped[:NAMED]],
     }
 
 
