@@ -26,10 +26,10 @@ SHORT = {
     "it is not seen to multiply anything": "its code shows no product",
     "so its patches are not known": "a forward of its own",
     "is computed by a parametrization": "its weight is computed",
-    "computed of it by a parametrization": "weight norm makes the weight of it",
+    "it is a parametrization": "weight norm makes the weight of it",
     "bias is shared with another module": "bias is another module's, too",
     "weight is shared by": "weight is shared by several modules",
-    "the module around it takes its weight": "the module around it takes its weight",
+    "its parent module uses its weight": "the module around it takes its weight",
 }
 """A part of a reason -> what is said here."""
 
