@@ -242,10 +242,11 @@ def updated(
     similar to its last value, and to the one before; and fp32 [2]: number of batches that were scaled down, and of
     those that left their factor as it was, since they had no row or a value that is not finite.
     """
-    new, over = averaged([factor.to(device) for factor in factors], sums_P, counts, decays)
+    old = [factor.to(device) for factor in factors]
+    new, over = averaged(old, sums_P, counts, decays)
     unusual, similar = torch.zeros(2, device=device), {}
     if factors:
-        before, after = (torch.stack([x.updates.to(device) for x in some]) for some in (factors, new))
+        before, after = (torch.stack([factor.updates for factor in each]) for each in (old, new))
         unusual = torch.stack([over > 1, before == after]).sum(dim=1)
     histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
     if tolerance is not None and histories:
