@@ -61,7 +61,7 @@ def own_inputs(
         moments: fp32 tensors of a gradient's shape that are kept of a layer.
         world: ranks that the state is spread over.
 
-    Returns also what is said of it: bytes and bound.
+    Returns the layers, and sentences with bytes and bound for the plan's reasons.
     """
     mixtures: dict[str, list[list[LayerSpec]]] = {}  # the layer whose A it is -> stacks
     stacks: dict[str, list[LayerSpec]] = {}
@@ -71,28 +71,32 @@ def own_inputs(
     for stack in stacks.values():
         if stack[-1].shares is not None:
             mixtures.setdefault(stack[-1].shares, []).append(stack)
-    alike: dict[float, list[str]] = {}
+    by_cost: dict[float, list[str]] = {}  # bytes of own As over those of the moments -> leaders
     costs: dict[str, int] = {}
-    for leader, own in mixtures.items():
-        A, count = own[0][0].A, len(own[0])
+    for leader, sharing in mixtures.items():
+        A, count = sharing[0][0].A, len(sharing[0])
         costs[leader] = (count - 1) * (packed_bytes(A) + basis_bytes(A, method))
-        kept = sum(4 * moments * layer.numel for stack in own for layer in stack)
-        alike.setdefault(costs[leader] / max(1, kept), []).append(leader)
+        moment_bytes = sum(4 * moments * layer.numel for stack in sharing for layer in stack)
+        by_cost.setdefault(costs[leader] / max(1, moment_bytes), []).append(leader)
     bound = max(OWN_PART * sum(4 * moments * layer.numel for layer in layers), world * OWN_BYTES)
-    apart, taken = set[str](), 0
-    for _, leaders in sorted(alike.items()):
+    with_own, taken = set[str](), 0
+    for _, leaders in sorted(by_cost.items()):
         more = sum(costs[leader] for leader in leaders)
         if taken + more <= bound:
-            apart.update(leaders)
+            with_own.update(leaders)
             taken += more
-    owner: dict[str, str | None] = {}
-    for leader in apart:
+    shares: dict[str, str | None] = {}
+    for leader in with_own:
         first, *others = mixtures[leader]
-        owner |= dict.fromkeys([layer.name for layer in first])
-        owner |= {layer.name: one.name for stack in others for layer, one in zip(stack, first, strict=True)}
-    found = tuple(replace(layer, shares=owner[layer.name]) if layer.name in owner else layer for layer in layers)
+        shares |= dict.fromkeys([layer.name for layer in first])
+        shares |= {layer.name: expert.name for stack in others for layer, expert in zip(stack, first, strict=True)}
+    changed = tuple(replace(layer, shares=shares[layer.name]) if layer.name in shares else layer for layer in layers)
     limit, left = f"{bound / world / 1e6:,.0f} MB a rank", sum(costs.values()) - taken
-    told = [f"own As of experts: {taken / world / 1e6:,.1f} MB more than one for all, of at most {limit}"] * bool(apart)
+    reasons = []
+    if with_own:
+        reasons.append(f"own As of experts: {taken / world / 1e6:,.1f} MB more than one for all, of at most {limit}")
     if left:
-        told.append(f"one A for all experts: own ones would take {left / world / 1e6:,.1f} MB more, of at most {limit}")
-    return found, tuple(told)
+        reasons.append(
+            f"one A for all experts: own ones would take {left / world / 1e6:,.1f} MB more, of at most {limit}"
+        )
+    return changed, tuple(reasons)

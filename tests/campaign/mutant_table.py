@@ -534,7 +534,7 @@ _ROWS = [
      "tests/deepspeed/test_contributors.py"),
     ("own As of experts have no bound", "plan/common.py", "if taken + more <= bound:", "if True:",
      "tests/plan/test_make_plan.py"),
-    ("up's own As are not gate's", "plan/common.py", "layer.name: one.name for stack in others",
+    ("up's own As are not gate's", "plan/common.py", "layer.name: expert.name for stack in others",
      "layer.name: None for stack in others", "tests/plan/test_make_plan.py tests/model/test_products.py"),
     # wire
     ("sums are averaged over ranks", "comm/reduce.py", "whole.copy_(total)", "whole.copy_(total / len(parts))",
