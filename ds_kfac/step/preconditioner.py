@@ -204,11 +204,12 @@ class KFACPreconditioner:
         """Put numbers of loss terms and new decompositions into ``states``. Returns, layer name -> side -> eigenbasis,
         those that are used from the next step on: moments have to be turned into them, at the commit."""
         next_bases: dict[str, dict[str, Decomposition]] = {}
+        if counted := [name for name in states if name in draft.terms]:
+            now = torch.stack([draft.terms[name] for name in counted])
+            terms = torch.where(now > 0, now, torch.stack([states[name].terms for name in counted]))
+            states |= {name: replace(states[name], terms=n) for name, n in zip(counted, terms.unbind(), strict=True)}
         for layer in self.owned:
             state, keys = states[layer.name], self.curvature.of_layer.get(layer.name, {})
-            terms = draft.terms.get(layer.name)
-            if terms is not None:
-                state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
             keys = {} if layer.name in self.proving.unfit else keys
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
             if bases and state.moments_rotate:
