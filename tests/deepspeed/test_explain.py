@@ -7,12 +7,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.step import proving
+from ds_kfac.zero import exchange
 from tests.choices import STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train
+from tests.models import cross_entropy
 from tests.ranks import run_ranks
 from tests.step.test_proving import Helped, Zero
 
@@ -23,6 +26,17 @@ LATE = {**KFAC, "burn_in": {"steps": 0}, "eigenbasis": {"refresh_interval": 4, "
 
 def fails(matrix):
     raise torch.linalg.LinAlgError("did not converge")
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(5))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return cross_entropy(x, y)
 
 
 def asked_worker(name: str) -> list:
@@ -134,6 +148,26 @@ SAYS = {
 def test_it_says_what_became_of_the_factors(why, what):
     for text in SAYS[what]:
         assert text in why[what], why[what]
+
+
+def without_worker(_) -> list[list[str]]:
+    """What each update has warned of, and the counter after it."""
+    said: list[list[str]] = []
+    engine = build(BY_NAME["adam-z2"], 1, model=Deep())
+    engine.kfac.read_batch = lambda *_: BatchInfo(rows=torch.zeros(4, 3, dtype=torch.bool))
+    with patch.object(exchange.logger, "warning") as warning:
+        for step in range(7):
+            train(engine, 1, 1, first=step)
+            said.append([call.args[0] for call in warning.call_args_list])
+            assert engine.kfac.counters()["unpreconditioned_layers"] == 5
+    engine.destroy()
+    return said
+
+
+def test_layers_without_a_basis_are_named_once_after_five_updates():
+    said = run_ranks("tests.deepspeed.test_explain:without_worker", world=1)[0]
+    assert [len(texts) for texts in said] == [0, 0, 0, 0, 1, 1, 1]
+    assert "5 updates of factors in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain" in said[-1][0]
 
 
 def resumed_worker(folder: str) -> list[str]:

@@ -58,19 +58,20 @@ def test_no_interval_is_too_long_to_look_ahead():
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
     """With the adaptive rule as far as intervals stay, which they do if a value is near the last one only."""
-    table, said = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=adaptive), dict[str, tuple[int, int]]()
+    table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=adaptive)
+    captures, refreshes = dict[str, int](), dict[str, int]()
     for step in range(300):
         grows = step < schedule.burnt_in + 60
         due = table.due(step)
         for key in KEYS:
-            now = table.next_due(key, step)
-            assert (now[0] == step, now[1] == step) == (key in due.capture, key in due.refresh), (key, step)
+            capture, refresh = table.next_due(key, step)
+            assert (capture == step, refresh == step) == (key in due.capture, key in due.refresh), (key, step)
             if not adaptive or not grows:
-                assert key not in said or said[key] == now, (key, step)
-                said[key] = now
+                assert captures.setdefault(key, capture) == capture, (key, step)
+                assert refreshes.setdefault(key, refresh) == refresh, (key, step)
         table.record(step, due, dict.fromkeys(due.capture, (True, grows)))
-        for key in due.capture:
-            said.pop(key, None)
+        captures = {key: at for key, at in captures.items() if at > step}
+        refreshes = {key: at for key, at in refreshes.items() if at > step}
     assert not adaptive or max(clock.interval for clock in table.clocks.values()) > 1
     far = Timetable(Schedule(Value.constant(2**62), Value.constant(2**62)), KEYS)
     assert far.next_due("a/A", 1) == (2**62, 2**62)
