@@ -265,7 +265,7 @@ class Proof:
             mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[0]
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples, taken=taken)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
-            self._count(call.key_A, call.layer, rows * kept, taken.stride, count * kept)
+            self._count(call.key_A, call.layer, rows * kept, taken.stride * call.share, count * kept * call.share)
             self._row(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
@@ -277,7 +277,7 @@ class Proof:
             rows, _ = gradient_rows(call.probed_G, mask, weight_sharing, examples=examples, taken=taken)
             self._count(key, call.layer, rows * gain, taken.stride)
 
-    def _count(self, key: str, layer: LayerSpec, rows: Tensor, stands_for: int, count: Any = 0) -> None:
+    def _count(self, key: str, layer: LayerSpec, rows: Tensor, stands_for: float, count: Any = 0) -> None:
         numbers = self._factors.setdefault(key, (layer, self._numbers.new_zeros(3)))[1]
         numbers[0] += stands_for * rows.double().square().sum()
         numbers[1] += count

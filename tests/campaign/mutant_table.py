@@ -520,6 +520,8 @@ _ROWS = [
     ("contributors do not grow", "plan/plan.py", "/ (2 * count)", "/ count", "tests/deepspeed/test_partly_used.py"),
     ("the parts of a sequence contribute alone", "assignment/assign.py", "(parts := self.sequence) > 1",
      "(parts := self.sequence) > 99", "tests/assignment/test_contributors.py"),
+    ("inputs of some outputs count as those of all", "model/rows.py", "1.0 if self.columns is None else", "1.0 or",
+     "tests/model/test_products.py"),
     ("rows by a stride begin at the same place in every step", "model/rows.py", "phase(self.turn, stride)", "0",
      "tests/deepspeed/test_contributors.py"),
     ("a gradient's row by a stride stands for itself alone", "model/rows.py",
