@@ -239,15 +239,15 @@ def updated(
         tolerance: see :func:`compared`; read for factors with a history.
 
     Returns the new factors; index of a factor with a history -> bool [2] on the device: whether the new average is
-    similar to its last value, and to the one before; and fp32 [2]: number of batches that were scaled down, and of
-    those that left their factor as it was, since they had no row or a value that is not finite.
+    similar to its last value, and to the one before; and bool [2, n]: whether a factor's batch was scaled down, and
+    whether it left its factor as it was, since it had no row or a value that is not finite.
     """
     old = [factor.to(device) for factor in factors]
     new, over = averaged(old, sums_P, counts, decays)
-    unusual, similar = torch.zeros(2, device=device), {}
+    unusual, similar = torch.zeros(2, 0, dtype=torch.bool, device=device), {}
     if factors:
         before, after = (torch.stack([factor.updates for factor in each]) for each in (old, new))
-        unusual = torch.stack([over > 1, before == after]).sum(dim=1)
+        unusual = torch.stack([over > 1, before == after])
     histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
     if tolerance is not None and histories:
         flags, pushed = compared(

@@ -47,7 +47,6 @@ class KFACGradient(Direction):
             if context.norm is not None:
                 whole = {name: gradient * local.clip for name, gradient in whole.items()}
             ready = [state.preconditioner is not None for state in group.load(local.states)]
-            local.unprepared += ready.count(False)
             results: Sequence[Tensor] = [whole[name] for name in group.names]
             if any(ready):
                 results, part = self._precondition(context, group, whole, ready, local)

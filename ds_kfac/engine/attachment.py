@@ -10,9 +10,8 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
 from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.factor import Side
+from ds_kfac.engine.explain import explain
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.pipeline import announcing
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
@@ -38,7 +37,7 @@ from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import Share, share_of
+from ds_kfac.model.share import share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
@@ -128,6 +127,15 @@ class Attachment:
     def counters(self) -> dict[str, float]:
         """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.counters."""
         return counters(self.job)
+
+    def explain(self, layer: str | None = None) -> str:
+        """A layer's state in words: its factors' updates, the basis in use or why it has none, what is due next, and on
+        which ranks. None: a table of this rank's layers. Local, so one rank alone may ask; between steps.
+
+        Raises:
+            ValueError: nothing on this rank has the name.
+        """
+        return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
         """A few numbers for a line of a framework's logs, by the monitor's names: the size of a step, the spread of
@@ -303,7 +311,7 @@ class Attachment:
         if new := [(name, why) for name, why in unfit.items() if name not in self._warned]:
             self._warned.update(name for name, _ in new)
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
-            left = self._share_without(unfit).curved_fraction
+            left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
                 f"the rows that were seen of these layers do not make up their gradients, so until they do "
                 f"{kfacs[0].rule.without_curvature}: {layers}. With curvature are {left:.0%} of the trained matrix "
@@ -321,12 +329,6 @@ class Attachment:
             self.report += f"\n  WARNING: {text}"
             if any(kfac.rank == 0 for kfac in kfacs):  # not to a logger: frameworks mute those
                 print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
-
-    def _share_without(self, unfit: Collection[str]) -> Share:
-        """The shares of parameters that are stepped, and have curvature, if the ``unfit`` layers have none."""
-        layers = [layer if layer.name not in unfit else replace(layer, A=Side.identity(layer.A.dim),
-                  G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
-        return share_of(self.engine.module, replace(self._found, layers=tuple(layers)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):

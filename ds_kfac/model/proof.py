@@ -6,9 +6,8 @@ A layer's gradient is dW = sum over rows of g a^T. So for random u and v
 
 In a step that proves, the hooks add up t for each layer, and the step compares it with the layer's gradient. If rows
 are of another operand or of a stale copy, or some uses of the weight are missed, the numbers differ. The factors' sums
-are
-checked against the same rows: v^T (sum of a a^T) v = sum of (v . a)^2, and likewise for G. This shows rows that count
-without a gradient, or with a wrong scale.
+are checked against the same rows: v^T (sum of a a^T) v = sum of (v . a)^2, and likewise for G. This shows rows that
+count without a gradient, or with a wrong scale.
 
 t has all rows, also those that a mask leaves out of the factors, as they are in the gradient. So masks are not proven.
 Two measures judge them instead: the number of rows that count although their gradient is zero to the last bit; and the
@@ -20,8 +19,9 @@ PROBES fp32 numbers a row, and nothing of the graph.
 **Tolerance.** dW is rounded when it is stored, n times if n gradients of micro-batches, calls and ranks are added up.
 With R^2 the sum over rows of ((u . g) (v . a))^2, one rounding to relative accuracy eps changes u^T dW v by about
 0.2 eps R, n of them by at most 0.2 eps R sqrt(n), and fp32 sums over N rows and over sides of O and I by
-0.2 eps_32 R sqrt(N + O + I). With few rows R may be small by chance, as u . g may be, while roundings are not, so |dW|
-is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
+0.2 eps_32 R sqrt(N + O + I). Neighbours may be alike, as an image's pixels: then partial sums are larger than R, and so
+are their roundings, and R^2 is that of :func:`walk`. With few rows R may be small by chance, as u . g may be, while
+roundings are not, so |dW| is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
@@ -231,7 +231,7 @@ class Proof:
         products = products.reshape(-1, K).double()
         # a norm's row adds up an image's positions, which may cancel while their roundings do not; xhat has unit
         # variance, so g alone gives the size
-        squares = K * gradient.double().square().sum() if made_of_gradients else products.square().sum()
+        squares = K * gradient.double().square().sum() if made_of_gradients else walk(products)
         place = OTHERS if others else T
         row[place : place + K] += products.sum(dim=0)
         row[place + PROBES] += squares
@@ -265,7 +265,7 @@ class Proof:
             mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[0]
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples, taken=taken)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
-            self._count(call.key_A, call.layer, rows * kept, taken.stride, count * kept)
+            self._count(call.key_A, call.layer, rows * kept, taken.stride * call.share, count * kept * call.share)
             self._row(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
@@ -277,7 +277,7 @@ class Proof:
             rows, _ = gradient_rows(call.probed_G, mask, weight_sharing, examples=examples, taken=taken)
             self._count(key, call.layer, rows * gain, taken.stride)
 
-    def _count(self, key: str, layer: LayerSpec, rows: Tensor, stands_for: int, count: Any = 0) -> None:
+    def _count(self, key: str, layer: LayerSpec, rows: Tensor, stands_for: float, count: Any = 0) -> None:
         numbers = self._factors.setdefault(key, (layer, self._numbers.new_zeros(3)))[1]
         numbers[0] += stands_for * rows.double().square().sum()
         numbers[1] += count
@@ -373,6 +373,15 @@ def eps_of(dtype: torch.dtype) -> float:
 def accuracy(dtype: torch.dtype, device: torch.device) -> float:
     """Relative accuracy of products. fp32 products may run in TF32 on a GPU, as cuDNN's convolutions do by default."""
     return max(eps_of(dtype), 0.0 if device.type == "cpu" else TF32)
+
+
+def walk(terms_RK: Tensor) -> Tensor:
+    """How far partial sums of terms go: the sum of squares of the sums of 1, 4, 16, .. neighbours, the largest."""
+    sizes = [terms_RK.square().sum()]
+    while len(terms_RK) > 1:
+        terms_RK = torch.nn.functional.pad(terms_RK, (0, 0, 0, -len(terms_RK) % 4)).unflatten(0, (-1, 4)).sum(dim=1)
+        sizes.append(terms_RK.square().sum())
+    return torch.stack(sizes).amax()
 
 
 def times(x: Tensor, w_DK: Tensor) -> Tensor:

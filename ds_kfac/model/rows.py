@@ -118,6 +118,12 @@ class Call:
         """Whether its rows may be those of the batch: not an expert's, nor a slice."""
         return self.select is None and self.rows.piece is None
 
+    @property
+    def share(self) -> float:
+        """Part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows for
+        keys and values than for queries, by one product for both or, as under ZeRO-3, by one each."""
+        return 1.0 if self.columns is None else (self.columns.stop - self.columns.start) / self.shape[-1]
+
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
         gradient = gradient.detach() if self.to_rows is None else self.to_rows(gradient.detach())
@@ -234,9 +240,9 @@ class RowSums:
                 x = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
             mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[0]
             rows, counts_R1, count = input_rows(x, mask, self.weight_sharing, examples=examples, taken=taken)
-            scale = float(taken.stride)
+            scale = taken.stride * call.share
             layer.A.accumulate_(sum_A.sum_P, rows, ones_column=counts_R1 if bias else None, scale=scale)
-            sum_A.count.add_(count)
+            sum_A.count.add_(count * call.share)
 
     @torch.no_grad()
     def add_gradient(

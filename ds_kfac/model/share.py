@@ -1,7 +1,7 @@
 """How much of a model K-FAC steps, and which matrices it leaves out."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -64,11 +64,12 @@ def share(layers: Sequence[LayerSpec], parameters: int) -> str:
     )
 
 
-def share_of(model: nn.Module, scan: Scan) -> Share:
-    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``."""
+def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Share:
+    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``; the layers ``without``, by name,
+    have lost their curvature."""
     ours = {name for layer in scan.layers for name in layer.parameters}
     curved_layers = [layer for layer in scan.layers if max(layer.A.block, layer.G.block) > 1]
-    curved = {name for layer in curved_layers for name in layer.parameters}
+    curved = {name for layer in curved_layers if layer.name not in without for name in layer.parameters}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = other_matrices(model, scan)
     matrices = {n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))}

@@ -216,6 +216,17 @@ def next_interval(interval: int, previous: int, similar_to_last: bool, similar_t
     return interval + previous, interval
 
 
+def _first(reached: Callable[[int], bool], step: int) -> int:
+    """The first step from ``step`` on that has ``reached`` what all later ones have, too."""
+    low, high = step - 1, step
+    while not reached(high):
+        low, high = high, 3 * high - 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
 Keys = frozenset[str]
 Similar = Mapping[str, tuple[bool, bool]]
 
@@ -293,6 +304,19 @@ class Timetable:
     def captures_possible(self, step: int) -> bool:
         """Whether any factor's schedule captures at ``step``; the adaptive rule may still skip it."""
         return step not in self._quiet and any(schedule.due(step).capture for schedule, _ in self._groups)
+
+    def next_due(self, key: str, step: int) -> tuple[int, int]:
+        """The first steps, ``step`` or later, at which the factor is captured, and refreshed; with an adaptive rule as
+        far as its interval stays. Waits for the device like :meth:`settle`."""
+        self.settle()
+        schedule, clock = next(schedule for schedule, group in self._groups if key in group), self.clocks[key]
+        if not self.adaptive or step < self._adaptive_from:
+            clock = _Clock(captured=step - 1, refreshed=schedule.last_refresh(step - 1) if step else -1)
+        before = max(schedule.captures(step - 1), schedule.captures(clock.captured) + clock.interval - 1)
+        capture = _first(lambda later: schedule.captures(later) > before, step)
+        refreshed = _first(lambda later: schedule.last_refresh(later) > clock.refreshed, capture)
+        sat_out = -(-(schedule.captures(refreshed) - before - 1) // clock.interval) * clock.interval
+        return capture, _first(lambda later: schedule.captures(later) > before + sat_out, capture)
 
     def exact(self, key: str, step: int, every: int) -> bool:
         """Whether a refresh at ``step`` decomposes from scratch, not from the last result: in the burn-in, at the first

@@ -29,6 +29,24 @@ from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, co
 
 
 @dataclass
+class FactorHistory:
+    """What became of factors since this rank started or loaded: for people (``ds_kfac/engine/explain.py``), in no
+    checkpoint. No step reads it.
+
+    Attributes:
+        updates: key -> its last update here: the step, its column, and fp32 [3, n] on the device, a column for each
+            batch of that step: whether it was scaled down, whether it left the factor as it was, its rows (of G loss
+            terms).
+        tried: key -> step of its last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
+        fresh: key -> step of the last refresh that gave a decomposition.
+    """
+
+    updates: dict[str, tuple[int, int, Tensor]] = field(default_factory=dict)
+    tried: dict[str, tuple[int, float]] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class FactorDraft:
     """What a step changes about the factors; :meth:`FactorUpdates.commit` keeps or drops it.
 
@@ -38,6 +56,7 @@ class FactorDraft:
         decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
+        updated: keys of this rank's n batches that were averaged, and fp32 [3, n], see :class:`FactorHistory`.
         unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
             if nothing was averaged.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
@@ -45,6 +64,7 @@ class FactorDraft:
         arriving: keys whose decompositions take effect in this step.
         results: key -> result of a decomposition that this rank made.
         scalars: name -> scalar, as exchanged by all ranks.
+        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: if eigenbases travel of all, else of this rank's.
         bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
         failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
         unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
@@ -58,12 +78,14 @@ class FactorDraft:
     decays: dict[str, float] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
+    updated: tuple[tuple[str, ...], Tensor | None] = (), None
     unusual: Tensor | None = None
     missed: tuple[tuple[str, ...], Tensor | None] = (), None
     submitted: list[str] = field(default_factory=list)
     arriving: tuple[str, ...] = ()
     results: dict[str, Refreshed] = field(default_factory=dict)
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
+    outcomes: dict[str, float] = field(default_factory=dict)
     bases: dict[str, Decomposition] = field(default_factory=dict)
     failed: int = 0
     unproven: frozenset[str] = frozenset()
@@ -80,6 +102,7 @@ class FactorUpdates:
         factors: key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
         pending: key -> step at which a decomposition in the background takes effect.
+        history: what became of factors.
         numel, layer_of: key -> packed elements; key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
         counted: key -> layers whose number of loss terms is this factor's count of rows.
@@ -122,7 +145,7 @@ class FactorUpdates:
         """What a resumed run needs; keys have this process's layer names. Waits for pending decompositions.
 
         factors: key -> (factor, its pending decomposition or None), for this rank's factors.
-        ready, pending: the attributes. schedule: see :meth:`Timetable.state`.
+        ready, pending, history: the attributes. schedule: see :meth:`Timetable.state`.
         """
         pending = {key: self.refresher.result(key) for key in self.factors if key in self.pending}
         return {
@@ -130,6 +153,7 @@ class FactorUpdates:
             "ready": set(self.ready),
             "pending": dict(self.pending),
             "schedule": self.timetable.state(),
+            "history": self.history,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +172,7 @@ class FactorUpdates:
             if saved[key][1] is not None:
                 self.refresher.give(key, saved[key][1])
         self.timetable.restore(state.get("schedule", {}))
+        self.history: FactorHistory = state.get("history", FactorHistory())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
@@ -193,7 +218,7 @@ class FactorUpdates:
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        new, similar, draft.unusual = updated(
+        new, similar, flags = updated(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             [batch.count for batch in batches.values()],
@@ -203,9 +228,11 @@ class FactorUpdates:
         )
         if partial := tuple(key for key, batch in batches.items() if batch.ranks < world):
             draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
-        missed = draft.unusual.new_zeros(()) if draft.missed[1] is None else draft.missed[1].sum()
-        draft.unusual = torch.stack([*draft.unusual, missed])
+        missed = flags.new_zeros((), dtype=torch.int64) if draft.missed[1] is None else draft.missed[1].sum()
+        draft.unusual = torch.stack([*flags.sum(dim=1), missed])
         keys = list(batches)
+        if keys:
+            draft.updated = tuple(keys), torch.stack([*flags, torch.stack([batch.count for batch in batches.values()])])
         draft.factors |= zip(keys, new, strict=True)
         draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
@@ -305,9 +332,10 @@ class FactorUpdates:
         if draft.unusual is not None:
             values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual.unbind(), strict=True)}
         for key in draft.arriving:
-            result = draft.results.get(key)
-            state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
-            values["fresh", key] = torch.full((), state, device=self.device)
+            if key in self.factors:
+                result = draft.results.get(key)
+                draft.outcomes[key] = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
+                values["fresh", key] = torch.full((), draft.outcomes[key], device=self.device)
         return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
@@ -321,11 +349,11 @@ class FactorUpdates:
         draft.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
         for key in draft.arriving:
             draft.pending.pop(key, None)
-        fresh = set(draft.bases)
         if self.travels and draft.arriving:
             flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
-            fresh = {key for key, flag in zip(draft.arriving, flags, strict=True) if flag == FRESH}
+            draft.outcomes = dict(zip(draft.arriving, flags, strict=True))
             draft.failed = flags.count(FAILED)
+        fresh = {key for key, outcome in draft.outcomes.items() if outcome == FRESH}
         draft.ready |= fresh
         arrived = self.delivery.received(draft.bases, *arrivals)
         draft.bases = {key: basis for key, basis in arrived.items() if key in fresh}
@@ -339,6 +367,11 @@ class FactorUpdates:
             self.refresher.drop(done)
         if applied:
             self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
+            (keys, numbers), history = draft.updated, self.history
+            if numbers is not None:
+                history.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
+            history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
+            history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
 
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""

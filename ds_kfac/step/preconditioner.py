@@ -34,7 +34,7 @@ from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, SkippedGradientWarner
+from ds_kfac.zero.exchange import GradientExchange, LayerWarner
 
 
 class KFACPreconditioner:
@@ -72,7 +72,7 @@ class KFACPreconditioner:
         self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
-        self.skipped = SkippedGradientWarner([layer.name for layer in self.owned], self.device)
+        self.warner = LayerWarner([layer.name for layer in self.owned], self.device)
         sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
             engine_view.model,
@@ -299,7 +299,7 @@ class KFACPreconditioner:
                 if draft.verdict.every_row:
                     every_row = self.observations.every_row | draft.verdict.every_row
                     self.observe(replace(self.observations, every_row=every_row))
-            self.skipped.step(draft.local.left_out, look=bool(due.capture))
+            self.warner.step(draft.local, self.proving.unfit, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
             if draft.next_bases:
                 self._rebase(self.state, draft.next_bases)

@@ -4,7 +4,8 @@ ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. S
 gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from deepspeed.utils import logger
@@ -21,6 +22,8 @@ from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_sc
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
+NAMED = 3
+"""Layers that a warning names."""
 Span = tuple[int, int]
 """A slice of a flat parameter: its start, and its elements."""
 
@@ -221,7 +224,7 @@ class LocalResult:
         states: layer name -> state after this step.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: how many layers' results were not finite.
-        unprepared: how many layers were stepped as without curvature, since they have no eigenbasis or inverse.
+        unprepared: layers that are stepped as without curvature, since they have no eigenbasis or inverse.
         unused: how many layers' gradients were exactly zero, where the direction asks.
         limited: how many layers' gradients were scaled down for their running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
@@ -233,7 +236,7 @@ class LocalResult:
         self.outbox, self.states = exchange.outbox(), states
         self.numbers: list[Tensor] = []
         self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device)
-        self.unprepared = 0
+        self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
         self.clip: Tensor | float = 1.0
         self.left_out: dict[str, Tensor] = {}
         self.pending: list[PendingMoments] = []
@@ -251,7 +254,7 @@ class LocalResult:
             failed: refreshes that failed on this rank.
             unusual: [3], see :data:`ds_kfac.step.messages.UNUSUAL`; None: no factor was updated.
         """
-        unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
+        unprepared, failures = (self.replaced.new_full((), n) for n in (len(self.unprepared), failed))
         left_out = torch.zeros_like(self.replaced)
         if self.left_out:
             left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
@@ -259,24 +262,38 @@ class LocalResult:
         return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, *empty]
 
 
-class SkippedGradientWarner:
-    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
+PATIENCE = 5
+"""Captured steps in a row in which a layer may lack a basis: below a head that begins with zeros it needs four."""
+
+
+class LayerWarner:
+    """Warns, once each, of this rank's layers that have no basis for long, and of those whose gradients were left out
+    because moments could not have held them."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
+        self._without = Counter[str]()
         self._counts = torch.zeros(len(self.names), device=device)
         self._warned: set[str] = set()
         self._copy: HostCopy | None = None
 
-    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
+    def step(self, local: LocalResult, told: Collection[str], *, look: bool) -> None:
         """Call after a step that was applied.
 
         Args:
-            flags: layer name -> bool scalar, of all layers or of none.
-            look: whether to warn by the counts that the last look has copied to the host, if they have arrived, and to
-                copy them again.
+            told: layers without a basis of which the user knows.
+            look: at captured steps. Of gradients that were left out the warning is by the counts that the last look has
+                copied to the host, if they have arrived.
         """
-        if flags:
+        if look:
+            self._without = Counter({name: self._without[name] + 1 for name in local.unprepared if name not in told})
+            if late := [name for name, steps in self._without.items() if steps == PATIENCE]:
+                more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+                logger.warning(
+                    f"ds_kfac: stepped without curvature, for {PATIENCE} updates of factors in a row: "
+                    f"{', '.join(late[:NAMED])}{more}; engine.kfac.explain(name) says why"
+                )
+        if flags := local.left_out:
             self._counts = self._counts + torch.stack([flags[name] for name in self.names])
         if look and (self._copy is None or self._copy.done):
             counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}

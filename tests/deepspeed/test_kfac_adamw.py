@@ -284,6 +284,24 @@ def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr():
         close(rates, (head, 8.0), sums=1, dtype=torch.float64)
 
 
+def empty_worker(_) -> dict:
+    found = {}
+    for stage in (0, 1, 2):
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES))
+        model.register_parameter("none", torch.nn.Parameter(torch.zeros(0)))
+        engine, *_ = start(config(zero_optimization={"stage": stage}), model=model)
+        before, (x, y) = weights(engine)["0.weight"], make_batch(0, 4)
+        engine.backward(cross_entropy(engine(x), y))
+        engine.step()
+        found[stage] = not torch.equal(weights(engine)["0.weight"], before)
+        engine.destroy()
+    return found
+
+
+def test_parameters_without_elements_may_be_all_that_is_in_no_layer():
+    assert run_ranks("tests.deepspeed.test_kfac_adamw:empty_worker", world=1)[0] == {0: True, 1: True, 2: True}
+
+
 class FewInputs(torch.nn.Module):
     """Its matrices see fewer rows than they have columns, the second one those of a norm without parameters."""
 

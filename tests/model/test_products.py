@@ -410,9 +410,11 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
     assert modes == [[Products], [], [Products], []] and F.linear is plain
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_attention_has_the_rows_of_its_projections(batch_first):
-    """Sequences come first inside of it, whatever it is given."""
+def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
+    """Sequences come first inside of it, whatever it is given. Keys and values are one product, or one each: under
+    ZeRO-3, whose hooks give it two tensors where it was given one. They are two thirds of the outputs in either way."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
     model = nn.ModuleDict({"attention": attention})
@@ -421,14 +423,14 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first):
 
     def forward(attention_mask=None):
         q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
-        return attention(q, k, k, need_weights=False)[0].square().mean()
+        return attention(q, k, k.clone() if apart else k, need_weights=False)[0].square().mean()
 
     model.forward = forward
     recorder = Recorder(model)
     recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
     model().backward()
     A, _ = recorder.means()["attention.in_proj_weight"]
-    rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory)]).double()  # q's; k's and v's
+    rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]).double()  # q's, ..
     close(A, symmetric_pack(rows.T @ rows / len(rows)))
 
 

@@ -54,6 +54,29 @@ def test_no_interval_is_too_long_to_look_ahead():
     ]
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
+    """With the adaptive rule as far as intervals stay, which they do if a value is near the last one only."""
+    table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=adaptive)
+    captures, refreshes = dict[str, int](), dict[str, int]()
+    for step in range(300):
+        grows = step < schedule.burnt_in + 60
+        due = table.due(step)
+        for key in KEYS:
+            capture, refresh = table.next_due(key, step)
+            assert (capture == step, refresh == step) == (key in due.capture, key in due.refresh), (key, step)
+            if not adaptive or not grows:
+                assert captures.setdefault(key, capture) == capture, (key, step)
+                assert refreshes.setdefault(key, refresh) == refresh, (key, step)
+        table.record(step, due, dict.fromkeys(due.capture, (True, grows)))
+        captures = {key: at for key, at in captures.items() if at > step}
+        refreshes = {key: at for key, at in refreshes.items() if at > step}
+    assert not adaptive or max(clock.interval for clock in table.clocks.values()) > 1
+    far = Timetable(Schedule(Value.constant(2**62), Value.constant(2**62)), KEYS)
+    assert far.next_due("a/A", 1) == (2**62, 2**62)
+
+
 @pytest.mark.parametrize("every", [1, 2, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_after_it(schedule, every):

@@ -182,7 +182,6 @@ class AdamDirection(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
-        local.unprepared = sum(state.preconditioner is None for state in states.values())
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         if context.norm is not None:

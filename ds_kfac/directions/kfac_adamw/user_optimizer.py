@@ -39,7 +39,8 @@ def split_groups(
         apart: key of a group that says whether it has matrices that are in no layer, and their biases.
         frozen: whether to keep groups that have nothing but frozen parameters, which may be trained later.
 
-    Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
+    A group of parameters without elements is left out: DeepSpeed drops them, and fails at a group without any. Returns
+    parameter groups; options such as weight_decay are those of the group a parameter came from.
     """
     parameters = list(model.parameters() if model_parameters is None else model_parameters)
     groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
@@ -59,7 +60,7 @@ def split_groups(
         for is_layers, is_matrix, part in (
             (True, False, preconditioned), (False, False, vectors), (False, True, unclaimed),
         ):  # fmt: skip
-            if any(frozen or p.requires_grad for p in part):
+            if any((frozen or p.requires_grad) and getattr(p, "ds_numel", p.numel()) for p in part):
                 keys = {flag: is_layers, apart: is_matrix}
                 split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
     return split

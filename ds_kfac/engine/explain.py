@@ -1,0 +1,181 @@
+"""What K-FAC has for a layer at this moment, in words: the text of ``engine.kfac.explain()``.
+
+It reads what is there: the plan, the timetable, and what this rank keeps. Device scalars are read when somebody asks,
+so no step waits for it, and there is no collective in it: what only another rank knows, it says is known there.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import torch
+
+from ds_kfac.assignment.assign import needed
+from ds_kfac.assignment.costs import FactorSpec
+from ds_kfac.engine.report import columns, folded
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.scan import Scan
+from ds_kfac.step.job import Job
+from ds_kfac.step.messages import FAILED, FRESH
+from ds_kfac.step.preconditioner import KFACPreconditioner
+
+
+def explain(job: Job, scan: Scan, name: str | None = None) -> str:
+    """A layer's text, or of None the table of all layers of this rank's domains. Local; call it between steps.
+
+    Raises:
+        ValueError: no module of this rank has the name.
+    """
+    asked = {layer.name: Asked(kfac, layer) for kfac in job.preconditioners for layer in kfac.layers}
+    if name is None:
+        head = ("layer", "state", "next update", "next refresh", "decomposed on", "state on")
+        return "\n".join(columns([head, *folded([one.row() for one in asked.values()])]))
+    if name in asked:
+        return asked[name].text()
+    for left in scan.skipped:
+        if left.name == name:
+            return f"{name} ({left.kind}, {left.numel:,} parameters) is not preconditioned: {left.reason}"
+    near = get_close_matches(name, [*asked, *(left.name for left in scan.skipped)])
+    raise ValueError(
+        f"ds_kfac: explain({name!r}): no such layer on this rank; "
+        + (f"near it are {', '.join(near)}; " if near else "")
+        + "engine.kfac.explain() lists all"
+    )
+
+
+class Asked:
+    """One layer, and its domain's preconditioner."""
+
+    def __init__(self, kfac: KFACPreconditioner, layer: LayerSpec) -> None:
+        self.kfac, self.layer, self.curvature = kfac, layer, kfac.curvature
+        self.sides = self.curvature.of_layer.get(layer.name, {})
+        self.state = kfac.state.get(layer.name)  # None: this rank is no gradient worker of it
+        self.what = "basis" if kfac.plan.method.rotates else "inverse"
+
+    def row(self) -> tuple[str, ...]:
+        due = [str(step) for step in self.due()] if self.sides else ["-", "-"]
+        eigen_workers = ", ".join(f"{side} {self.ranks([self.owner(spec)])}" for side, spec in self.sides.items())
+        state = self.has() or f"no {self.what}: {self.missing()}"
+        return (self.layer.name or "(model)", state, *due, eigen_workers or "-", self.ranks(self.workers))
+
+    def text(self) -> str:
+        kfac, layer, schedule = self.kfac, self.layer, self.kfac.plan.schedule
+        state = self.has() or f"no {self.what}: {self.missing()}; {kfac.rule.without_curvature}"
+        lines = [
+            f"{layer.name or '(model)'} ({layer.kind}, {list(layer.shape)}) after {kfac.steps} applied steps, seen "
+            f"from rank {self.ranks([kfac.rank])}:",
+            f"state: {state}",
+            *(f"{side}: {self.factor(spec)}" for side, spec in self.sides.items()),
+        ]
+        if self.sides:
+            update, refresh = self.due()
+            lines.append(f"next update: step {update}; next refresh: step {refresh}{self.displaced()}")
+        if kfac.steps < schedule.burnt_in:
+            lines.append(f"burn-in: its shorter intervals hold until step {schedule.burnt_in}")
+        moments = " and moments" if kfac.moments else ""
+        lines.append(f"gradient{moments}: preconditioned and kept on rank {self.ranks(self.workers)}")
+        return "\n  ".join(lines)
+
+    @property
+    def workers(self) -> Sequence[int]:
+        return self.kfac.plan.assignment.workers[self.layer.name]
+
+    def owner(self, factor: FactorSpec) -> int:
+        return self.kfac.plan.assignment.eigen_workers[factor.key]
+
+    def ranks(self, of_group: Sequence[int]) -> str:
+        """Their numbers in the job, which differ from those in the domain's group where there are several domains."""
+        of_job = torch.distributed.get_process_group_ranks(self.kfac.channel.group)
+        return ", ".join(str(of_job[rank]) for rank in of_group)
+
+    def due(self) -> tuple[int, int]:
+        """The next steps at which a factor of the layer is updated, and refreshed: a layer that lacks one at its next
+        update."""
+        timetable, steps = self.curvature.timetable, self.kfac.steps
+        dues = [timetable.next_due(spec.key, steps) for spec in self.sides.values()]
+        again = any(spec.key in self.kfac.due.capture for spec in self.sides.values())
+        update = steps if again else min(update for update, _ in dues)
+        waits = self.state is not None and self.state.preconditioner is None
+        return update, update if waits else min(refresh for _, refresh in dues)
+
+    def displaced(self) -> str:
+        """What keeps the factors from the ordinary intervals."""
+        offsets, clocks, text = self.kfac.plan.offsets, self.curvature.timetable.clocks, ""
+        if offsets:
+            by_side = [f"{side} by {offsets.get(spec.key, 0)}" for side, spec in self.sides.items()]
+            text += f"; staggered: {', '.join(by_side)} steps"
+        rare = [f"{side} every {n}" for side, spec in self.sides.items() if (n := clocks[spec.key].interval) > 1]
+        return text + (f"; adaptive: {', '.join(rare)} ordinary updates" if rare else "")
+
+    def has(self) -> str:
+        """What it is stepped with; empty: with nothing."""
+        if self.layer.name in self.kfac.proving.unfit:
+            return ""
+        if not self.sides:
+            return "no factors by the config: nothing to decompose"
+        curvature, history = self.curvature, self.curvature.history
+        if self.state is None:
+            known = curvature.travels and all(spec.key in curvature.ready for spec in self.sides.values())
+            where = f"on rank {self.ranks(self.workers)}"
+            return f"its {self.what} is {where}" if known else f"known {where}: call explain there"
+        if self.state.preconditioner is None:
+            return ""
+        fresh = {side: history.fresh.get(spec.key) for side, spec in self.sides.items()}
+        steps = {side: "a checkpoint" if step is None else f"step {step}" for side, step in fresh.items()}
+        alike = len(set(steps.values())) == 1
+        text = f"{self.what} of {steps.popitem()[1] if alike else ', '.join(map(' of '.join, steps.items()))}"
+        for side, spec in self.sides.items():
+            step, outcome = history.tried.get(spec.key, (0, FRESH))
+            if outcome == FAILED:
+                text += f"; the refresh of {side} in step {step} failed on rank {self.ranks([self.owner(spec)])}"
+            if spec.key in curvature.pending:
+                text += f"; a new {side} from step {curvature.pending[spec.key]} on (eigenbasis.lag)"
+        return text
+
+    def missing(self) -> str:
+        """Why it has no basis or inverse."""
+        kfac, name = self.kfac, self.layer.name
+        if name in kfac.proving.unfit:
+            hook = kfac.capture.failed.get(name)
+            why = f"a hook failed: {hook}" if hook else kfac.proving.unfit[name]
+            return f"not proven, its rows do not make up its gradient: {why}; the next update proves again"
+        decomposed = {"A": self.state and self.state.A, "G": self.state and self.state.G}
+        whys = [f"{side} {self._missing(spec)}" for side, spec in self.sides.items() if decomposed[side] is None]
+        return ", ".join(whys)
+
+    def _missing(self, factor: FactorSpec) -> str:
+        curvature, key, owner = self.curvature, factor.key, f"rank {self.ranks([self.owner(factor)])}"
+        step, outcome = curvature.history.tried.get(key, (0, FRESH))
+        if outcome == FAILED:
+            return f"could not be decomposed on {owner} in step {step}, whose log has the error"
+        if key not in curvature.factors:
+            return f"had nothing to decompose on {owner}: call explain there"
+        if not float(curvature.factors[key].updates):
+            return "has taken no batch yet" if key in curvature.history.updates else "has no update yet"
+        packed = curvature.factors[key].packed_P
+        if not bool(packed.isfinite().all()):
+            return "is not finite"
+        if not bool((packed != 0).any()):
+            return "is zero, as all its rows are"
+        return "waits for its next update"
+
+    def factor(self, factor: FactorSpec) -> str:
+        """A factor's updates, and the last of them."""
+        curvature, key, wanted = self.curvature, factor.key, self.kfac.plan.config.factor.rows
+        others = ", ".join(name for name in factor.layers if name != self.layer.name)
+        shared = f", one with {others}" if others else ""
+        head = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self.ranks([self.owner(factor)])}"
+        if key not in curvature.factors:
+            return f"{head}: call explain there for its updates"
+        updates = f"{head}; {float(curvature.factors[key].updates):.0f} updates"
+        if key not in curvature.history.updates:
+            return f"{updates}, none since this process started or loaded"
+        step, column, numbers = curvature.history.updates[key]
+        limited, unchanged, rows = numbers[:, column].tolist()
+        last = f"{updates}; last batch: step {step}, {rows:.0f} {'rows' if factor.is_A else 'loss terms'}"
+        if rows <= 0:
+            return f"{last} on the ranks that contribute, so it left the factor as it was"
+        if unchanged:
+            return f"{last}, not finite, so it left the factor as it was"
+        if factor.is_A and not isinstance(wanted, str) and rows < needed(factor, wanted):
+            last += f", fewer than the {needed(factor, wanted)} that an update asks for (factor.rows)"
+        return f"{last}, scaled down: far above the average" if limited else last
