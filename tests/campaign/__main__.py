@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.campaign import damage, harness, kills, lifetime, numerics, table, usage
+from tests.campaign import harness, kills, lifetime, numerics, table, usage
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     kills.PATIENCE *= options.patience
     every = [
-        *damage.cases(), *kills.cases(kills=options.kills, overwriting=options.kills), *usage.cases(),
+        *kills.cases(kills=options.kills, overwriting=options.kills), *usage.cases(),
         *lifetime.cases(), *numerics.cases(),
     ]  # fmt: skip
     cases = [harness.patient(c, options.patience) for c in every if re.search(options.only, f"{c.family}: {c.name}")]

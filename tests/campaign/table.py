@@ -11,8 +11,8 @@ from tests.campaign.harness import OUTCOMES, SURVIVED, Result
 HEAD = """# Reliability
 
 What a training run survives, tried by a program: `make campaign` (`tests/campaign/`, at most {minutes:g} minutes on 2
-cores). It kills ranks, damages checkpoints, feeds values that should not be, uses engines as they should not be used,
-and looks at what happened.
+cores). It kills ranks, feeds values that should not be, uses engines as they should not be used, and looks at what
+happened. Damaged checkpoints, and programs that change what they call, are part of `make test`.
 
 - **survived**: the run goes on as it should; after a kill, every loss to the bit that of a run nobody disturbed.
 - **loud**: an error or a warning that names the cause.

@@ -1,6 +1,5 @@
 """A mixture that DeepSpeed's AutoEP spreads over several ranks, and all of its experts in one process."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
 from ds_kfac.config import keys as kfac_config
+from tests.deepspeed import parallel
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, same, train_whole, whole_state
+from tests.deepspeed.parallel import build, compared, shared_folder, train_whole, whole_batch, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 from tests.spread import FACTOR, FLOOR, Variation, difference
 
@@ -170,32 +170,21 @@ def whole_weights(engine, case: Case) -> dict[str, Tensor]:
 def compare(cases: list[Case]) -> list[dict]:
     """Per case: how far this rank's parameters are from one process."""
     world, results = dist.get_world_size(), []
-
-    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
-        x, y = variation.rows(*make_batch(step, world * MICRO_ROWS, TOKENS))
-        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
     for case in cases:
         whole = make_whole(case)
         initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        expected = train_whole(case.mode, whole, whole_loss, terms=world * MICRO_ROWS * TOKENS)
+        expected = train_whole(
+            case.mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), terms=world * MICRO_ROWS * TOKENS
+        )
         engine = make_engine(case)
         train(engine)
-        results.append({
-            "difference": difference(whole_weights(engine, case), expected.weights, initial),
-            "bound": expected.bound,
-            "nu_bound": expected.nu_bound,
-            "nu": [1.0, 1.0] if case.mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
-            "domains": [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
-            "seen": sorted(
-                layer.name
-                for kfac in engine.kfac.job.preconditioners
-                for layer in kfac.layers
-                if layer.name not in kfac.proving.unfit
-            ),
-        })  # fmt: skip
-        engine.kfac.detach()
-        engine.destroy()
+        seen = sorted(
+            layer.name
+            for kfac in engine.kfac.job.preconditioners
+            for layer in kfac.layers
+            if layer.name not in kfac.proving.unfit
+        )
+        results.append(compared(engine, case.mode, whole_weights(engine, case), expected, initial, seen=seen))
     return results
 
 
@@ -247,46 +236,22 @@ def sharing(case: Case) -> dict:
 
 
 def everything_on(case: Case) -> dict[str, Tensor]:
-    """Weights after some steps."""
-    engine = make_engine(case)
-    before = whole_weights(engine, case)
-    train(engine, 8)
-    after = whole_weights(engine, case)
-    assert not [name for name, value in after.items() if torch.equal(before[name], value)]
-    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
-    assert engine.kfac.counters()["job/calls_numbers"] == 8
-    return after
+    return parallel.everything_on(make_engine(case), lambda engine: whole_weights(engine, case), train)
 
 
 def saved(case: Case) -> dict:
-    """Whether the state came back, also at another ep_size, and the steps of every domain."""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
-    first, second = make_engine(case), make_engine(case)
-    train(first, 3)
-    first.save_checkpoint(directory[0], tag="t")
-    second.load_checkpoint(directory[0], tag="t")
-    other = make_engine(replace(case, ep_size=1))
-    other.kfac.load_state(directory[0], "t")
-    state = whole_state(first.kfac.job)
-    return {
-        "keys": sorted(key for key in state if key.endswith("/A")),
-        "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
-        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
-    }
+    return parallel.saved_experts(lambda ep_size: make_engine(replace(case, ep_size=ep_size)), train)
 
 
 def saved_sharing(case: Case) -> list[dict]:
     """One A for all experts here, saved at an ep_size and loaded at another, both ways: those saved, those loaded, and
     what is decomposed again. In global names."""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
-    results = []
+    folder, results = shared_folder(), []
     for ep_size in (case.ep_size, 1):
         first, second = (make_engine(replace(case, ep_size=size)) for size in (ep_size, 1 + case.ep_size - ep_size))
         train(first, 3)
-        first.save_checkpoint(directory[0], tag=f"{ep_size}")
-        second.kfac.load_state(directory[0], f"{ep_size}")
+        first.save_checkpoint(folder, tag=f"{ep_size}")
+        second.kfac.load_state(folder, f"{ep_size}")
         found = []
         for engine in (first, second):
             state = whole_state(engine.kfac.job)

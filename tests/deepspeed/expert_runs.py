@@ -1,7 +1,5 @@
 """A mixture of experts of deepspeed.moe over several ranks, and all of its experts in one process."""
 
-import tempfile
-
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
@@ -9,10 +7,10 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.deepspeed import parallel
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import build, compared, planned_refreshes, train_whole, whole_batch
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
-from tests.spread import Variation, difference
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 24
 INNER = "moe.deepspeed_moe.experts.deepspeed_experts"
@@ -143,55 +141,26 @@ def unequal_once(mode: Mode, recomputes: str) -> dict:
 
 
 def refusals(modes: dict[str, Mode]) -> dict[str, str]:
-    messages = {}
-    for name, mode in modes.items():
-        try:
-            make_engine(mode, DistributedNet(2))
-            messages[name] = ""
-        except ValueError as error:
-            messages[name] = str(error)
-    return messages
+    return parallel.refusals(make_engine, {name: (mode, DistributedNet(2)) for name, mode in modes.items()})
 
 
-def everything_on(mode: Mode) -> dict[str, Tensor]:
-    """Weights after some steps, in names of the whole model."""
-    engine = make_engine(mode, DistributedNet(2))
-    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    train(engine, 8)
-    first = dist.get_rank() % 2 * (EXPERTS // 2)
-    frozen = [name for name, p in engine.module.named_parameters() if torch.equal(before[name], p)]
-    assert not frozen, frozen
-    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
-    assert engine.kfac.counters()["job/calls_numbers"] == 8
+def weights(engine, first: int) -> dict[str, Tensor]:
+    """In names of the whole model."""
     return {whole_name(name, first): p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
+def everything_on(mode: Mode) -> dict[str, Tensor]:
+    first = dist.get_rank() % 2 * (EXPERTS // 2)
+    return parallel.everything_on(make_engine(mode, DistributedNet(2)), lambda engine: weights(engine, first), train)
+
+
 def saved(mode: Mode) -> dict:
-    """Whether the state came back, also at another ep_size, and the steps of every domain."""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
-    first, second = make_engine(mode, DistributedNet(2)), make_engine(mode, DistributedNet(2))
-    train(first, 3)
-    first.save_checkpoint(directory[0], tag="t")
-    second.load_checkpoint(directory[0], tag="t")
-    other = make_engine(mode, DistributedNet(1))
-    other.kfac.load_state(directory[0], "t")
-    state = whole_state(first.kfac.job)
-    return {
-        "keys": sorted(key for key in state if key.endswith("/A")),
-        "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
-        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
-    }
+    return parallel.saved_experts(lambda ep_size: make_engine(mode, DistributedNet(ep_size)), train)
 
 
 def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
     """Per (mode, ep_size, whether an expert has no tokens): how far this rank's parameters are from one process."""
     world, rank, results = dist.get_world_size(), dist.get_rank(), []
-
-    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
-        x, y = variation.rows(*make_batch(step, world * MICRO_ROWS, TOKENS))
-        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
     for mode, ep_size, starved in cases:
         whole, model = make_whole(starved), DistributedNet(ep_size)
         model.moe.deepspeed_moe.gate.requires_grad_(not starved)
@@ -207,17 +176,8 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
         if mode.name.endswith("scaled"):
             refreshes = planned_refreshes(engine.kfac.job, lambda name, first=first: whole_layer(name, first))
         expected = train_whole(
-            mode, whole, whole_loss, terms=world * MICRO_ROWS * TOKENS, exclude=exclude, refreshes=refreshes
-        )
-        final = {whole_name(n, first): p.detach().clone() for n, p in engine.module.named_parameters()}
-        results.append({
-            "difference": difference(final, expected.weights, initial),
-            "bound": expected.bound,
-            "nu_bound": expected.nu_bound,
-            "nu": [1.0, 1.0] if mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
-            "domains": [(kfac.engine_view.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
-            "report": engine.kfac.report,
-        })  # fmt: skip
-        engine.kfac.detach()
-        engine.destroy()
+            mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), terms=world * MICRO_ROWS * TOKENS, exclude=exclude,
+            refreshes=refreshes,
+        )  # fmt: skip
+        results.append(compared(engine, mode, weights(engine, first), expected, initial))
     return results

@@ -12,6 +12,8 @@ KFAC = {
 }
 """In fp32 on GPUs, too: by default their products are in TF32, and a step's orthogonalization in fp16."""
 STEPS, MICRO_ROWS, LR, CLIP = 4, 4, 0.02, 0.5
+CLIPPED = 0.01
+"""A tenth and less of these gradients' norms."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,10 @@ KFAC_ADAMW = {
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FP32_ACCUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 SCALE = {"fp16": {"initial_scale_power": 8}}
+CORRECTED = {
+    "preconditioner": {**KFAC["preconditioner"], "eigenvalues": "corrected", "kl_clip": 0.001},
+    "damping": {"kind": "tikhonov", "value": 0.01},
+}
 Z12, Z3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 
 MODES = [
@@ -177,6 +183,15 @@ MODES = [
     Mode("z2-fp16-offload", 2, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z12),
     Mode("z3-fp16", 3, "fp16", extra=SCALE, wrapper=Z3),
     Mode("z3-fp16-offload", 3, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z3),
+    Mode("z0-clipped", 0, clip=CLIPPED, wrapper="AdamW"),
+    Mode("z1-offload-clipped", 1, zero=OFFLOAD, clip=CLIPPED, wrapper=Z12),
+    Mode("z2-bf16-clipped", 2, "bf16", clip=CLIPPED, wrapper=Z12),
+    Mode("z3-clipped", 3, clip=CLIPPED, wrapper=Z3),
+    Mode("z1-bf16-accum32-clipped", 1, "bf16", extra=FP32_ACCUM, clip=CLIPPED, wrapper="BF16_Optimizer"),
+    Mode("z2-fp16-corrected", 2, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z12),
+    Mode("z3-fp16-corrected", 3, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z3),
+    Mode("z2-bf16-corrected", 2, "bf16", kfac=CORRECTED, wrapper=Z12),
+    Mode("z3-bf16-accum32-corrected", 3, "bf16", extra=FP32_ACCUM, kfac=CORRECTED, wrapper=Z3),
 ]  # fmt: skip
 AUTOCAST = [
     Mode(
@@ -200,7 +215,7 @@ ADAM = [
         adam_ratio=(1.0, 1.0, 0.5)[index % 3],
     )
     for index, mode in enumerate(MODES)
-    if "half" not in mode.name
+    if "half" not in mode.name and "corrected" not in mode.name
 ] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
 BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

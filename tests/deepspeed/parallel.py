@@ -1,8 +1,10 @@
-"""What the tests of model parallelism share: the whole model trained in one process on the whole batch."""
+"""What the tests of model parallelism share: the whole model trained in one process, and engines that are compared with
+it, saved and refused."""
 
 import contextlib
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,9 +17,9 @@ from tests import spread
 from tests.choices import STAGGERED, chosen
 from tests.deepspeed.modes import KFAC, STEPS, Mode
 from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options, sized
-from tests.models import cross_entropy
+from tests.models import cross_entropy, make_batch
 from tests.oracle import ReferenceKFAC
-from tests.spread import Variation
+from tests.spread import Variation, difference, within
 
 
 @dataclass
@@ -131,6 +133,14 @@ Loss = Callable[[nn.Module, int, Variation], Tensor]
 """Of the whole batch of a step, in a variation's order."""
 
 
+def whole_batch(rows: int, tokens: int = 3) -> Loss:
+    def loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
+        x, y = variation.rows(*make_batch(step, rows, tokens))
+        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
+
+    return loss
+
+
 def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
     """:func:`train_once`, and what its variations may differ by."""
     runs: list[Whole] = []
@@ -186,3 +196,83 @@ def train_once(
             for p, value in frozen:  # ReferenceStep decays everything
                 p.copy_(value)
     return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
+
+
+def compared(engine, mode: Mode, actual: dict[str, Tensor], expected: Whole, initial: dict, **more) -> dict:
+    """What this rank says of its weights and of one process's. The engine ends."""
+    kfac = engine.kfac
+    result = {
+        "difference": difference(actual, expected.weights, initial),
+        "bound": expected.bound,
+        "nu_bound": expected.nu_bound,
+        "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
+        "domains": [(own.engine_view.domain.name, len(own.layers)) for own in kfac.job.preconditioners],
+        "shared": kfac.preconditioner.observations.groups,
+        "report": kfac.report,
+        **more,
+    }
+    kfac.detach()
+    engine.destroy()
+    return result
+
+
+def check(where: str, result: dict) -> None:
+    """Of :func:`compared`."""
+    assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
+    actual, expected = result["nu"]
+    assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
+
+
+def clipped(results: list[dict]) -> bool:
+    """Whether kl-clip acted at all, or it would not be tested."""
+    return any(result["nu"][0] < 0.9 for result in results)
+
+
+def refusals(make: Callable, cases: dict[str, tuple]) -> dict[str, str]:
+    """Name -> why no engine was made of its arguments."""
+    messages = dict.fromkeys(cases, "")
+    for name, arguments in cases.items():
+        try:
+            make(*arguments)
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def shared_folder() -> str:
+    """One for all ranks. Collective."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    return directory[0]
+
+
+def saved_experts(make: Callable, train: Callable) -> dict:
+    """Whether the state of ``make(ep_size)`` came back, also at another ep_size, and the steps of every domain."""
+    folder, first, second, other = shared_folder(), make(2), make(2), make(1)
+    train(first, 3)
+    first.save_checkpoint(folder, tag="t")
+    second.load_checkpoint(folder, tag="t")
+    other.kfac.load_state(folder, "t")
+    state = whole_state(first.kfac.job)
+    return {
+        "keys": sorted(key for key in state if key.endswith("/A")),
+        "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
+        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
+    }
+
+
+def everything_on(engine, weights: Callable, train: Callable) -> dict[str, Tensor]:
+    """Weights after some steps, in names of the whole model."""
+    before = weights(engine)
+    train(engine, 8)
+    after = weights(engine)
+    assert not [name for name, value in after.items() if torch.equal(before[name], value)]
+    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
+    assert engine.kfac.counters()["job/calls_numbers"] == 8
+    return after
+
+
+def same_everywhere(results: list[dict[str, Tensor]]) -> bool:
+    """What several ranks have is the same on all of them."""
+    pairs = [(one, other) for one in results for other in results]
+    return all(torch.equal(one[name], other[name]) for one, other in pairs for name in one.keys() & other.keys())

@@ -1,7 +1,6 @@
 """A PipelineModule of two stages, and the same layers in one process."""
 
 import copy
-import tempfile
 from pathlib import Path
 
 import deepspeed
@@ -13,9 +12,18 @@ from torch import Tensor, nn
 import ds_kfac
 from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import (
+    build,
+    compared,
+    planned_refreshes,
+    same,
+    shared_folder,
+    train_whole,
+    whole_batch,
+    whole_state,
+)
+from tests.deepspeed.parallel import refusals as refused
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
-from tests.spread import Variation, difference
 
 
 def make_layers() -> nn.Sequential:
@@ -109,44 +117,26 @@ def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
         for step in range(STEPS):
             engine.train_batch(micro_batches(engine, step, accumulation))
 
-        rows = replicas * accumulation * MICRO_ROWS
-
-        def whole_loss(model: nn.Module, step: int, variation: Variation, rows: int = rows) -> Tensor:
-            x, y = variation.rows(*make_batch(step, rows))
-            return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
+        whole_loss = whole_batch(replicas * accumulation * MICRO_ROWS)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         expected = train_whole(mode, whole, whole_loss, refreshes=refreshes)
-        kfac = engine.kfac.preconditioner
-        results.append({
-            "difference": difference(weights(engine), expected.weights, initial),
-            "bound": expected.bound,
-            "nu_bound": expected.nu_bound,
-            "layers": [layer.name for layer in kfac.layers],
-            "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
-            "wrapper": type(engine.optimizer).__name__,
-        })  # fmt: skip
-        engine.kfac.detach()
-        engine.destroy()
+        results.append(compared(engine, mode, weights(engine), expected, initial))
     return results
 
 
+def two_stages(mode: Mode):
+    return build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
+
+
 def refusals(modes: dict[str, Mode]) -> dict[str, str]:
-    messages = {}
-    for name, mode in modes.items():
-        try:
-            build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
-            messages[name] = ""
-        except ValueError as error:
-            messages[name] = str(error)
-    return messages
+    return refused(two_stages, {name: (mode,) for name, mode in modes.items()})
 
 
 def ramped(mode: Mode) -> dict:
     """A pipeline with a batch ramp, and one whose batches and rates are set by hand between its steps."""
     found: dict = {"batches": []}
     for by_hand in (False, True):
-        engine = build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
+        engine = two_stages(mode)
         rate = engine.get_lr()[0]
         if not by_hand:
             ds_kfac.BatchRamp(engine, largest=4 * MICRO_ROWS, at=[2 * MICRO_ROWS, 4 * MICRO_ROWS])
@@ -178,27 +168,25 @@ def tied_and_saved(kfac: dict) -> dict:
         model = PipelineModule(layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform")
         return build(Mode("pipe-tied", stage, kfac=kfac, clip=0.0), model, world=3 - stages)
 
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
-    first, second = make_engine(), None
+    folder, first = shared_folder(), make_engine()
     for step in range(3):
         first.train_batch(micro_batches(first, step, 1))
-    first.save_checkpoint(directory[0], tag="t")
+    first.save_checkpoint(folder, tag="t")
     second = make_engine()
-    second.load_checkpoint(directory[0], tag="t")
+    second.load_checkpoint(folder, tag="t")
     saved = whole_state(first.kfac.job)
     loaded = second.kfac.preconditioner.steps == 3 and same(saved, whole_state(second.kfac.job))
     other, refused = make_engine(stages=1, stage=0), ""
     plain = make_engine(stage=0)
-    plain.save_checkpoint(directory[0], tag="stages")
+    plain.save_checkpoint(folder, tag="stages")
     for tag in ("stages", None):  # None: the latest
         try:
-            other.load_checkpoint(directory[0], tag=tag)
+            other.load_checkpoint(folder, tag=tag)
         except CheckpointError as error:
             refused += str(error)
     alone = make_engine(stages=1, stage=0)
-    alone.load_checkpoint(directory[0], tag="stages", load_module_only=True, load_optimizer_states=False)
-    other.kfac.load_state(directory[0], "t")
+    alone.load_checkpoint(folder, tag="stages", load_module_only=True, load_optimizer_states=False)
+    other.kfac.load_state(folder, "t")
     loaded_alone = weights(alone)
     for engine in (first, second):
         engine.train_batch(micro_batches(engine, 3, 1))
@@ -212,6 +200,6 @@ def tied_and_saved(kfac: dict) -> dict:
         ),
         "loaded": loaded,
         "loaded without stages": same(saved, whole_state(other.kfac.job)),
-        "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.pt")),
+        "files": sorted(path.name for path in Path(folder, "t/kfac").glob("*/*.pt")),
         "same": all(torch.equal(value, after[name]) for name, value in weights(first).items()),
     }

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ds_kfac.assignment import assign
 from ds_kfac.model.batch import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
-from tests.deepspeed.parallel import build, least_likely, planned_refreshes, train_whole
+from tests.deepspeed.parallel import build, compared, least_likely, planned_refreshes, train_whole, whole_batch
 from tests.deepspeed.runs import weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
-from tests.spread import Variation, difference
 
 ROWS, TOKENS, HEADS = 3, 16, 4
 
@@ -56,12 +55,7 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
     world, rank = dist.get_world_size(), dist.get_rank()
     parallel_state_sp.initialize_sequence_parallel(2)
     group, replicas = parallel_state_sp.get_sequence_parallel_group(), world // 2
-
-    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
-        x, y = variation.rows(*make_batch(step, replicas * ROWS, TOKENS))
-        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
-    results = []
+    whole_loss, results = whole_batch(replicas * ROWS, TOKENS), []
     for mode, mean_over in cases:
         engine = build(mode, make_model(group), world=world // 2, mpu=parallel_state_sp)
         if mean_over == "whole":
@@ -78,20 +72,9 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
                 engine.step()
         # "own": the mean of the ranks' losses is that of one process; DeepSpeed sums over the sequence up to stage 2
         scale = {"own": 1.0, "whole": 0.5}[mean_over] * (1.0 if mode.stage == 3 else 2.0)
-        kfac = engine.kfac.preconditioner
         final = weights(engine)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale, refreshes=refreshes, domains=False)
-        results.append(
-            {
-                "difference": difference(final, expected.weights, initial),
-                "bound": expected.bound,
-                "nu_bound": expected.nu_bound,
-                "nu": [float(kfac.metrics.nu), expected.nu] if not mode.adam else [0.5, 0.5],
-                "shared": kfac.observations.groups,
-                "faults": [fault for fault in kfac.layout.faults if "sequence" in fault],
-            }
-        )
-        engine.kfac.detach()
-        engine.destroy()
+        faults = [fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault]
+        results.append(compared(engine, mode, final, expected, initial, faults=faults))
     return results

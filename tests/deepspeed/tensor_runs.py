@@ -1,7 +1,6 @@
 """Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model in one process."""
 
 import copy
-import tempfile
 from pathlib import Path
 
 import deepspeed
@@ -9,12 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.deepspeed import parallel
 from tests.deepspeed.blockwise import BlockwiseInverse
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import (
+    build,
+    compared,
+    planned_refreshes,
+    same,
+    shared_folder,
+    train_whole,
+    whole_batch,
+    whole_state,
+)
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 from tests.oracle import ReferenceKFAC
-from tests.spread import Variation, difference
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
 UNEQUAL_STEPS = 10
@@ -172,20 +180,13 @@ def make_engine(kind: str, mode: Mode, model: ShardedNet, grid: Grid):
 
 
 def refusals(cases: dict[str, tuple[str, Mode]]) -> dict[str, str]:
-    messages, grid = {}, Grid()
-    for name, (kind, mode) in cases.items():
-        try:
-            make_engine(kind, mode, make_model(), grid)
-            messages[name] = ""
-        except ValueError as error:
-            messages[name] = str(error)
-    return messages
+    grid = Grid()
+    return parallel.refusals(make_engine, {name: (*case, make_model(), grid) for name, case in cases.items()})
 
 
 def saved(mode: Mode) -> dict:
     """Trained with everything on, saved, loaded into another engine, trained on."""
-    grid, directory = Grid(), [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
+    grid, folder = Grid(), shared_folder()
 
     def train(engine, steps: range) -> None:
         for step in steps:
@@ -195,8 +196,8 @@ def saved(mode: Mode) -> dict:
 
     first, second = (make_engine("megatron", mode, make_model(), grid) for _ in range(2))
     train(first, range(7))
-    first.save_checkpoint(directory[0], tag="t")
-    second.load_checkpoint(directory[0], tag="t")
+    first.save_checkpoint(folder, tag="t")
+    second.load_checkpoint(folder, tag="t")
     loaded = same(whole_state(first.kfac.job), whole_state(second.kfac.job))
     for engine in (first, second):
         train(engine, range(7, 10))
@@ -205,7 +206,7 @@ def saved(mode: Mode) -> dict:
         "loaded": loaded,
         "same": all(torch.equal(value, after[name]) for name, value in final.items()),
         "replicated": {name: final[name] for name in final if name.split(".")[0] not in PARTS},
-        "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.A.factor.pt")),
+        "files": sorted(path.name for path in Path(folder, "t/kfac").glob("*/*.A.factor.pt")),
     }
 
 
@@ -266,29 +267,20 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             x, y = (t.chunk(replicas)[rank // 2] for t in make_batch(step, replicas * MICRO_ROWS, TOKENS))
             engine.backward(cross_entropy(engine(x), y))
             engine.step()
-
-        def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
-            x, y = variation.rows(*make_batch(step, replicas * MICRO_ROWS, TOKENS))
-            return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
+        whole_loss = whole_batch(replicas * MICRO_ROWS, TOKENS)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
         kind = BlockwiseInverse if inverse else ReferenceKFAC
         expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes, kind=kind)
-        split = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()}
+        expected.weights = {
+            n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()
+        }
         start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
         kfac, final = engine.kfac.preconditioner, weights(engine)
-        results.append({
-            "difference": difference(final, split, start),
-            "bound": expected.bound,
-            "nu_bound": expected.nu_bound,
-            "kinds": {layer.name: layer.kind for layer in kfac.layers},
-            "whole": [(layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers],
-            "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
-            "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
-            "shared": kfac.observations.groups,
-            "report": engine.kfac.report,
-        })  # fmt: skip
-        engine.kfac.detach()
-        engine.destroy()
+        results.append(compared(
+            engine, mode, final, expected, start,
+            kinds={layer.name: layer.kind for layer in kfac.layers},
+            whole=[(layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers],
+            replicated={n: final[n] for n in final if n.split(".")[0] not in parts},
+        ))  # fmt: skip
     return results

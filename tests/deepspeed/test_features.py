@@ -1,4 +1,5 @@
-"""Fisher kinds, layer types, sides, padding, moments: each trains like tests/oracle.py, in ZeRO 0, 2 and 3."""
+"""Fisher kinds, layer types, sides, padding, moments, sums over unequally many labels, DeepSpeed's tiles: each trains
+like tests/oracle.py, in ZeRO 0, 2 and 3."""
 
 import copy
 from dataclasses import replace
@@ -7,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests import spread
@@ -25,11 +27,11 @@ TYPES = {"layers": {"types": ALL}}
 CORRECTED = {"eigenvalues": "corrected", "kl_clip": 0.001}
 
 
-def case(model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, **blocks):
+def case(model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, items=False, **blocks):
     """A row of the table: kfac blocks merged into the tests' own."""
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
     mode = {"adam": adam, "orthogonal": orthogonal, "maps": dict(maps), "kfac": kfac}
-    return {"model": model, "masked": masked, "mode": mode}
+    return {"model": model, "masked": masked, "items": items, "mode": mode}
 
 
 class FusedNet(TokenNet):
@@ -46,6 +48,32 @@ class FusedNet(TokenNet):
         for twin in self.twins:
             h = h + torch.tanh(twin(h))
         return cross_entropy(self.lm_head(x + self.down(h) + 0.3 * torch.cumsum(x, dim=1)), labels)
+
+
+class TrainerNet(TokenNet):
+    """As Hugging Face averages: a sum over the labels of all micro-batches and ranks."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        logits = self.lm_head(x + self.mlp(self.norm(x)) + 0.3 * torch.cumsum(x, dim=1))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.rms(self.up(x))))
+
+
+class TiledNet(TrainerNet):
+    """In tiles of a micro-batch's 12 rows, which are 4 sequences: of 6, or of 4."""
+
+    tiles = 2
+
+    def mlp(self, x: Tensor) -> Tensor:
+        params = [p for part in (self.up, self.rms, self.down) for p in part.parameters()]
+        return TiledMLP.apply(TrainerNet.mlp, self, x, self.tiles, params)
+
+
+class CutNet(TiledNet):
+    tiles = 3
 
 
 MAPS = {"up": 3, r"twins\.\d": [2, 1, 1], "down": [2, 5]}
@@ -78,6 +106,9 @@ CASES = {
     ),
     "stacked-adam": case(TwinNet, adam=True, plan={"stacks": True}),
     "tf32": case(TwinNet, preconditioner={"precision": "tf32"}),
+    "items": case(TrainerNet, items=True, **TYPES),
+    "items-tiled": case(TiledNet, items=True, **TYPES),
+    "items-cut": case(CutNet, items=True, **TYPES),
     "adam-all": case(adam=True, **TYPES),
     "adam-blocks": case(adam=True, factor={"dense_max": 8}),
     "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
@@ -94,11 +125,16 @@ def drawn(logits, labels):
     return (losses * valid).sum() / valid.sum()
 
 
-def batch(step: int, masked: bool, world: int):
-    """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not be the whole's."""
+def batch(step: int, settings: dict, world: int):
+    """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not be the whole's; of
+    items 1 to 12."""
     tokens, labels = make_tokens(step, world * ACCUMULATION * ROWS)
     mask = None
-    if masked:
+    if settings["items"]:
+        kept = (torch.arange(len(labels)) // ROWS * 5 + step) % 4  # of each row of a micro-batch
+        labels[torch.arange(3) >= kept[:, None]] = -100
+        labels[::ROWS, 0] = 1  # none is empty
+    if settings["masked"]:
         mask = torch.ones_like(tokens)
         mask[::4, 2] = 0
         labels = labels.masked_fill(mask == 0, -100)
@@ -111,14 +147,14 @@ def expected_weights(
 ) -> dict:
     settings = CASES[name]
     kind = kind or ReferenceKFAC
-    model = make_net(settings["model"])
+    model = make_net(TokenNet if settings["items"] else settings["model"])  # in one piece
     model.load_state_dict(initial, strict=False)
     kfac = kind(model, **reference_options(mode.kfac))
     logits = {}
     model.lm_head.register_forward_hook(lambda module, x, y: logits.update(last=y))
     step = ReferenceStep(mode, model, model, kfac)
     for index in range(STEPS):
-        tokens, labels, mask = variation.rows(*batch(index, settings["masked"], world))
+        tokens, labels, mask = variation.rows(*batch(index, settings, world))
         valid = labels >= 0
         kfac.rows = valid
         kfac.terms = float(valid.any(1).sum() if kfac.sharing == "reduce" else valid.sum())
@@ -149,11 +185,15 @@ def worker(payload) -> dict:
             if engine.kfac.sampling:
                 engine.kfac.sampler = lambda logits, info, generator: drawn(logits, info.labelled.long() - 1)
             for index in range(STEPS):
-                whole = batch(index, settings["masked"], world)
+                whole = batch(index, settings, world)
                 for micro in range(ACCUMULATION):
                     first = (rank * ACCUMULATION + micro) * ROWS
                     tokens, labels, mask = (None if t is None else t[first : first + ROWS] for t in whole)
-                    engine.backward(engine(tokens, labels=labels, attention_mask=mask))
+                    if settings["items"]:  # as transformers' Trainer does with average_tokens_across_devices
+                        loss = engine(tokens, labels=labels, num_items_in_batch=(whole[1] >= 0).sum())
+                        engine.backward(loss * world, scale_wrt_gas=False)
+                    else:
+                        engine.backward(engine(tokens, labels=labels, attention_mask=mask))
                     engine.step()
             final = weights(engine)
             if rank == 0 and name not in expected:  # every stage starts with the same weights

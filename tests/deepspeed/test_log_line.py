@@ -1,6 +1,8 @@
 """What a framework's logs say of steps and curvature, against weights and eigenvalues themselves."""
 
+import contextlib
 import importlib
+import io
 import statistics
 import sys
 import types
@@ -8,7 +10,7 @@ import types
 import pytest
 import torch
 
-from ds_kfac.metrics import SUMMARY
+from ds_kfac.metrics import STAGES, SUMMARY, TIMER
 from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
@@ -51,6 +53,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
             near(logged["kfac/step_to_weight"], ratio, 0.05 * ratio, "of the weights before or after the step")
 
 
+COUNTERS = ("captures", "statistics_fraction", "refreshes", "steps", "sent_bytes_proof", "calls_proof")
 CONSTANTS = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
 
 
@@ -76,10 +79,29 @@ def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_na
     assert found["adam-z2", "none"] == (set(), set(), {})
     line, first, _ = found["z2", "summary"]
     assert line == {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"} and first == {"kfac/stepped", "kfac/curved"}
-    for (name, report), names in {("adam-z2", "summary"): CONSTANTS, ("z2", "summary"): {"kfac/nu"}}.items():
+    own = {"kfac/nu", "kfac/not_finite_layers", *(f"kfac/{name}" for name in COUNTERS)}
+    for (name, report), names in {("adam-z2", "summary"): CONSTANTS, ("z2", "summary"): own}.items():
         written = {path.stem: path.read_text().splitlines() for path in (tmp_path / f"{name}-{report}").rglob("*.csv")}
         assert {key.replace("/", "_") for key in found[name, report][0] | names} <= set(written), written.keys()
         assert len(written["kfac_stepped"]) == 2, "a heading and one value"
+
+
+def timers_worker(_) -> dict:
+    engine, printed = build(BY_NAME["z2"], 1, wall_clock_breakdown=True), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(engine, 1, steps=5)
+    during, cached = list(engine.engine_timers.global_timers), engine.get_wall_clock_timers()
+    engine.kfac.detach()
+    return {"during": during, "cached": cached, "left": list(engine.engine_timers.global_timers),
+            "printed": printed.getvalue()}  # fmt: skip
+
+
+def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
+    (found,) = run_ranks("tests.deepspeed.test_log_line:timers_worker", world=1)
+    ours = {TIMER + stage for stage in STAGES}
+    assert ours <= set(found["during"]) and not ours & set(found["left"])
+    assert all(found["cached"][TIMER + stage] > 0 for stage in ("relayout", "precondition"))
+    assert TIMER + "precondition" in found["printed"]
 
 
 class Callback:

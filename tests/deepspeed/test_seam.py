@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.deepspeed.modes import BY_NAME
-from tests.deepspeed.runs import MICRO_ROWS, build, parameter_groups, train, weights
-from tests.models import FEATURES, make_net
+from tests.deepspeed.runs import build, parameter_groups, train, weights
+from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -329,20 +329,3 @@ def trace_worker(_) -> dict:
 def test_the_self_test_leaves_no_trace():
     for result in run_ranks("tests.deepspeed.test_seam:trace_worker", world=2):
         assert all(value == (True, True) for value in result.values()), result
-
-
-def monitor_worker(folder: str) -> dict:
-    from pathlib import Path
-
-    engine = build(BY_NAME["z2"], 1, csv_monitor={"enabled": True, "output_path": folder, "job_name": "csv"})
-    x = torch.randn(MICRO_ROWS, 3, FEATURES)
-    for _ in range(2):
-        engine.backward(engine(x, torch.zeros(MICRO_ROWS, 3, dtype=torch.long)))
-        engine.step()
-    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("kfac_*.csv")}
-
-
-def test_metrics_reach_deepspeeds_monitor(tmp_path):
-    files = run_ranks("tests.deepspeed.test_seam:monitor_worker", world=1, payload=str(tmp_path))[0]
-    assert {"kfac_nu", "kfac_refreshes", "kfac_not_finite_layers"} <= set(files)
-    assert len(files["kfac_nu"]) == 3 and 0 < float(files["kfac_nu"][1].split(",")[1]) <= 1

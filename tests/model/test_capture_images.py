@@ -254,13 +254,6 @@ def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
     assert [layer.name for layer in scan(model).layers] == ["linear"], "with G it is left alone"
 
 
-def test_a_copy_of_a_hooked_model_is_free():
-    recorder = Recorder(Heads(), LayerChoice(), positions=False)
-    x, y = data()
-    F.cross_entropy(copy.deepcopy(recorder.model)(x), y).backward()
-    assert recorder.capture.counted == 0
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("types", [("Conv2d",), ("Conv2d", "BatchNorm")])
 def test_no_activation_of_images_outlives_its_graph(types, sampled):

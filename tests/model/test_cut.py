@@ -73,15 +73,6 @@ def test_what_the_rule_steps_as_a_whole_stays_whole():
     ]
 
 
-def test_heads_of_well_known_models_divide():
-    """GPT-OSS's vocabulary, Qwen3's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LARGEST", 1 << 27)
-        patch.setattr(module, "PART", 1 << 25)
-        for vocabulary, width, parts in ((201088, 2880, 32), (151936, 2048, 16), (32000, 4096, 1)):
-            assert len(cut([head(vocabulary, width)], lambda layer: True)) == parts
-
-
 def test_only_heads_are_cut_and_only_by_KFACAdamW():
     class Net(nn.Module):
         def __init__(self):

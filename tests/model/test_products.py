@@ -17,6 +17,7 @@ from ds_kfac.ops.reference import symmetric_pack
 from ds_kfac.plan.common import own_inputs
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.test_capture import Recorder
+from tests.model.written import written
 
 ROWS, IN, OUT = 11, 5, 3
 X = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
@@ -41,45 +42,9 @@ class AsLinear(Own):
         return F.linear(x, self.w)
 
 
-class Named(Own):
-    def forward(self, x):
-        return F.linear(input=x, weight=self.w)
-
-
 class Turned(Own):
     def forward(self, x):
         return x @ self.w.T
-
-
-class ByMethod(Own):
-    def forward(self, x):
-        return x.matmul(self.w.transpose(0, 1))
-
-
-class ByVariable(Own):
-    def forward(self, x):
-        matrix = self.w.t()
-        return torch.mm(x, matrix)
-
-
-class InDouble(Own):
-    def forward(self, x):
-        return F.linear(x.double(), self.w.to(torch.float64)).float()
-
-
-class InDoubleTurned(Lying):
-    def forward(self, x):
-        return x.double().matmul(self.w.double()).float()
-
-
-class Plain(Lying):
-    def forward(self, x):
-        return x @ self.w
-
-
-class Added(Lying):
-    def forward(self, x):
-        return torch.addmm(torch.zeros(OUT), x, self.w)
 
 
 class Checkpointed(AsLinear):
@@ -93,44 +58,26 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-class Left(Own):
-    def forward(self, x):
-        return (self.w @ x.T).T
-
-
-class LeftOfMany(Own):
-    """Rows are columns of a stack of matrices."""
-
-    def forward(self, x):
-        x = x.view(1, *x.shape).mT  # [1, I, N]
-        return torch.matmul(self.w, x).mT[0]
-
-
-class LeftLying(Lying):
-    def forward(self, x):
-        return self.w.T.matmul(x.T).T
-
-
-class Einsum(Lying):
-    def forward(self, x):
-        return torch.einsum("ni,io->no", x, self.w)
-
-
-class EinsumFirst(Own):
-    """Its output is a permuted view of what was computed."""
-
-    def forward(self, x):
-        return torch.einsum("oi,ni->on", self.w, x).T
-
-
-class EinsumInDouble(Lying):
-    def forward(self, x):
-        return torch.einsum("ni,io->no", x.double(), self.w.double()).float()
-
-
-class NotAProduct(Own):
-    def forward(self, x):
-        return x[:, :OUT] * self.w[:, 0] + self.w.sum()
+UPRIGHT = {
+    "linear": "return F.linear(x, self.w)",
+    "by names": "return F.linear(input=x, weight=self.w)",
+    "turned": "return x @ self.w.T",
+    "by method": "return x.matmul(self.w.transpose(0, 1))",
+    "by variable": "matrix = self.w.t()\nreturn torch.mm(x, matrix)",
+    "in double": "return F.linear(x.double(), self.w.to(torch.float64)).float()",
+    "left": "return (self.w @ x.T).T",
+    "left, of many": "x = x.view(1, *x.shape).mT\nreturn torch.matmul(self.w, x).mT[0]",
+    "einsum, whose output is a permuted view": 'return torch.einsum("oi,ni->on", self.w, x).T',
+}
+LYING = {
+    "plain": "return x @ self.w",
+    "in double": "return x.double().matmul(self.w.double()).float()",
+    "added": "return torch.addmm(torch.zeros(3), x, self.w)",
+    "left": "return self.w.T.matmul(x.T).T",
+    "einsum": 'return torch.einsum("ni,io->no", x, self.w)',
+    "einsum in double": 'return torch.einsum("ni,io->no", x.double(), self.w.double()).float()',
+}
+NOT_A_PRODUCT = written("return x[:, :3] * self.w[:, 0] + self.w.sum()", Own)
 
 
 class Net(nn.Module):
@@ -145,17 +92,17 @@ class Net(nn.Module):
         return self.out.square().mean()
 
 
-KINDS = (
-    AsLinear, Named, Turned, ByMethod, ByVariable, InDouble, InDoubleTurned, Plain, Added, Left, LeftOfMany, LeftLying,
-    Einsum, EinsumFirst, EinsumInDouble, Checkpointed, Reentrant,
-)  # fmt: skip
+KINDS = [
+    *(pytest.param(written(code, Own), False, "einsum" in name, id=name) for name, code in UPRIGHT.items()),
+    *(pytest.param(written(code, Lying), True, "einsum" in name, id=f"lying, {name}") for name, code in LYING.items()),
+    pytest.param(Checkpointed, False, None, id="checkpointed"), pytest.param(Reentrant, False, None, id="reentrant"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind):
+@pytest.mark.parametrize(("kind", "lies", "einsum"), KINDS)
+def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind, lies, einsum):
     model = Net(kind())
-    layout = MatrixLayout(issubclass(kind, Lying), first=int("Einsum" in kind.__name__))
-    assert multiplied(model.part) == {"w": layout} or kind in (Checkpointed, Reentrant)
+    assert einsum is None or multiplied(model.part) == {"w": MatrixLayout(lies, first=int(einsum))}
     recorder = Recorder(model)
     loss = model(X)
     with recorder.capture.own_backward():
@@ -435,8 +382,8 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
 
 
 def test_what_is_no_product_is_no_layer():
-    assert multiplied(NotAProduct()) == {}
-    found = scan(Net(NotAProduct()))
+    assert multiplied(NOT_A_PRODUCT()) == {}
+    found = scan(Net(NOT_A_PRODUCT()))
     assert [layer.name for layer in found.layers] == ["first"]
     assert [(left.name, left.numel) for left in found.skipped] == [("part", OUT * IN)]
 
@@ -607,13 +554,9 @@ def test_a_weight_that_a_method_bounds_is_seen():
     close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
 
 
-class ByPlace(Own):
-    def forward(self, x, /):
-        return F.linear(x, self.w)
-
-
 def test_a_method_whose_arguments_have_no_names_is_read():
-    assert multiplied(ByPlace()) == {"w": MatrixLayout(False)}
+    by_place = written("def forward(self, x, /):\n    return F.linear(x, self.w)", Own)
+    assert multiplied(by_place()) == {"w": MatrixLayout(False)}
 
 
 class _OtherGate(nn.Module):

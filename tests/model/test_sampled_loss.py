@@ -23,17 +23,6 @@ def test_labels_are_drawn_from_the_prediction():
     near(drawn, p, 6 * (p * (1 - p) / 20000).sqrt(), "6 standard deviations of a mean of 20,000 draws")
 
 
-def test_the_mean_of_squared_gradients_is_the_fisher_of_the_softmax():
-    p = torch.tensor([0.1, 0.2, 0.7])
-    logits = torch.log(p).repeat(50000, 1).requires_grad_()
-    cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(1)).backward()
-    rows = 50000 * logits.grad
-    near(
-        rows.T @ rows / 50000, torch.diag(p) - torch.outer(p, p), 6 * 0.5 / 50000**0.5,
-        "6 standard deviations of a mean of 50,000 draws in [-1, 1], of deviation 1/2 at most",
-    )  # fmt: skip
-
-
 def test_terms_without_a_label_are_left_out():
     logits = torch.randn(2, 3, 5, requires_grad=True)
     labelled = torch.tensor([[True, False, True], [False, False, True]])

@@ -9,6 +9,7 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.product_code import MatrixLayout, multiplied
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import other_matrices, share_of
+from tests.model.written import written
 
 
 class Conv1D(nn.Module):
@@ -202,79 +203,42 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(torch.zeros(self.shape))
 
 
-class Table(Matrix):
-    """As I-BERT has it."""
-
-    def forward(self, x):
-        return F.embedding(x, self.weight)
+class Stack(Matrix):
+    shape = (3, 4, 4)
 
 
-class Kernel(Matrix):
-    """Nothing shows what its kernel does."""
-
-    def forward(self, x):
-        return some_kernel(x, self.weight) @ self.weight.T  # noqa: F821
-
-
-class TableAndHead(Table):
-    def logits(self, x):
-        return x @ self.weight.T
-
-
-class ByIndex(Matrix):
-    def forward(self, x):
-        table = self.weight.float()
-        return table[x] @ self.weight.T
-
-
-class Codebook(Matrix):
-    """The product gets no gradient."""
-
-    def forward(self, x):
-        nearest = (x @ self.weight.T).argmin(-1)
-        return self.weight.index_select(0, index=nearest)
-
-
-class Books(Matrix):
-    """Residual quantization: a stack of tables."""
-
-    shape = (3, 9, 4)
-
-    def forward(self, x):
-        for level in range(3):
-            book = self.weight[level]
-            x = x - book[(x @ book.T).argmin(-1)]
-        return x
-
-
-class HeadAsTable(nn.Module):
-    """The table is the weight of a Linear that is called."""
-
+TABLE = written("return F.embedding(x, self.weight)", Matrix)
+"""As I-BERT has it."""
+KERNEL = written("return some_kernel(x, self.weight) @ self.weight.T", Matrix)
+"""Nothing shows what its kernel does."""
+HEAD_AS_TABLE = written(
+    """
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 9, bias=False)
 
     def forward(self, x):
         return self.head(self.head.weight[x])
+    """
+)
+"""The table is the weight of a Linear that is called."""
+TABLES = {
+    "table and head": written("def logits(self, x):\n    return x @ self.weight.T", TABLE),
+    "by index": written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix),
+    "codebook": written("nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)",
+                        Matrix),
+    "books of residual quantization": written(
+        """
+        for level in range(3):
+            book = self.weight[level]
+            x = x - book[(x @ book.T).argmin(-1)]
+        return x
+        """, Stack),
+    "head as table": HEAD_AS_TABLE,
+}  # fmt: skip
 
 
-class Cut(Matrix):
-    """Some of its rows, in a row, and no table."""
-
-    def forward(self, x, start):
-        return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]
-
-
-class Chosen(Matrix):
-    """Of a stack."""
-
-    shape = (3, 4, 4)
-
-    def forward(self, x, chosen):
-        return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()
-
-
-@pytest.mark.parametrize("kind", [TableAndHead, ByIndex, Codebook, Books, HeadAsTable])
+@pytest.mark.parametrize("kind", TABLES.values(), ids=TABLES)
 def test_what_rows_are_looked_up_in_is_a_table_also_if_it_is_multiplied(kind):
     model = nn.Sequential(nn.Linear(4, 4), kind())
     found = scan(model)
@@ -283,7 +247,10 @@ def test_what_rows_are_looked_up_in_is_a_table_also_if_it_is_multiplied(kind):
     assert share_of(model, found).fraction == 1, "as of an embedding"
 
 
-@pytest.mark.parametrize("kind", [Cut, Chosen])
+@pytest.mark.parametrize("kind", [
+    written("return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]", Matrix),
+    written("return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()", Stack),
+], ids=["some rows", "of a stack"])  # fmt: skip
 def test_slices_and_matrices_of_a_stack_are_no_tables(kind):
     names = [layer.weight for layer in scan(nn.Sequential(kind())).layers]
     assert set(names) == {"0.weight"}
@@ -317,12 +284,12 @@ class Positions(nn.Module):
 
 def test_tables_are_no_matrices():
     model = nn.ModuleDict(
-        {"linear": nn.Linear(4, 4), "table": Table(), "positions": Positions(), "c": nn.Conv1d(4, 4, 1)}
+        {"linear": nn.Linear(4, 4), "table": TABLE(), "positions": Positions(), "c": nn.Conv1d(4, 4, 1)}
     )
     model["c"].weight.requires_grad_(False)
     share = share_of(model, scan(model))
     assert share.matrices - share.stepped == 3 * 5 * 4, "of a stack nothing shows that it is a table"
-    model["table"] = Kernel()
+    model["table"] = KERNEL()
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
 

@@ -1,0 +1,33 @@
+"""Modules whose code is a text of the test: what reads sources finds it, and a case is a line of a table."""
+
+import linecache
+import sys
+import textwrap
+from itertools import count
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_NUMBERS = count()
+
+
+def written(code: str, base: type[nn.Module] = nn.Module, **names: object) -> type[nn.Module]:
+    """A class of its own with this text: methods, or the lines of ``forward(self, x)``.
+
+    Args:
+        names: that the text knows besides torch, nn and F.
+    """
+    code = textwrap.dedent(code).strip()
+    if not code.startswith(("def ", "@")):
+        code = f"def forward(self, x):\n{textwrap.indent(code, '    ')}"
+    name = f"tests.model.written_{next(_NUMBERS)}"
+    text = f"class Written(Base):\n{textwrap.indent(code, '    ')}\n"
+    module = ModuleType(name)
+    module.__file__ = f"<{name}>"
+    vars(module).update(Base=base, torch=torch, nn=nn, F=F, **names)
+    sys.modules[name] = module
+    linecache.cache[module.__file__] = len(text), None, text.splitlines(keepends=True), module.__file__
+    exec(compile(text, module.__file__, "exec"), vars(module))
+    return module.Written
