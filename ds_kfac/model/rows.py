@@ -124,6 +124,19 @@ class Call:
         keys and values than for queries, by one product for both or, as under ZeRO-3, by one each."""
         return 1.0 if self.columns is None else (self.columns.stop - self.columns.start) / self.shape[-1]
 
+    def padding(self, mask: Tensor) -> Tensor | None:
+        """Which rows of a call are padding, bool of its mask's shape; None if that is not known."""
+        info = self.info
+        if info.places:
+            return None
+        if info.padding:
+            return ~mask
+        if info.attended is None or info.rows is None or mask.numel() != info.attended.numel():
+            return None
+        if mask.untyped_storage().data_ptr() != info.rows.untyped_storage().data_ptr():  # e.g. an encoder's mask
+            return None
+        return ~(info.attended.T if self.rows.examples == 1 else info.attended).reshape(mask.shape)
+
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
         gradient = gradient.detach() if self.to_rows is None else self.to_rows(gradient.detach())

@@ -211,6 +211,19 @@ def test_few_rows_of_long_sides_and_many_rows_are_within_their_rounding(rows, in
         assert not unfit(found) and max(seen.ratio for seen in found.values()) < 0.5, (seed, found)
 
 
+def test_images_that_are_alike_inside_and_cancel_are_within_their_rounding():
+    """As pixels of a sky below a batch norm: partial sums are far larger than what is left."""
+    torch.manual_seed(2)
+    half, sign = torch.randn(32, 3, 1, 1).expand(-1, 3, 32, 32), torch.ones(64, 1, 1, 1)
+    sign[32:] = -1
+    images = torch.cat([half, half]) + 0.3 * torch.randn(64, 3, 32, 32)
+    torch.manual_seed(12)
+    gradient = torch.randn(1, 16, 1, 1) * sign + 0.3 * torch.randn(64, 16, 32, 32)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False))
+    found = prove(model, [images], loss=lambda model, x: (model(x) * gradient).mean())
+    assert 0 < found["0"].ratio < 0.5, found
+
+
 def test_what_is_not_finite_shows_nothing():
     found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
     assert not any(seen.is_finite for seen in found.values())
