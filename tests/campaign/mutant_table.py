@@ -332,7 +332,7 @@ _ROWS = [
     ("proof: a wire of torch_autocast is unknown", "zero/layout.py",
      ", *map(deepspeed_versions.sent_in, self.params)}", "}",
      "tests/step/test_unproven.py"),
-    ("proof: TF32 is unknown", "model/proof.py", "0.0 if device.type == \"cpu\" else TF32)", "0.0)", _PROOF),
+    ("proof: TF32 is unknown", "model/proof.py", "TF32 if images or device.type != \"cpu\" else 0.0)", "0.0)", _PROOF),
     ("proof: what does not fit keeps its curvature", "step/preconditioner.py",
      "unfit = curved & draft.verdict.unfit.keys()",
      "unfit = set()", "tests/step/test_proving.py"),

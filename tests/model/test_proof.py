@@ -218,8 +218,8 @@ def test_images_that_are_alike_inside_and_cancel_are_within_their_rounding():
     sign[32:] = -1
     images = torch.cat([half, half]) + 0.3 * torch.randn(64, 3, 32, 32)
     torch.manual_seed(12)
-    gradient = torch.randn(1, 16, 1, 1) * sign + 0.3 * torch.randn(64, 16, 32, 32)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False))
+    gradient = torch.randn(1, 16, 1, 1) * sign + 0.3 * torch.randn(64, 16, 32, 32)
     found = prove(model, [images], loss=lambda model, x: (model(x) * gradient).mean())
     assert 0 < found["0"].ratio < 0.5, found
 
