@@ -17,7 +17,7 @@ class Mutant(NamedTuple):
     tests: str
 
 
-_OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", "tests/ops/test_ops.py"
+_OPS, _CALLS = "ops/functional.py", "tests/ops/test_calls.py::test_torch"
 _ADAM = _OPS
 _PROOF = "tests/model/test_proof.py"
 _SAVED = "tests/deepspeed/test_saved_state.py"
@@ -33,13 +33,13 @@ _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfa
 
 _ROWS = [
     # ops
-    ("adam: first moment not corrected", _ADAM, "(1 - betas[0]) / (1 - power)", "(1 - betas[0])", _LAYER_OPS),
+    ("adam: first moment not corrected", _ADAM, "(1 - betas[0]) / (1 - power)", "(1 - betas[0])", _CALLS),
     ("adam: second moment not corrected", _ADAM, "usable / (1 - betas[1] ** k)",
-     "usable * (k / k)", _LAYER_OPS),
-    ("adam: Nesterov corrected as Adam", _ADAM, "(1 - betas[0] * power)", "(1 - power)", _LAYER_OPS),
-    ("adam: eps under the root", _ADAM, ".sqrt_().add_(least)", ".add_(least).sqrt_()", _LAYER_OPS),
+     "usable * (k / k)", _CALLS),
+    ("adam: Nesterov corrected as Adam", _ADAM, "(1 - betas[0] * power)", "(1 - power)", _CALLS),
+    ("adam: eps under the root", _ADAM, ".sqrt_().add_(least)", ".add_(least).sqrt_()", _CALLS),
     ("adam: unusable gradient kept", _ADAM,
-     "usable_n.float())[:, None, None] for", "torch.ones_like(updates_n))[:, None, None] for", _LAYER_OPS),
+     "usable_n.float())[:, None, None] for", "torch.ones_like(updates_n))[:, None, None] for", _CALLS),
     ("convolution: no batch dimension, rows for channels", "model/convolutions.py",
      "if x.ndim > self.dims + 1 else", "if x.ndim > 0 else", "tests/model/test_patches.py"),
     ("loss terms: positions of a convolution are tokens", "model/loss.py", 'convolution = "Convolution" in name',
@@ -56,24 +56,24 @@ _ROWS = [
      "lambda p: len(after) - 1", "tests/model/test_loss_terms.py"),
     ("loss terms: a scale is not what makes logits", "model/loss.py", ' and "AccumulateGrad" not in below.name()',
      "", "tests/model/test_loss_terms.py"),
-    ("ema: sum not divided by its count", _OPS, "(sum_P / count.clamp(min=1))", "(sum_P / 1)", _LAYER_OPS),
+    ("ema: sum not divided by its count", _OPS, "(sum_P / count.clamp(min=1))", "(sum_P / 1)", _CALLS),
     ("ema: no bias correction", _OPS, "torch.clamp(1 - 1 / update.clamp(min=1), max=decay)",
-     "torch.full_like(update, decay)", _LAYER_OPS),
-    ("ema: batch without rows counts", _OPS, "usable = (count > 0) & torch", "usable = torch", _LAYER_OPS),
+     "torch.full_like(update, decay)", _CALLS),
+    ("ema: batch without rows counts", _OPS, "usable = (count > 0) & torch", "usable = torch", _CALLS),
     ("norm of a change: diagonal counted twice", "curvature/factor.py", "- _squares(diagonals)).sqrt()", ").sqrt()",
      "tests/curvature/test_history.py"),
     ("norm of a change: of its first piece alone", "curvature/factor.py", "part.sum() for part", "part[0] for part",
      "tests/curvature/test_history.py"),
     ("syrk: corner of the bias unscaled", _OPS, "_times_(ones_column.float().sum(), scale)",
-     "ones_column.float().sum()", _BASIC),
-    ("syrk: bias row unscaled", _OPS, "_times_(x_ND.sum(dim=0), scale)", "x_ND.sum(dim=0)", _BASIC),
-    ("syrk: masked rows in the bias", _OPS, "ones_column.float().sum()", "torch.tensor(1.0 * len(x_ND))", _BASIC),
+     "ones_column.float().sum()", _CALLS),
+    ("syrk: bias row unscaled", _OPS, "_times_(x_ND.sum(dim=0), scale)", "x_ND.sum(dim=0)", _CALLS),
+    ("syrk: masked rows in the bias", _OPS, "ones_column.float().sum()", "torch.tensor(1.0 * len(x_ND))", _CALLS),
     ("block syrk: wrong columns", _OPS, "view(rows, dim // block, block).transpose(0, 1)",
-     "view(rows, block, dim // block).permute(2, 0, 1)", _BASIC),
-    ("unpack: diagonal doubled", _OPS, "lower_DD.tril(-1).T", "lower_DD.tril().T", _BASIC),
-    ("unpack: upper triangle zero", _OPS, "lower_DD + lower_DD.tril(-1).T", "lower_DD", _BASIC),
+     "view(rows, block, dim // block).permute(2, 0, 1)", _CALLS),
+    ("unpack: diagonal doubled", _OPS, "lower_DD.tril(-1).T", "lower_DD.tril().T", _CALLS),
+    ("unpack: upper triangle zero", _OPS, "lower_DD + lower_DD.tril(-1).T", "lower_DD", _CALLS),
     ("finish: a shift for the replacement", _OPS, "replacement_n.masked_fill(good, shift)",
-     "torch.full_like(replacement_n, shift)", _LAYER_OPS),
+     "torch.full_like(replacement_n, shift)", _CALLS),
     # damping, scales, inverses
     ("relative damping is absolute", "directions/kfac_gradient.py", "damping * mean_n[:, None, None]", "damping",
      "tests/directions/test_precondition.py"),

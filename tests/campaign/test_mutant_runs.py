@@ -5,7 +5,7 @@ import sys
 
 from tests.campaign import mutants
 
-TESTS = "tests/ops/test_ops_layers.py::test_ema_update_is_the_bias_corrected_average[functional]"
+TESTS = "tests/ops/test_calls.py::test_torch[functional-ema_update_]"
 
 
 def test_a_wrong_line_is_killed_and_a_right_one_survives(tmp_path):

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ds_kfac.ops.dispatch import BACKENDS
-from tests.gpu.calls import Sizes
-from tests.gpu.layer_calls import calls_of
-from tests.gpu.targets import copy, problems
+from tests.ops.calls import Sizes, calls_of
+from tests.ops.targets import copy, problems
 
 SIZES = Sizes((1, 129), (1, 63, 129, 576), (1, 63, 129, 300), ((1, 1), (63, 129), (257, 600)))
 """Odd ones, and one that has several tiles and whole descriptors."""

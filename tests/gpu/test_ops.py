@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.gpu.calls import REAL, SMALL
-from tests.gpu.layer_calls import calls_of
-from tests.gpu.targets import (
+from tests.ops.calls import REAL, SMALL, calls_of
+from tests.ops.targets import (
     configured,
     copied,
     deterministic,

@@ -9,12 +9,10 @@ from ds_kfac.ops import reference
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.functional import packed_numel
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import exact
 from tests.ops.cuda_emulation import emulated
 
 DIMS = [1, 2, 63, 129, 257, 0, 64]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module", params=[3, 512], ids=["3 layers a launch", "512 layers a launch"])
@@ -26,38 +24,6 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layout(dims: list[int]) -> tuple[list[int], int]:
-    """Starts of triangles in a flat tensor with gaps, in another order than the layers', and its length."""
-    starts, end = {}, 5
-    for index in reversed(range(len(dims))):
-        starts[index] = end
-        end += packed_numel(dims[index]) + 3
-    return [starts[index] for index in range(len(dims))], end
-
-
-def symmetric(dim: int) -> torch.Tensor:
-    return (x := normal(dim, dim, seed=dim)) + x.T
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_writes_every_triangle_and_nothing_else(ops, dtype):
-    starts, end = layout(DIMS)
-    out = torch.full((end,), math.nan, dtype=dtype)
-    matrices = [normal(dim, dim, seed=dim) for dim in DIMS]
-    expected = out.clone()
-    for start, x in zip(starts, matrices, strict=True):
-        expected[start : start + packed_numel(len(x))] = symmetric_pack(x).to(dtype)
-    ops.symmetric_pack_into_(out, starts, matrices)
-    exact(out, expected)
-
-
-def test_pack_reads_matrices_whose_rows_lie_apart(ops):
-    wide = normal(129, 200, seed=0)
-    out = torch.full((packed_numel(129),), math.nan)
-    ops.symmetric_pack_into_(out, [0], [wide[:, 7:136]])
-    assert torch.equal(out, symmetric_pack(wide[:, 7:136]))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pack_rounds_extremes_as_torch_does(ops, dtype):
     values = [math.nan, math.inf, -math.inf, -0.0, 1e-40, 6e-8, 2.5e-8, 65519, 65520, 3.4e38, 1.00390625, 1.01171875]
@@ -66,16 +32,6 @@ def test_pack_rounds_extremes_as_torch_does(ops, dtype):
     out = torch.zeros(packed_numel(len(x)), dtype=dtype)
     ops.symmetric_pack_into_(out, [0], [x])
     exact(out[-len(x) :], x[-1].to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpack_writes_all_of_every_matrix(ops, dtype, poisoned):
-    starts, end = layout(DIMS)
-    packed = torch.full((end,), math.nan, dtype=dtype)
-    for start, dim in zip(starts, DIMS, strict=True):
-        packed[start : start + packed_numel(dim)] = symmetric_pack(symmetric(dim)).to(dtype)
-    for x, dim in zip(ops.symmetric_unpack_from(packed, starts, DIMS), DIMS, strict=True):
-        assert x.dtype == torch.float32 and torch.equal(x, symmetric(dim).to(dtype).float())
 
 
 def factors() -> tuple[list, list, list, list, list]:

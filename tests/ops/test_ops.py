@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ds_kfac.ops import dispatch, functional, reference
-from tests.close import close
 
 SIZES = [1, 2, 63, 257, 300]
 
@@ -15,49 +14,11 @@ def symmetric(dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_pack_is_the_row_major_lower_triangle(dim):
-    x = symmetric(dim)
-    expected = torch.cat([x[row, : row + 1] for row in range(dim)])
-    packed = torch.empty_like(expected)
-    functional.symmetric_pack_into_(packed, [0], [x])
-    assert torch.equal(packed, expected)
-    assert torch.equal(reference.symmetric_pack(x), expected)
-
-
-@pytest.mark.parametrize("dim", SIZES)
 def test_unpack_inverts_pack(dim, poisoned):
     x = symmetric(dim)
     packed = reference.symmetric_pack(x)
     assert torch.equal(functional.symmetric_unpack_from(packed, [0], [dim])[0], x)
     assert torch.equal(reference.symmetric_unpack(packed, dim=dim), x)
-
-
-@pytest.mark.parametrize("ones_column", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", SIZES)
-@pytest.mark.parametrize("rows", [1, 65])
-def test_syrk_adds_the_packed_second_moment(ops, dim, rows, dtype, ones_column, poisoned):
-    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    ones = torch.ones(rows, 1) if ones_column else None
-    wide = torch.cat([x.double(), torch.ones(rows, 1, dtype=torch.float64)], 1) if ones_column else x.double()
-    start = torch.arange(functional.packed_numel(wide.shape[1])).float()
-    expected = start.double() + reference.symmetric_pack(wide.T @ wide)
-    total = start.clone()
-    assert ops.syrk_accumulate_(total, x, ones_column=ones) is total
-    close(total, expected, sums=rows)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(0.37)], ids=str)
-@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (63, torch.float16), (257, torch.bfloat16)])
-def test_the_second_moment_is_scaled_after_the_product(ops, dim, dtype, scale, poisoned):
-    x = torch.randn(65, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
-    ones = torch.ones(65, 1, dtype=dtype)
-    ones[::3], x[::3] = 0, 0
-    wide = torch.cat([x, ones], 1).double()
-    start = torch.arange(functional.packed_numel(dim + 1)).float()
-    found = ops.syrk_accumulate_(start.clone(), x, ones_column=ones, scale=scale)
-    wanted = start.double() + float(scale) * reference.symmetric_pack(wide.T @ wide)
-    close(found, wanted, sums=len(x))
 
 
 @pytest.mark.parametrize("op", [functional.syrk_accumulate_, dispatch.syrk_accumulate_])
@@ -78,29 +39,6 @@ def test_wrong_shapes_are_named():
         functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
     with pytest.raises(ValueError, match=r"rows of 5 in blocks of 2"):
         functional.block_syrk_accumulate_(torch.zeros(9), torch.zeros(4, 5), block=2)
-
-
-@pytest.mark.parametrize("rows", [1, 65])
-def test_rows_that_do_not_count_leave_the_ones_column_alone(ops, rows, poisoned):
-    x, ones = torch.randn(rows, 7), torch.ones(rows, 1)
-    x[::3], ones[::3] = 0, 0
-    expected = ops.syrk_accumulate_(torch.zeros(36), x[ones[:, 0] > 0], ones_column=ones[ones[:, 0] > 0])
-    close(ops.syrk_accumulate_(torch.zeros(36), x, ones_column=ones), expected, sums=rows)
-
-
-@pytest.mark.parametrize(("dim", "block"), [(1, 1), (63, 1), (63, 7), (257, 257), (256, 2), (300, 150)])
-@pytest.mark.parametrize("rows", [1, 65])
-def test_block_syrk_adds_the_packed_diagonal_blocks(dim, block, rows, poisoned):
-    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows))
-    parts = [part.T @ part for part in x.double().split(block, dim=1)]
-    expected = torch.cat([reference.symmetric_pack(part) for part in parts]) + 1
-    for op in (functional.block_syrk_accumulate_, reference.block_syrk_accumulate_):
-        total = torch.ones(expected.numel())
-        assert op(total, x, block=block) is total
-        close(total, expected, sums=rows)
-        for scale in (0.37, torch.tensor(0.37)):
-            scaled = op(torch.ones(expected.numel()), x, block=block, scale=scale)
-            close(scaled, 1 + float(scale) * (expected - 1), sums=rows)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 5, 10, 15])

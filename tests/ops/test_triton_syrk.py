@@ -52,22 +52,6 @@ def assert_adds(syrk, x, ones, scale=1.0):
     close(total, expected, sums=len(x))
 
 
-@pytest.mark.parametrize("ones", [False, True])
-@pytest.mark.parametrize(
-    ("count", "dim", "dtype"),
-    [
-        (1, 1, torch.float32),
-        (3, 2, torch.bfloat16),
-        (17, 33, torch.float16),
-        (65, 63, torch.bfloat16),
-        (64, 64, torch.float32),
-        (37, 97, torch.bfloat16),
-    ],
-)
-def test_it_adds_the_packed_second_moment(syrk, count, dim, dtype, ones):
-    assert_adds(syrk, rows_of(count, dim, dtype), torch.ones(count, 1) if ones else None)
-
-
 @pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_a_tile_is_added_whole_in_every_width(syrk, block, descriptor, monkeypatch):
@@ -124,12 +108,6 @@ def test_rows_that_no_descriptor_describes_go_without(syrk):
 def test_programs_that_share_a_tile_add_up(syrk, split, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     assert_adds(syrk, rows_of(65, 40, torch.float32), torch.ones(65, 1))  # 8 parts of 5 chunks: three are empty
-
-
-def test_rows_that_do_not_count_leave_the_ones_column_alone(syrk):
-    x, ones = rows_of(40, 7, torch.float32), torch.ones(40, 2)[:, :1]
-    x[::3], ones[::3] = 0, 0
-    assert_adds(syrk, x, ones)
 
 
 def test_nothing_beyond_a_view_is_read(syrk):

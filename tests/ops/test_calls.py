@@ -1,4 +1,7 @@
-"""The calls of the GPU tests, by GPU code on the CPU: Triton interpreted, CUDA C++ as loops."""
+"""Every op by its specification and by what runs on a CPU, and by GPU code there: interpreted, or as loops.
+
+Against float64, on odd sizes with poisoned outputs. tests/gpu/test_ops.py makes the same calls on GPUs.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -6,16 +9,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from ds_kfac.ops import functional
+from ds_kfac.ops import dispatch, functional, reference
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.triton import MODULES
-from tests.gpu.calls import Sizes
-from tests.gpu.layer_calls import CALLS, calls_of
-from tests.gpu.targets import configured, copied, problems
+from tests.ops.calls import CALLS, SMALL, Sizes, calls_of
 from tests.ops.cuda_emulation import emulated
+from tests.ops.targets import configured, copied, problems
 from tests.ops.triton_tools import interpreted
 
-FEW = Sizes((1, 33), (1, 2, 63), (1, 2, 63), ((1, 1), (63, 129)))
+FEW = Sizes((1, 33), (1, 2, 63), (1, 2, 63, 129, 257, 0, 64), ((1, 1), (63, 129)))
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +30,24 @@ def triton_ops():
         yield {op: getattr(by_file[file], op) for op, file in MODULES.items()}
 
 
-@pytest.fixture(scope="module")
-def cuda_ops():
-    ops = emulated()
+@pytest.fixture(scope="module", params=[3, 512], ids=["3 layers a launch", "512 layers a launch"])
+def cuda_ops(request):
+    ops = emulated(request.param)
     return {op: getattr(ops, op) for op in CudaOps.OPS}
 
 
-def check(function, op: str) -> None:
+def check(function, op: str, sizes: Sizes = FEW) -> None:
     wrong = []
-    for call in calls_of(op, "cpu", FEW):
+    for call in calls_of(op, "cpu", sizes):
         arguments = copied(call.arguments)
         wrong += problems(call, function(*arguments, **call.options), arguments)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+@pytest.mark.parametrize("ops", [reference, functional], ids=["reference", "functional"])
+def test_torch(ops, op, poisoned):
+    check(getattr(ops, op), op, SMALL)
 
 
 @pytest.mark.parametrize("op", MODULES)

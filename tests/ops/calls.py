@@ -1,4 +1,4 @@
-"""Calls of every op with what they must give in float64, on any device, at small odd sizes and at real ones.
+"""Calls of every op with what they must give in float64, on any device, at small odd sizes and at real ones: by op.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
@@ -114,7 +114,8 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         x_nOI, first_nOI, second_nOI = (normal(device, 2, outputs, inputs, seed=seed) for seed in range(3))
         second_nOI = second_nOI.square()
         flags, seen = torch.tensor([True, usable], device=device), torch.tensor([1.0, updates], device=device)
-        waiting = (0.5 * x_nOI * flags[:, None, None]).to(waits)
+        x_nOI[1] = x_nOI[1] if usable else float("nan")
+        waiting = torch.where(flags[:, None, None], 0.5 * x_nOI, 0.0).to(waits)
         wanted, after = [], []
         for index in range(2):
             b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
@@ -142,17 +143,78 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
 
 
 def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    """Of three directions one has not its full size, one is no number."""
+    """Of four directions one has not its full size, one is no number, one may not be stepped along."""
     for (outputs, inputs), sized in product(sizes.gradients, (True, False)):
-        x_nOI = normal(device, 3, outputs, inputs)
-        rows = [0.3, 7.0, 2.0], [5.0, 0.25, 1.0], [1.5] * 3, [math.inf] * 3, [-1.0, 2.0, -0.75]
+        x_nOI, inf = normal(device, 4, outputs, inputs), math.inf
+        rows = [0.3, 7.0, 2.0, 2.0], [5.0, 0.25, 1.0, 1.0], [1.5] * 4, [inf, inf, inf, 0.0], [-1.0, 2.0, -0.75, -0.5]
         size, target, full, bound, replacement = (torch.tensor(row, device=device) for row in rows)
         scale = target.double()
         if sized:
             scale = scale * (size.double() / full).clamp(max=1) / x_nOI.double().norm(dim=(1, 2))
         wanted = x_nOI.double() * scale[:, None, None] + 0.5
-        x_nOI[1], wanted[1] = float("nan"), 2.0
+        x_nOI[1], wanted[1], wanted[3] = float("nan"), 2.0, -0.5
         norm = torch.linalg.vector_norm(x_nOI, dim=(1, 2))
         arguments = (x_nOI, norm, size if sized else None, target, full, bound, replacement, 0.5)
         label = f"{outputs} x {inputs}{' by sizes' if sized else ''}"
         yield Call("finish_direction_", label, arguments, [wanted], lambda _, x: [x[0]], 1e-5)
+
+
+def packing_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    """Pack and unpack, with gaps of NaN between triangles that must stay; exact."""
+    dims = sizes.layers
+    matrices = [(x := normal(device, dim, dim, seed=dim)) + x.T for dim in dims]
+    starts, end = [], 5
+    for dim in dims:
+        starts.append(end)
+        end += packed_numel(dim) + 3
+    for dtype in DTYPES:
+        packed = torch.full((end,), float("nan"), dtype=dtype, device=device)
+        for start, x in zip(starts, matrices, strict=True):
+            packed[start : start + packed_numel(len(x))] = triangle(x).to(dtype)
+        out = torch.full_like(packed, float("nan"))
+        for layout in ("contiguous", "apart"):
+            arguments = (out.clone(), starts, [laid_out(x, layout) for x in matrices])
+            yield Call("symmetric_pack_into_", f"{dtype} {layout}", arguments, [packed], lambda _, x: [x[0]], 0.0)
+        wanted, arguments = [x.to(dtype).float() for x in matrices], (packed, starts, list(dims))
+        yield Call("symmetric_unpack_from", str(dtype), arguments, wanted, lambda x, _: x, 0.0)
+
+
+def average_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    """One layer in three has no rows, one a sum that is not finite: those keep what they had."""
+    numels = [packed_numel(dim) for dim in sizes.layers]
+    averages = [normal(device, numel, seed=numel) for numel in numels]
+    totals = [10 * normal(device, numel, seed=numel + 1) for numel in numels]
+    counts = [torch.tensor(float(3 + index), device=device) for index in range(len(numels))]
+    updates = [torch.tensor(float(index), device=device) for index in range(len(numels))]
+    decays = [0.95] * len(numels)
+    counts[1].zero_()
+    totals[2][-1] = float("inf")
+    wanted = []
+    for index, (average, total) in enumerate(zip(averages, totals, strict=True)):
+        keep = 1.0 if index in (1, 2) else min(1 - 1 / (index + 1), 0.95)
+        fresh = torch.zeros_like(total.double()) if keep == 1.0 else total.double() / (3 + index)
+        wanted.append(keep * average.double() + (1 - keep) * fresh)
+    used = torch.tensor([float(index not in (1, 2)) for index in range(len(numels))], device=device).double()
+    later = torch.stack(updates).double() + used
+
+    def given(found: Tensor, arguments: tuple) -> list[Tensor]:
+        return [*arguments[0], found.double(), torch.stack(arguments[3])]
+
+    arguments = (averages, totals, counts, updates, decays)
+    yield Call("ema_update_", f"sides {sizes.layers}", arguments, [*wanted, used, later], given, 1e-6)
+
+
+CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
+    "syrk_accumulate_": syrk_calls,
+    "block_syrk_accumulate_": block_syrk_calls,
+    "symmetric_pack_into_": packing_calls,
+    "symmetric_unpack_from": packing_calls,
+    "ema_update_": average_calls,
+    "adam_scale_": adam_calls,
+    "adam_fold_": adam_calls,
+    "finish_direction_": finish_calls,
+}
+
+
+def calls_of(op: str, device: str, sizes: Sizes) -> Iterator[Call]:
+    return (call for call in CALLS[op](device, sizes) if call.op == op)

@@ -15,7 +15,7 @@ from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.dispatch import BACKENDS, OPS
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import MODULES
-from tests.gpu.calls import Call, normal, triangle
+from tests.ops.calls import Call, normal, triangle
 
 OFFERS = {
     "torch": OPS,
