@@ -304,7 +304,7 @@ _ROWS = [
      "(most & (out / outs > within / ins + log(FOREIGN)))", "(left_out < 0)", "tests/deepspeed/test_heads.py"),
     ("proof: masks of all calls are judged as one", "model/proof.py", "LEFT_OUT + MASKED * call.later", "LEFT_OUT",
      "tests/model/test_proven_masks.py"),
-    ("proof: padding beside prompts is not asked", "model/proof.py", "if info.attended is None or", "if True or",
+    ("proof: padding beside prompts is not asked", "model/rows.py", "if info.attended is None or", "if True or",
      "tests/model/test_proven_masks.py"),
     ("proof: the last pad is padding though it has a label", "model/batch.py", "attended = rows | labelled",
      "attended = rows", "tests/model/test_rows.py"),
