@@ -658,7 +658,8 @@ _ROWS = [
     ("KFACAdamW: betas stay whole numbers", "directions/kfac_adamw/optimizer.py", "tuple(map(float, value))",
      "tuple(value)", "tests/config/test_kfac.py"),
     # the step
-    ("terms of a batch without rows", "step/preconditioner.py", "torch.where(terms > 0, terms, state.terms)", "terms",
+    ("terms of a batch without rows", "step/preconditioner.py",
+     "torch.where(now > 0, now, torch.stack([states[name].terms for name in counted]))", "now",
      "tests/directions/test_direction_scales.py"),
     ("a skipped step is kept", "step/preconditioner.py", "if applied:\n            similar",
      "if True:\n            similar",
