@@ -1,6 +1,8 @@
 """Counts instead of seconds: collectives per step, bytes moved, state per rank, work on a step that is not due."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +143,16 @@ CASES = {
 }
 
 
+ROWS = {(0, 1): "MEM-OPT", (0, 2): "HYBRID", (0, 4): "COMM-OPT", (3, 1): "ZeRO-3"}
+"""Stage and workers -> how a row of the table in docs/scaling.md begins, in which 4 ranks are."""
+PAGE = Path(__file__).parents[2] / "docs/scaling.md"
+EXCHANGES = {
+    name: [int(number) for number in counts]
+    for name, *counts in re.findall(r"^\| ([\w-]+).* \| (\d) / (\d) / (\d) \|", PAGE.read_text(), re.MULTILINE)
+}
+"""All-to-alls of a step in which nothing is due, of one that updates factors, and of one that refreshes them."""
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_bytes_and_state(world):
     results = run_ranks("tests.deepspeed.test_communication:traffic_worker", world=world)
@@ -187,6 +199,9 @@ def test_collectives_bytes_and_state(world):
                 part = results[0][case]["moved"] / results[0][case]["gradient"]
                 assert part < 0.05, f"{case}: {part:.1%} of the gradient moves on {world} ranks"
         assert all(results[rank][case]["owned"] > 0 for rank in range(world)), "no rank idle"
+        if world == 4:
+            steps = [results[0][case]["steps"][step][1].get("all_to_all_single", 0) for step in (1, 2, 4)]
+            assert steps == EXCHANGES[ROWS[stage, workers]], f"{case}: docs/scaling.md"
 
 
 def idle_worker(_) -> dict:

@@ -3,14 +3,17 @@
 import contextlib
 import importlib
 import io
+import re
 import statistics
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from ds_kfac.metrics import STAGES, SUMMARY, TIMER
+from ds_kfac.metrics import STAGES, SUMMARY, TIMER, Metrics
+from ds_kfac.step.counters import FAILURES, counters, health
 from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
@@ -102,6 +105,18 @@ def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
     assert ours <= set(found["during"]) and not ours & set(found["left"])
     assert all(found["cached"][TIMER + stage] > 0 for stage in ("relayout", "precondition"))
     assert TIMER + "precondition" in found["printed"]
+
+
+def test_every_counter_has_a_row():
+    """Those that a docstring names, too: not each is of every run."""
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text().split("## Counters")[1]
+    rows = [name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    told = re.findall(r'"([a-z_]+(?:<\w+>)?)"', f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}")
+    counted = {*SUMMARY, *FAILURES, *told, *(f"seconds_{stage}" for stage in STAGES), "nu", "kl", "stepped", "curved"}
+    patterns = [re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows]
+    assert not [name for name in counted if not any(row.match(name) for row in patterns)] and len(told) > 15
+    for row in rows:  # nor is there a row of none
+        assert row.startswith("lr_") or any(re.match(re.sub("<.*>", ".+", row) + "$", name) for name in counted), row
 
 
 class Callback:
