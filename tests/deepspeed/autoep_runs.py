@@ -17,6 +17,7 @@ from ds_kfac.config import keys as kfac_config
 from tests.deepspeed import parallel
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, compared, shared_folder, train_whole, whole_batch, whole_state
+from tests.deepspeed.said import error_of
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 from tests.spread import FACTOR, FLOOR, Variation, difference
 
@@ -212,11 +213,7 @@ def object_refused(case: Case) -> str:
     def arguments(model: nn.Module) -> dict:
         return {"optimizer": ds_kfac.KFACAdamW(model.parameters()), "model_parameters": None}
 
-    try:
-        make_engine(case, arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: make_engine(case, arguments))
 
 
 def sharing(case: Case) -> dict:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.older_saves import without_eigenbases
 from tests.deepspeed.runs import build, patched, train, weights
+from tests.deepspeed.said import error_of, heard
 from tests.models import make_batch, make_net
 from tests.ranks import run_ranks
 
@@ -208,23 +208,8 @@ def test_state_loads_at_any_world_size_and_stage(tmp_path):
             assert error <= bound < 0.1 * moved, (case, world, error, bound, moved)
 
 
-def text_of(action) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
 def damage_worker(folder: str) -> dict:
     """Checkpoints without, with incomplete and with foreign K-FAC state."""
-    import logging
-
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    deepspeed.utils.logger.addHandler(handler)
-    deepspeed.utils.logger.setLevel("WARNING")
     mode, results = BY_NAME["z2"], {}
     plain = build(mode, 1, kfac={"enabled": False})
     train(plain, 1, steps=2)
@@ -251,8 +236,8 @@ def damage_worker(folder: str) -> dict:
         given = {**KFAC, "checkpoint": {"on_missing": "fresh"}} if name == "fresh" else KFAC
         fresh = build(mode, 1, seed=7, kfac=given)
         name = "missing_file" if name == "fresh" else name
-        messages.clear()
-        error = text_of(lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options))
+        with heard() as messages:
+            error = error_of(lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options))
         same = all(torch.equal(a, b) for a, b in zip(weights(fresh).values(), trained, strict=True))
         # Adam's steps, as they are in the files: DeepSpeed's part was loaded
         moments = [float(state["step"]) for state in fresh.basic_optimizer.state.values() if "step" in state]
@@ -269,7 +254,7 @@ def damage_worker(folder: str) -> dict:
         if name == "lean":
             pairs = [(own_state(fresh)[n][0], own_state(lean)[n][0]) for n in own_state(lean)]
             result["recomputed"] = max([0.0] + [float((a - b).norm() / b.norm()) for a, b in pairs])
-    results["nowhere"] = {"error": text_of(lambda: engine.kfac.load_state(folder, "no_such_tag"))}
+    results["nowhere"] = {"error": error_of(lambda: engine.kfac.load_state(folder, "no_such_tag"))}
     return results
 
 
@@ -358,7 +343,7 @@ def regrouped_worker(folder: str) -> dict:
         first.save_checkpoint(f"{folder}/{stage}", tag="tag")
         for left_out in (["0"], ["1"], ["0", "1"], []):
             load = partial(engine(stage, left_out).load_checkpoint, f"{folder}/{stage}", tag="tag")
-            found[(stage, *left_out)] = text_of(load)
+            found[(stage, *left_out)] = error_of(load)
     return found
 
 

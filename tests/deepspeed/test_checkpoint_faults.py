@@ -1,11 +1,8 @@
 """Saves and loads in which something goes wrong or has changed: DeepSpeed's part always works, ours is never silent."""
 
-import logging
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -14,6 +11,7 @@ from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint import save as saving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.said import error_of, heard
 from tests.models import FEATURES, cross_entropy
 from tests.ranks import run_ranks
 
@@ -24,29 +22,6 @@ KFAC = {
     "burn_in": {"steps": 0},
 }
 FRESH = {**KFAC, "checkpoint": {"on_missing": "fresh"}}
-
-
-def error_of(action) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@contextmanager
-def heard():
-    """Warnings of this rank."""
-    messages: list[str] = []
-    handler, level = logging.Handler(), deepspeed.utils.logger.level
-    handler.emit = lambda record: messages.append(record.getMessage())
-    deepspeed.utils.logger.addHandler(handler)
-    deepspeed.utils.logger.setLevel("WARNING")
-    try:
-        yield messages
-    finally:
-        deepspeed.utils.logger.removeHandler(handler)
-        deepspeed.utils.logger.setLevel(level)
 
 
 class Adapters(nn.Module):

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.comm.reduce import payload
 from examples.gpt import GPT, GPTConfig
 from tests.choices import AT_ONCE, HALF
-from tests.close import near
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -69,9 +67,9 @@ class Traffic:
         return found
 
 
-def engine_of(stage: int, config: GPTConfig, dtype: str = "fp32", **kfac):
+def engine_of(stage: int, config: GPTConfig, *, adam: bool = False, **kfac):
     torch.manual_seed(0)
-    mode = Mode("gpt", stage, dtype, kfac={**KFAC, **kfac, "plan": {**AT_ONCE, **kfac.get("plan", {})}})
+    mode = Mode("gpt", stage, adam=adam, kfac={**KFAC, **kfac, "plan": {**AT_ONCE, **kfac.get("plan", {})}})
     return build(mode, 1, model=GPT(config))
 
 
@@ -81,66 +79,39 @@ def run_step(engine, step: int) -> None:
     engine.step()
 
 
-def planned(kfac) -> dict:
-    """Payload that this rank sends, by kind, from the plans alone."""
-    plan, rank = kfac.plan, kfac.rank
-    exchange = kfac.exchange.plan
-
-    def sent(moves, size):
-        return size * sum(sum(numels) for (source, _), numels in moves.sizes.items() if source == rank)
-
-    reducer = kfac.curvature.reducer
-    _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
-    vectors, values = kfac.curvature.delivery.plans(kfac.curvature.specs)
-    return {
-        "travels": kfac.curvature.travels,
-        "messages": len(buckets),
-        "factors": sum(
-            nbytes
-            for bucket in buckets
-            for (source, _), nbytes in payload(bucket, plan.wire.itemsize).items()
-            if source == rank
-        ),
-        "gradients": sent(exchange.gather, plan.gradient_dtypes[0].itemsize),
-        "results": sent(exchange.scatter, plan.gradient_dtypes[1].itemsize),
-        "eigenvectors": sent(vectors, plan.wire.itemsize),
-        "eigenvalues": sent(values, 4),
-    }
-
-
 def traffic_worker(_) -> dict:
     results, world = {}, dist.get_world_size()
-    for stage, dtype, workers in CASES[world]:
-        for blocks, config in ((3, GPT_3), (12, GPT_12))[: 1 + (dtype == "fp32" and workers == 1)]:
-            fraction = {"assignment": {"gradient_worker_fraction": workers / world}, "burn_in": {"steps": 0}}
-            wire = {"communication": {"dtype": dtype}, "plan": HALF if dtype == "bf16" else {}}
-            engine = engine_of(stage, config, "fp32", **fraction, **wire)
-            kfac, steps = engine.kfac.preconditioner, []
-            traffic = Traffic(kfac)
-            traffic.taken()  # the self-test's
-            for step in range(5):
-                before = planned(kfac)  # in step 0 layers that share their input are found once all sums are reduced
-                run_step(engine, step)
-                plan = planned(kfac) | {key: before[key] for key in ("messages", "factors")}
-                steps.append((plan, *traffic.taken()))
-            gather = kfac.exchange.plan.gather
-            results[stage, dtype, workers, blocks] = {
-                "steps": steps,
-                "moved": gather.total_numel,
-                "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
-                "gradient": sum(layer.numel for layer in kfac.layers),
-                "state": kfac.state_nbytes,
-                "planned state": kfac.plan.assignment.memory[kfac.rank],
-                "owned": len(kfac.owned),
-            }
-            engine.destroy()
+    for case in CASES[world]:
+        stage, dtype, workers, adam = case
+        fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
+        wire = {"communication": {"dtype": dtype}, "plan": HALF if dtype == "bf16" else {}}
+        engine = engine_of(stage, GPT_12 if case in SHARED_EVENLY else GPT_3, adam=adam, **fraction, **wire)
+        kfac, steps = engine.kfac.preconditioner, []
+        traffic = Traffic(kfac)
+        traffic.taken()  # the self-test's
+        for step in range(5):
+            run_step(engine, step)
+            steps.append(traffic.taken())
+        gather = kfac.exchange.plan.gather
+        results[case] = {
+            "steps": steps,
+            "moved": gather.total_numel,
+            "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
+            "gradient": sum(layer.numel for layer in kfac.layers),
+            "state": kfac.state_nbytes,
+            "owned": len(kfac.owned),
+        }
+        engine.destroy()
     return results
 
 
 CASES = {
-    2: [(stage, dtype, 1) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")] + [(0, "fp32", 2)],
-    4: [(stage, "fp32", 1) for stage in (0, 3)] + [(0, "bf16", 2), (0, "fp32", 4)],
+    2: [(stage, dtype, 1, False) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+    + [(0, "fp32", 2, False), *((stage, "fp32", 1, True) for stage in (0, 2, 3))],
+    4: [(0, "fp32", 1, False), (3, "fp32", 1, False), (0, "bf16", 2, False), (0, "fp32", 4, False)],
 }
+"""Stage, dtype of the wire, gradient workers, and whether KFACAdamW steps, with clipping."""
+SHARED_EVENLY = {case for cases in CASES.values() for case in cases if case[1:] == ("fp32", 1, False)}
 
 
 ROWS = {(0, 1): "MEM-OPT", (0, 2): "HYBRID", (0, 4): "COMM-OPT", (3, 1): "ZeRO-3"}
@@ -155,53 +126,32 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_bytes_and_state(world):
+    """What kinds have how many bytes is the plan's in test_estimate.py; here that torch is asked for no more."""
     results = run_ranks("tests.deepspeed.test_communication:traffic_worker", world=world)
     for case in results[0]:
-        stage, _, workers, blocks = case
-        for rank in range(world):
-            result = results[rank][case]
-            # steps 0, 2, 4 capture, 0 and 4 refresh; in step 0 the groups of shared inputs are agreed on
-            for step, (plan, calls, wire, counted, sent) in enumerate(result["steps"]):
-                captures, refreshes = step % 2 == 0, step % 4 == 0
-                everyone = [results[r][case]["steps"][step][0] for r in range(world)]
-                kinds = {"factors": plan["messages"]} if captures else {}
-                if any(other["gradients"] for other in everyone):
-                    kinds["gradients"] = 1
-                elif refreshes and any(other["eigenvectors"] for other in everyone):
-                    kinds["eigenvectors"] = 1
-                elif captures and plan["travels"]:  # batches of factors that were scaled down
-                    kinds["numbers"] = 1
-                if workers < world:
-                    kinds["results"] = 1
-                proof = 2 * (step in (0, 4))  # captured steps 1 and 3: the rows of all ranks, and what came of it
-                assert counted.pop("proof", 0) == proof and counted == kinds, (case, step, counted)
-                assert calls.pop("all_gather_object", 0) == (step == 0), "once in a run"
-                assert calls.pop("all_reduce", 0) == proof
-                assert calls == ({"all_to_all_single": sum(kinds.values())} if kinds else {}), (case, step, calls)
-                assert sum(kinds.values()) <= 3
-                expected = {"factors": plan["factors"] * captures, "gradients": plan["gradients"]}
-                expected |= {kind: plan[kind] * refreshes for kind in ("eigenvectors", "eigenvalues")}
-                expected["results"] = plan["results"]
-                numbers = sent.pop("numbers", 0)
+        stage = case[0]
+        for result in (of_rank[case] for of_rank in results):
+            for step, (calls, wire, counted, sent) in enumerate(result["steps"]):
+                proof = 2 * (step in (0, 4))  # captured steps 1 and 3: rows, and what came of them
+                assert calls.pop("all_gather_object", 0) == (step == 0), "once in a run: layers that share their input"
+                assert calls.pop("all_reduce", 0) == counted.pop("proof", 0) == proof, (case, step)
+                assert sum(counted.values()) <= 3, "the clipped gradients' norm rides in the gather"
+                assert calls == ({"all_to_all_single": n} if (n := sum(counted.values())) else {}), (case, step, calls)
                 sent.pop("proof", 0)
-                assert {k: v for k, v in sent.items() if v} == {k: v for k, v in expected.items() if v}, (case, step)
-                padding = wire - sum(expected.values()) - numbers
-                assert 0 <= padding <= 16 * 5 * world * 2 and numbers < 4 * 200 * world, (case, step, padding)
+                assert 0 <= wire - sum(sent.values()) <= 16 * 5 * world * 2, (case, step, "alignment alone")
             assert result["moved"] == result["elsewhere"], case
-            planned = result["planned state"]
-            near(result["state"], planned, planned / 100, "counters and scalars are not planned", what=str(case))
-        if blocks == 12 and workers == 1:
-            total = sum(results[rank][case]["state"] for rank in range(world))
+        if case in SHARED_EVENLY:
+            total = sum(of_rank[case]["state"] for of_rank in results)
             for rank in range(world):
                 share = results[rank][case]["state"] / total
                 assert share <= 1.15 / world, f"{case}: rank {rank} of {world} holds {share:.3f} of the state"
             if stage in (1, 2):
                 part = results[0][case]["moved"] / results[0][case]["gradient"]
                 assert part < 0.05, f"{case}: {part:.1%} of the gradient moves on {world} ranks"
-        assert all(results[rank][case]["owned"] > 0 for rank in range(world)), "no rank idle"
+        assert all(of_rank[case]["owned"] > 0 for of_rank in results), "no rank idle"
         if world == 4:
-            steps = [results[0][case]["steps"][step][1].get("all_to_all_single", 0) for step in (1, 2, 4)]
-            assert steps == EXCHANGES[ROWS[stage, workers]], f"{case}: docs/scaling.md"
+            steps = [results[0][case]["steps"][step][0].get("all_to_all_single", 0) for step in (1, 2, 4)]
+            assert steps == EXCHANGES[ROWS[stage, case[2]]], f"{case}: docs/scaling.md"
 
 
 def idle_worker(_) -> dict:
@@ -237,31 +187,3 @@ def test_a_step_that_is_not_due_costs_the_preconditioning_alone():
     assert result["idle host syncs"] == 0 and result["due host syncs"] == 0
     assert "ds_kfac::reduce" in result["due stages"]
     assert result["due backward"]["aten::mm"] > result["idle backward"]["aten::mm"]
-
-
-def adam_worker(_) -> dict:
-    results = {}
-    for stage in (0, 2, 3):
-        for clip in (0.0, 1.0):
-            torch.manual_seed(0)
-            mode = Mode("gpt", stage, adam=True, clip=clip, kfac={**KFAC, "burn_in": {"steps": 0}})
-            engine = build(mode, 1, model=GPT(GPT_3))
-            traffic = Traffic(engine.kfac.preconditioner)
-            traffic.taken()
-            steps = []
-            for step in range(3):
-                run_step(engine, step)
-                steps.append(traffic.taken()[0])
-            results[stage, clip] = steps
-            engine.destroy()
-    return results
-
-
-def test_kfac_adamw_needs_at_most_3_collectives_too():
-    for result in run_ranks("tests.deepspeed.test_communication:adam_worker", world=2):
-        for (stage, clip), steps in result.items():
-            for step, calls in enumerate(steps):
-                calls.pop("all_gather_object", None)  # once in a run
-                assert calls.pop("all_reduce", 0) == 2 * (step == 0), "the proof"
-                assert set(calls) <= {"all_to_all_single"}, "the clipped gradients' norm rides in the gather"
-                assert calls["all_to_all_single"] <= 3, (stage, clip, step)

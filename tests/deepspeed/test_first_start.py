@@ -1,7 +1,6 @@
 """What DeepSpeed compiles at a first start on a CPU is said before, with the remedy; and how to launch."""
 
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
@@ -11,34 +10,27 @@ import pytest
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
 from ds_kfac.engine.preflight import COMPILED, warn_of_compilation
+from tests.deepspeed.said import heard
 from tests.ranks import ROOT
 
 
 def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    deepspeed.utils.logger.addHandler(handler)
-
     def texts() -> list[str]:
-        said.clear()
         warn_of_compilation.cache_clear()
-        warn_of_compilation()
-        return list(said)
+        with heard() as said:
+            warn_of_compilation()
+        return said
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, True)
-    try:
-        assert f"compiles {ShareMemCommBuilder.NAME} below {tmp_path}" in "".join(texts())
-        (tmp_path / "py311_cpu" / COMPILED).mkdir(parents=True)
-        assert "remove the file lock" in "".join(texts())
-        (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").touch()
-        assert texts() == []
-        (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").unlink()
-        monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, False)
-        assert texts() == []
-    finally:
-        deepspeed.utils.logger.removeHandler(handler)
+    assert f"compiles {ShareMemCommBuilder.NAME} below {tmp_path}" in "".join(texts())
+    (tmp_path / "py311_cpu" / COMPILED).mkdir(parents=True)
+    assert "remove the file lock" in "".join(texts())
+    (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").touch()
+    assert texts() == []
+    (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").unlink()
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, False)
+    assert texts() == []
 
 
 SCRIPT = """

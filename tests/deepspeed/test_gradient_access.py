@@ -26,6 +26,7 @@ from tests.choices import chosen
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
+from tests.deepspeed.said import error_of
 from tests.models import make_net
 from tests.ranks import run_ranks
 
@@ -239,7 +240,7 @@ def states_worker(names: list[str]) -> dict:
                 doors += [safe_get_local_optimizer_state, partial(safe_set_local_optimizer_state, value=part)]
             for place, door in enumerate(doors):
                 if id(param) in layers:
-                    found[parameter, place] = message(lambda door=door, p=param: door(p, optim_state_key="exp_avg"))
+                    found[parameter, place] = error_of(lambda door=door, p=param: door(p, optim_state_key="exp_avg"))
             if id(param) not in layers:
                 state = safe_get_full_optimizer_state(param, "exp_avg")
                 found[parameter, "moment"] = state, moments[parameter]
@@ -247,14 +248,6 @@ def states_worker(names: list[str]) -> dict:
         results[name] = found
         engine.destroy()
     return results
-
-
-def message(action) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_others_are_there():

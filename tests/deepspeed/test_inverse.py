@@ -15,6 +15,7 @@ from tests.covering import some
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.older_saves import without_eigenbases
 from tests.deepspeed.runs import build, expected, train, weights
+from tests.deepspeed.said import error_of
 from tests.deepspeed.test_scaling import QueryNet, options
 from tests.models import Net, make_net
 from tests.ranks import run_ranks
@@ -225,11 +226,7 @@ def test_a_failed_inverse_leaves_the_old_one_and_is_counted():
 
 def refused_worker(_) -> str:
     mode = Mode("inverse", 0, adam=True, kfac={**KFAC, "preconditioner": {"method": "inverse"}})
-    try:
-        build(mode, 1, model=make_net(Net))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: build(mode, 1, model=make_net(Net)))
 
 
 def test_kfac_adamw_is_refused():

@@ -1,15 +1,12 @@
 """A layer whose product no hook sees: it leaves the share at the first captured step, and is counted."""
 
-import contextlib
-import io
-import logging
-
 import pytest
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
+from tests.deepspeed.said import heard
 from tests.models import Net, cross_entropy
 from tests.ranks import run_ranks
 
@@ -63,18 +60,14 @@ class Twice(FusedHead):
 
 def muted_worker(cases: dict[str, type[FusedHead]]) -> dict:
     """What is on standard error where a framework has set DeepSpeed's logger to its own level."""
-    from deepspeed.utils import logger
-
     from ds_kfac.step import proving
 
-    proving.RAISES, level, found = False, logger.level, {}
+    proving.RAISES, found = False, {}
     for case, model in cases.items():
         engine = build(BY_NAME["adam-z2"], 1, model=model())
-        logger.setLevel("ERROR")  # as transformers' Trainer does with log_level="error"
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with heard("ERROR") as said:  # as transformers' Trainer has it with log_level="error"
             train(engine, 1, steps=3)
-        logger.setLevel(level)
-        found[case] = said.getvalue()
+        found[case] = "\n".join(said)
         engine.destroy()
     return found
 
@@ -88,27 +81,19 @@ def test_a_layer_without_rows_is_said_whatever_frameworks_mute():
 
 
 def worker(cases: list[tuple[str, bool]]) -> dict:
-    from deepspeed.utils import logger
-
     from ds_kfac.step import proving
 
     proving.RAISES, found = False, {}
     for name, late in cases:
-        engine, lines = build(BY_NAME[name], 1, model=Late() if late else FusedHead()), []
-        handler = logging.Handler()
-        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger.addHandler(handler)
-        level, before = logger.level, engine.kfac.report
-        logger.setLevel("WARNING")
-        with contextlib.redirect_stderr(io.StringIO()) as written:
+        engine = build(BY_NAME[name], 1, model=Late() if late else FusedHead())
+        before = engine.kfac.report
+        with heard() as early:
             train(engine, 1, steps=1)
-            first = len(lines) + len(written.getvalue())
+        with heard() as others:
             train(engine, 1, steps=9, first=1)
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        said = [line for line in (*lines, *written.getvalue().splitlines()) if "no rows were seen" in line]
+        said = [line for line in (*early, *others) if "no rows were seen" in line]
         added = engine.kfac.report.removeprefix(before)
-        found[name, late] = first, said, added, engine.kfac.counters()["unpreconditioned_layers"]
+        found[name, late] = len(early), said, added, engine.kfac.counters()["unpreconditioned_layers"]
         engine.destroy()
     return found
 

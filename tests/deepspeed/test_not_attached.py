@@ -1,14 +1,11 @@
 """A "kfac" block that nobody acts on is said, and so is a checkpoint of another optimizer."""
 
-import contextlib
-import io
-import logging
-
 import pytest
 import torch
 
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.said import heard
 from tests.models import make_net
 from tests.ranks import run_ranks
 
@@ -17,20 +14,9 @@ pytestmark = pytest.mark.distributed
 
 def said(action) -> str:
     """What DeepSpeed's logger and we ourselves write meanwhile."""
-    from deepspeed.utils import logger
-
-    lines, level = [], logger.level
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as written:
-            action()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return "\n".join(line for line in (*lines, *written.getvalue().splitlines()) if "ds_kfac" in line)
+    with heard("INFO") as lines:
+        action()
+    return "\n".join(line for line in lines if "ds_kfac" in line)
 
 
 def warnings_worker(_) -> dict:

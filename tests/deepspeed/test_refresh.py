@@ -158,31 +158,6 @@ def test_the_adaptive_rule_captures_less(results):
         assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), "decays for the gap"
 
 
-def histories(engine) -> dict[str, list[torch.Tensor]]:
-    """Factor key -> the values that a new one is compared with, and their norms."""
-    kept = {key: state.history for key, state in engine.kfac.preconditioner.curvature.factors.items()}
-    return {key: [history.last, history.before, history.norms] for key, history in kept.items()}
-
-
-def resume_worker(folder: str) -> bool:
-    mode, kfac = BY_NAME["z2"], block("everything")
-    first = build(mode, 1, kfac=kfac)
-    train(first, 1, 6)
-    first.save_checkpoint(folder)
-    second = build(mode, 1, seed=9, kfac=kfac)
-    second.load_checkpoint(folder)
-    for engine in (first, second):
-        train(engine, 1, 6, first=6)
-    pairs = [zip(*(parts[key] for parts in map(histories, (first, second))), strict=True) for key in histories(first)]
-    equal = [torch.equal(one, other) for pair in pairs for one, other in pair]
-    weights_of = [torch.cat([x.flatten() for x in weights(engine).values()]) for engine in (first, second)]
-    return bool(equal) and all(equal) and torch.equal(*weights_of)
-
-
-def test_an_adaptive_run_resumes_bit_for_bit(tmp_path):
-    assert run_ranks("tests.deepspeed.test_refresh:resume_worker", world=2, payload=str(tmp_path)) == [True, True]
-
-
 def short_worker(_) -> list[int]:
     """Steps in which eigenbases take effect, with a lag that is longer than the burn-in's interval."""
     kfac = {

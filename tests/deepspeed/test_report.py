@@ -3,21 +3,19 @@
 import contextlib
 import functools
 import io
-import logging
-import logging.handlers
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import logger
 from torch import nn
 
 import ds_kfac
 from ds_kfac.engine.report import folded
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import train, weights
+from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
 from tests.ranks import run_ranks
 
@@ -150,7 +148,7 @@ def hooks_worker(stages: list[int]) -> dict:
         config["optimizer"]["params"]["weight_decay"] = 0.0
 
         def start(name: str, before: Any, after: Any = None, exclude: Sequence[str] = (), config=config) -> None:
-            model, said = make_net(), logging.handlers.MemoryHandler(1000, logging.CRITICAL)
+            model = make_net()
             start = model.first.weight.detach().clone()
             before(model)
             kfac = {**config["kfac"], "layers": {"exclude": list(exclude)}}
@@ -159,15 +157,10 @@ def hooks_worker(stages: list[int]) -> dict:
                                             config={**config, "kfac": kfac})[0]  # fmt: skip
             if after:
                 after(engine.module)
-            logger.addHandler(said)
-            level = logger.level
-            logger.setLevel(logging.WARNING)
-            train(engine, 1, steps=2)
-            logger.setLevel(level)
-            logger.removeHandler(said)
+            with heard() as later:
+                train(engine, 1, steps=2)
             moved = (weights(engine)["first.weight"] - start)[3].abs().max()
-            later = "\n".join(record.getMessage() for record in said.buffer)
-            found[engine.zero_optimization_stage(), name] = engine.kfac.report, later, float(moved)
+            found[engine.zero_optimization_stage(), name] = engine.kfac.report, "\n".join(later), float(moved)
             engine.destroy()
 
         start("none", lambda model: None)

@@ -9,6 +9,7 @@ import torch
 
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, parameter_groups, train, weights
+from tests.deepspeed.said import error_of
 from tests.models import make_net
 from tests.ranks import run_ranks
 
@@ -19,16 +20,6 @@ def plain_config(**extra) -> dict:
     config = BY_NAME["z2"].config(1, 1)
     config.pop("kfac")
     return {**config, **extra}
-
-
-def message(action) -> str:
-    """The text of the ValueError or RuntimeError that ``action`` raises, "" if it raises none."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            action()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def doors_worker(_) -> dict:
@@ -79,9 +70,9 @@ def doors_worker(_) -> dict:
 
     engine, _ = start(ds_kfac.initialize, plain_config())
     results["no block"] = names(engine)
-    results["attach a model"] = message(lambda: ds_kfac.attach(make_net()))
-    results["no model"] = message(lambda: ds_kfac.initialize(config=plain_config(kfac=kfac)))
-    results["attach without block"] = message(lambda: ds_kfac.attach(engine))
+    results["attach a model"] = error_of(lambda: ds_kfac.attach(make_net()))
+    results["no model"] = error_of(lambda: ds_kfac.initialize(config=plain_config(kfac=kfac)))
+    results["attach without block"] = error_of(lambda: ds_kfac.attach(engine))
     with contextlib.redirect_stdout(io.StringIO()):
         ds_kfac.attach(engine, {"enabled": False})
         results["disabled by config"] = names(engine)
@@ -109,7 +100,7 @@ def doors_worker(_) -> dict:
     ds_kfac.disable()
     deepspeed.initialize = original
     engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
-    results["attach with another config"] = message(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
+    results["attach with another config"] = error_of(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     attachment = engine.kfac
     results["repr"] = repr(attachment)
     attachment.detach()
@@ -178,7 +169,7 @@ def refusals_worker(_) -> dict:
         config = {**plain_config(kfac={"enabled": True}), **extra}
         model = make_net() if model is None else model
         groups = parameter_groups(model, "one")
-        results[name] = message(
+        results[name] = error_of(
             lambda: ds_kfac.initialize(
                 model=model, model_parameters=groups, optimizer=optimizer, config=config, mpu=mpu
             )
@@ -186,7 +177,7 @@ def refusals_worker(_) -> dict:
 
     attempt("wrong block", kfac={"damping": {"vlaue": 1}})
     config = plain_config(KFAC={"enabled": True})
-    results["misspelt"] = message(lambda: ds_kfac.initialize(model=make_net(), config=config))
+    results["misspelt"] = error_of(lambda: ds_kfac.initialize(model=make_net(), config=config))
     attempt("pattern", kfac={"layers": {"exclude": ["nothing_like_it"]}})
 
     model = make_net()
@@ -197,7 +188,7 @@ def refusals_worker(_) -> dict:
         saved = {key: getattr(engine, key) for key in attributes}
         for key, value in attributes.items():
             setattr(engine, key, value)
-        results[name] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+        results[name] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
         for key, value in saved.items():
             setattr(engine, key, value)
 
@@ -215,7 +206,7 @@ def refusals_worker(_) -> dict:
         engine._config.zero_config.offload_optimizer,
         Offload(),
     )
-    results["SuperOffload"] = results["NVMe offload"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    results["SuperOffload"] = results["NVMe offload"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
     engine._config.zero_config.__dict__["offload_optimizer"] = saved
 
     class MuonWithAuxAdam(torch.optim.SGD):
@@ -227,9 +218,9 @@ def refusals_worker(_) -> dict:
         pass
 
     known, engine.optimizer.__class__ = type(engine.optimizer), Unknown
-    results["unknown wrapper"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    results["unknown wrapper"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
     engine.optimizer.__class__ = known
-    results["usable after all refusals"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    results["usable after all refusals"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
     return results
 
 
@@ -270,9 +261,9 @@ def self_test_worker(names: list[str]) -> dict:
         for fault, (method, spoil) in faults.items():
             plain = getattr(layout, method)
             setattr(layout, method, spoil(plain))
-            results[name, fault] = message(lambda name=name: build(BY_NAME[name], 1))
+            results[name, fault] = error_of(lambda name=name: build(BY_NAME[name], 1))
             setattr(layout, method, plain)
-        results[name, "none"] = message(lambda name=name: build(BY_NAME[name], 1))
+        results[name, "none"] = error_of(lambda name=name: build(BY_NAME[name], 1))
     return results
 
 
@@ -299,7 +290,7 @@ def partition_worker(_) -> str:
         return [replace(shard, offset=shard.offset + dist.get_rank()) for shard in plain(self)]
 
     Stage12._shards = other_offsets
-    return message(lambda: build(BY_NAME["z2"], 1))
+    return error_of(lambda: build(BY_NAME["z2"], 1))
 
 
 def test_a_fault_on_one_rank_is_an_error_on_all():

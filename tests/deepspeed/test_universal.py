@@ -1,9 +1,6 @@
 """Universal checkpoints: converted by DeepSpeed's tool, loaded at another world size, with K-FAC's state."""
 
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import FLAG, KFACTorchAdamW
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import build, weights
 from tests.deepspeed.test_checkpoint import ROWS, distance, own_state, train_rows
+from tests.deepspeed.test_moving import converted
 from tests.ranks import run_ranks
 
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
@@ -88,16 +86,7 @@ def load_worker(payload: tuple[str, dict[str, str]]) -> dict:
 def converted_and_loaded(folder: Path, cases: dict[str, str]) -> tuple[list[dict], dict]:
     """What the savers found on each of two ranks, and the loaders on one."""
     saved = run_ranks("tests.deepspeed.test_universal:save_worker", world=2, payload=(str(folder), cases))
-    script = ""
-    for name in cases:
-        tag, universal = folder / name / "tag", folder / name / "tag_universal"
-        arguments = ["", "--input_folder", str(tag), "--output_folder", str(universal), "--inject_missing_state",
-                     "--num_extract_workers", "1", "--num_merge_workers", "1"]  # fmt: skip
-        script += f"sys.argv = {arguments!r}; convert.main(convert.parse_arguments())\n"
-    command = [sys.executable, "-c", "import sys; import deepspeed.checkpoint.ds_to_universal as convert\n" + script]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    converted([folder / name / "tag" for name in cases])
     (loaded,) = run_ranks("tests.deepspeed.test_universal:load_worker", world=1, payload=(str(folder), cases))
     return saved, loaded
 

@@ -118,33 +118,23 @@ def test_a_trainers_state_is_taken_by_its_path(name, tmp_path, capsys):
     assert (tmp_path / "new" / "kfac.png").exists()
 
 
+NO_LIST = 'trainer_state.json: its "log_history" is no list'
+STATES = ("", '{"log', "[]", "3", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}', "\x00")
+
+
+@pytest.mark.parametrize(("file", "content", "told"), [
+    ("loss.csv", b"step,loss\n4,2.5\n5,\n", "loss.csv, line 3: got ['5', '']; must be two numbers"),
+    ("loss.csv", b"\xff\xfe", "loss.csv: 'utf-8' codec can't decode"),
+    *(("trainer_state.json", state.encode(), NO_LIST) for state in STATES),
+    ("log.txt", b"", "csv_monitor"),
+])  # fmt: skip
+def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
+    (tmp_path / file).write_bytes(content)
+    assert main(["plot", str(tmp_path)]) == 1
+    assert told in capsys.readouterr().err
+
+
 def test_a_file_of_another_kind_is_named(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("")
     assert main(["plot", str(tmp_path / "log.txt")]) == 1
     assert "log.txt: not a trainer_state.json, .csv or events.out.tfevents file" in capsys.readouterr().err
-
-
-def test_a_line_without_a_number_is_named(tmp_path, capsys):
-    (tmp_path / "loss.csv").write_text("step,loss\n4,2.5\n5,\n")
-    assert main(["plot", str(tmp_path)]) == 1
-    assert "loss.csv, line 3: got ['5', '']; must be two numbers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "state", ["", '{"log', "[]", "3", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}', "\x00"]
-)
-def test_a_state_of_the_trainer_that_is_none_is_named(state, tmp_path, capsys):
-    (tmp_path / "trainer_state.json").write_text(state)
-    assert main(["plot", str(tmp_path)]) == 1
-    assert 'trainer_state.json: its "log_history" is no list' in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
-    (tmp_path / "loss.csv").write_bytes(b"\xff\xfe")
-    assert main(["plot", str(tmp_path)]) == 1
-    assert "loss.csv: 'utf-8' codec can't decode" in capsys.readouterr().err
-
-
-def test_a_folder_without_logs_is_an_error(tmp_path, capsys):
-    assert main(["plot", str(tmp_path)]) == 1
-    assert "csv_monitor" in capsys.readouterr().err
