@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.calls import REAL, SMALL, calls_of
+from tests.ops.calls import REAL, SMALL, Sizes, calls_of
 from tests.ops.targets import (
     configured,
     copied,
@@ -17,6 +17,8 @@ from tests.ops.targets import (
     side_stream,
 )  # fmt: skip
 
+SHARED = Sizes((515,), (385,), (385, 2, 1), ((385, 385),))
+"""Large enough for several threads of a CPU to share."""
 EVERY = pytest.mark.parametrize(("device", "backend", "op"), pairs("torch", "triton", "cuda"))
 
 
@@ -34,7 +36,7 @@ def test_deterministic_mode_gives_the_same_bits_each_time(device, backend, op, m
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     function = implementations(backend)[op]
     with deterministic():
-        for call in calls_of(op, device, SMALL):
+        for call in (*calls_of(op, device, SMALL), *calls_of(op, device, SHARED)):
             results = []
             for _ in range(3):
                 arguments = copied(call.arguments)

@@ -159,12 +159,17 @@ def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         yield Call("finish_direction_", label, arguments, [wanted], lambda _, x: [x[0]], 1e-5)
 
 
+EXTREMES = (math.nan, math.inf, -math.inf, 1e-40, 6e-8, 2.5e-8, 65519, 65520, 3.4e38, 1.00390625, 1.01171875, -2049)
+
+
 def packing_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     """Pack and unpack, with gaps of NaN between triangles that must stay; exact."""
     dims = sizes.layers
     matrices = [(x := normal(device, dim, dim, seed=dim)) + x.T for dim in dims]
     starts, end = [], 5
-    for dim in dims:
+    for dim, x in zip(dims, matrices, strict=True):
+        x[-1:, 1 : 1 + len(EXTREMES)] = torch.tensor(EXTREMES[: max(dim - 1, 0)], device=device)
+        x.T[-1:] = x[-1:]
         starts.append(end)
         end += packed_numel(dim) + 3
     for dtype in DTYPES:

@@ -132,11 +132,14 @@ def no_waiting(device: str) -> AbstractContextManager:
 
 @contextmanager
 def deterministic():
+    threads = torch.get_num_threads()
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(2)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
 
 
 @contextmanager
