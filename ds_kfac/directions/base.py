@@ -1,9 +1,10 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,11 @@ class Direction:
     """One way of turning gradients into steps. Between its two halves results are sent, and scalars with them that are
     summed over all ranks.
 
+    A subclass has :meth:`layer`, and maybe :meth:`finish`; one that steps layers together has :meth:`local` instead.
+
     Attributes:
+        clips: whether :meth:`local` clips by the global norm where the engine clips. It must if the rule has no
+            optimizer of its own: DeepSpeed then clips nothing.
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
         precision: of their products.
         parameter_groups: layer name -> parameter groups of its parameters.
@@ -49,6 +54,7 @@ class Direction:
             the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
     """
 
+    clips = True
     last: tuple[Tensor, Any] | None = None
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
@@ -63,68 +69,100 @@ class Direction:
         return layer.copies
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        """The first half, of this rank's layers.
+        """The first half, of this rank's layers. Here one by one: :meth:`layer` steps those that have a basis, the
+        others keep their gradients.
+
+        Whoever overrides it hands a result for each layer to the outbox, once; gives ``LocalResult.numbers`` as many
+        scalars as ``UpdateRule.numbers`` says; and writes into no gradient, of which DeepSpeed may hold the memory.
 
         Args:
             gradients: layer name -> matrix, with the loss scale, in the dtype in which it is stored. Emptied: a step
                 holds a gradient or its result.
             states: layer name -> state, replaced by that of after the step.
         """
+        local = LocalResult(states, self.exchange)
+        if self.clips:
+            self.set_clip(context, local)
+        for layer in self.exchange.owned:
+            state, result = states[layer.name], gradients.pop(layer.name).float() * local.clip
+            if state.preconditioner is not None:
+                result, moments = self.layer(context, layer, result, state)
+                states[layer.name] = replace(state, moments=moments)
+            local.outbox.add([layer], [result])
+        return local
+
+    def layer(
+        self, context: StepContext, layer: LayerSpec, gradient: Tensor, state: LayerState
+    ) -> tuple[Tensor, Moments | None]:
+        """The step of one layer that has a basis.
+
+        Args:
+            gradient: fp32 of ``layer.shape``, with the loss scale, clipped if :attr:`clips`.
+            state: ``state.basis`` rotates into the eigenbasis and restores, ``state.moments`` are those of
+                :meth:`UpdateRule.moments`.
+
+        Returns the result, fp32 of the same shape and with the loss scale, which the optimizer reads in place of the
+        gradient; and new moments, not the old ones changed, since a skipped step drops them.
+        """
         raise NotImplementedError
+
+    def set_clip(self, context: StepContext, local: LocalResult) -> None:
+        """The factor by which the engine would clip. A norm that is no number is left to DeepSpeed's own check."""
+        if context.norm is not None:
+            factor = self.layout.clip_factor(context.norm).float()
+            local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; 1 if absent.
+        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; 1 if absent, as here.
 
         Args:
             totals: ``LocalResult.numbers``, summed over ranks.
             prepared: layer name -> bool scalar, whether it has eigenbases; empty unless
                 :meth:`UpdateRule.asks_prepared`.
         """
-        raise NotImplementedError
+        return {}
 
 
-class UpdateRule:
+class UpdateRule(ABC):
     """One way of stepping along preconditioned gradients: a line of ``DIRECTIONS``.
+
+    A rule gives :meth:`steps`, :meth:`direction` and :meth:`described`. All else is a fact about it with a default that
+    is right for a rule without it. What is final the engine works out of the facts.
 
     Attributes:
         blocks: blocks of the "kfac" config that no other rule reads.
         fisher: where G comes from unless the config says.
-        numbers: how many scalars of a step are summed over all ranks.
-        marks: keys of the optimizer's parameter groups by which it knows those of K-FAC.
+        numbers: how many scalars of a step are summed over all ranks (``LocalResult.numbers``).
         optimizer_type: of an optimizer of its own, in ``"optimizer": {"type": ...}``. None: it steps in front of any
             other; then it clips gradients itself where the engine would, and its steps depend on learning rates.
+        marks: keys of that optimizer's parameter groups by which it knows those of K-FAC.
         passes: over a gradient, per step and gradient worker, in addition to those of preconditioning.
         without_curvature: what becomes of a layer that has no factors yet.
     """
 
     blocks: tuple[str, ...] = ()
     fisher = "empirical"
-    numbers = 1
-    marks: tuple[str, ...] = ()
+    numbers = 0
     optimizer_type: str | None = None
+    marks: tuple[str, ...] = ()
     passes = 0
     without_curvature = "a layer keeps its raw gradient"
 
+    # what a rule must give
+
+    @abstractmethod
     def steps(self, optimizer: Any) -> bool:
         """Whether an engine with this innermost optimizer follows this rule."""
-        raise NotImplementedError
 
-    def given(self, optimizer: Any) -> bool:
-        """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
-        return False
-
+    @abstractmethod
     def direction(
         self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
         """``optimizer``: the engine's innermost one."""
-        raise NotImplementedError
 
-    def asks_prepared(self, config: KFACConfig) -> bool:
-        """Whether :meth:`Direction.finish` asks which layers have eigenbases, for which a flag of each travels."""
-        return False
-
+    @abstractmethod
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         """The K-FAC part of a step, in words.
 
@@ -132,54 +170,23 @@ class UpdateRule:
             optimizer: its name.
             ratio: see :meth:`rates`.
         """
-        raise NotImplementedError
 
-    def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        """What :meth:`rates` multiplies, of a config; an optimizer has it as ``adam_ratio``."""
-        return 1.0
-
-    def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        """Kind of parameters -> its rate as a multiple of the optimizer's lr, where kinds differ.
-
-        Args:
-            ratio: rate of what is in no layer, over lr.
-        """
-        return {}
+    # facts of its steps
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         """What gradient workers keep of a layer's gradients between steps."""
         return None
 
-    def check(self, config: KFACConfig) -> None:
-        """Raise ValueError for a config that the rule cannot follow."""
+    def asks_prepared(self, config: KFACConfig) -> bool:
+        """Whether :meth:`Direction.finish` asks which layers have eigenbases, for which a flag of each travels."""
+        return False
 
-    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
-        """A config that the rule can follow, with its nulls answered, and the reasons. ``optimizer``: its name."""
-        self.check(config)
-        own = "preconditioner" in self.blocks and adaptive(optimizer)
-        return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
+    def check(self, config: KFACConfig) -> None:  # noqa: B027  a rule may have none
+        """Raise ValueError for a config that the rule cannot follow."""
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
         """Which layers a model has for the rule, and what is kept of them, of a resolved config."""
         return config.choice
-
-    def moments_count(self, config: KFACConfig) -> int:
-        """fp32 tensors of a gradient's shape that a gradient worker keeps."""
-        moments = self.moments(config)
-        return 0 if moments is None else sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
-
-    def rotates(self, config: KFACConfig) -> bool:
-        """Whether they are kept in the eigenbasis, and go with it into the next one."""
-        moments = self.moments(config)
-        return moments is not None and moments.ROTATES
-
-    def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
-        """What is done to one layer, in words; None if all are treated alike."""
-        return None
-
-    def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        """Settings of ``blocks`` that no layer is touched by."""
-        return []
 
     def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
         """Per step and gradient worker, in addition to preconditioning."""
@@ -187,12 +194,8 @@ class UpdateRule:
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         """Whether its step of an output does not depend on the others, where G is the identity: it multiplies by
-        nothing but the factors."""
-        return self.flops(config, layer) == 0
-
-    def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """The layers that the rule steps: see ``ds_kfac/model/blocks.py``."""
-        return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
+        nothing but the factors. A large layer may then be cut into parts of its outputs."""
+        return False
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         """A worker's layers in the order in which it steps them, as many as are in memory at a time, and the bytes that
@@ -210,13 +213,51 @@ class UpdateRule:
 
         return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
 
+    # facts for the report
+
+    def others(self, optimizer: str, ratio: float, matrices: int) -> str:
+        """How parameters in no layer are stepped, in words.
+
+        Args:
+            optimizer: its name.
+            ratio: see :meth:`rates`.
+            matrices: elements of them in matrices.
+        """
+        return f"{optimizer}, along their own gradients"
+
+    def ratio(self, ds_config: Mapping[str, Any]) -> float:
+        """What :meth:`rates` multiplies, of a config; an optimizer has it as ``adam_ratio``."""
+        return 1.0
+
+    def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
+        """Kind of parameters -> its rate as a multiple of the optimizer's lr, where kinds differ.
+
+        Args:
+            ratio: rate of what is in no layer, over lr.
+        """
+        return {}
+
+    def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
+        """What is done to one layer, in words; None if all are treated alike."""
+        return None
+
+    def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
+        """Settings of ``blocks`` that no layer is touched by."""
+        return []
+
     # an optimizer of its own that DeepSpeed steps
+
+    def given(self, optimizer: Any) -> bool:
+        """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
+        return False
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Of its own optimizer, if a DeepSpeed config asks for it. Raises ValueError for a wrong block."""
         return None
 
-    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+    def install(  # noqa: B027
+        self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
+    ) -> None:
         """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
@@ -224,7 +265,7 @@ class UpdateRule:
         still holds."""
         return 0
 
-    def check_groups(
+    def check_groups(  # noqa: B027
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
     ) -> None:
         """Raise ValueError if parameters are in groups where they would not be stepped as they should.
@@ -233,8 +274,34 @@ class UpdateRule:
             layout, other_params: of the parameters of ``layers``, and of all others.
         """
 
-    def release(self, optimizer: Any) -> None:
+    def release(self, optimizer: Any) -> None:  # noqa: B027
         """K-FAC leaves the engine."""
+
+    # what the engine works out of them
+
+    @final
+    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
+        """A config that the rule can follow, with its nulls answered, and the reasons. ``optimizer``: its name."""
+        self.check(config)
+        own = "preconditioner" in self.blocks and adaptive(optimizer)
+        return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
+
+    @final
+    def moments_count(self, config: KFACConfig) -> int:
+        """fp32 tensors of a gradient's shape that a gradient worker keeps."""
+        moments = self.moments(config)
+        return 0 if moments is None else sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
+
+    @final
+    def rotates(self, config: KFACConfig) -> bool:
+        """Whether they are kept in the eigenbasis, and go with it into the next one."""
+        moments = self.moments(config)
+        return moments is not None and moments.ROTATES
+
+    @final
+    def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers that the rule steps: see ``ds_kfac/model/blocks.py``."""
+        return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
 
 
 def stepped_by_rows(group: Sequence[LayerSpec]) -> bool:

@@ -38,9 +38,7 @@ class KFACGradient(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
-        if context.norm is not None:  # one that is no number is left to DeepSpeed's own check
-            factor = self.layout.clip_factor(context.norm).float()
-            local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
+        self.set_clip(context, local)
         quadratic = torch.zeros_like(local.replaced)
         for group in self.layer_groups:
             whole = {name: gradients.pop(name).float() for name in group.names}
@@ -266,6 +264,7 @@ class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
     blocks = ("damping", "preconditioner")
+    numbers = 1
 
     def steps(self, optimizer: Any) -> bool:
         return True
@@ -287,9 +286,6 @@ class KFACGradientRule(UpdateRule):
         if not method.rotates:
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, kl-clip {clip}; then {optimizer}"
-
-    def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        return False  # relative damping is of a layer's mean eigenvalue
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

@@ -71,10 +71,7 @@ def summary(
         ratio: rate of what is in no layer, over the optimizer's lr.
     """
     plan, share = plans[0], share_of(model, scan)
-    left = share.matrices - share.stepped
-    ours = f"AdamW at {ratio:.3g} lr (adam_lr)"
-    ours += f", {left:,} of them in matrices, at lr as their biases" if left else ""
-    rest = ours if rule.optimizer_type else f"{optimizer}, along their own gradients"
+    rest = rule.others(optimizer, ratio, share.matrices - share.stepped)
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",

@@ -55,7 +55,7 @@ class Job:
         pairs = list(zip(self.preconditioners, drafts, strict=True))
         for kfac, draft in pairs:
             kfac.precondition(draft)
-        if self.everywhere:
+        if self.everywhere and drafts[0].local.numbers:
             parts = [torch.stack(draft.local.numbers) / kfac.plan.workers for kfac, draft in pairs]
             with self.preconditioners[0].metrics.stage("relayout"):
                 sums = self.channel.sum(torch.stack(parts).sum(dim=0))

@@ -257,7 +257,7 @@ class KFACPreconditioner:
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        numbers = [*local.numbers, *counts]
+        numbers = [*local.checked(self.rule), *counts]
         if self.flagged:
             ready = {name for name, state in local.states.items() if state.preconditioner is not None}
             flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)

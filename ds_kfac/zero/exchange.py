@@ -6,6 +6,7 @@ gradient workers, who put them together as [O, I], and the results travel back t
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -246,6 +247,15 @@ class LocalResult:
         while self.pending:
             self.pending.pop().commit()
         return self.states
+
+    def checked(self, rule: Any) -> list[Tensor]:
+        """:attr:`numbers`. ValueError if they are not as many as the update rule says, by which all ranks read them."""
+        if len(self.numbers) != rule.numbers:
+            raise ValueError(
+                f"ds_kfac: {type(rule).__name__}.numbers is {rule.numbers}, but its Direction.local gave "
+                f"{len(self.numbers)} scalars in LocalResult.numbers; make them the same number"
+            )
+        return self.numbers
 
     def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
         """Scalars that are summed over all ranks, in the order of :data:`ds_kfac.metrics.SUMMARY`.

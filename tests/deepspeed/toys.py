@@ -1,6 +1,6 @@
 """An update rule and a method of factors that nobody needs: a new one costs its own file and a line of a table."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,6 @@ from ds_kfac.curvature.methods import DecompositionPart, Method
 from ds_kfac.directions.base import Direction, UpdateRule
 from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import Moments
-from ds_kfac.zero.exchange import LocalResult
 
 
 class ToySGD(torch.optim.SGD):
@@ -38,18 +37,11 @@ class Mean(Moments):
 class SoftSign(Direction):
     """m <- (m + R) / 2; Q_G [m / (|m| + 0.1)] Q_A^T."""
 
-    def local(self, context, gradients, states) -> LocalResult:
-        local = LocalResult(states, self.exchange)
-        for layer in self.exchange.owned:
-            state = states[layer.name]
-            mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
-            local.outbox.add([layer], [state.basis.restore(mean / (mean.abs() + 0.1))])
-            local.states[layer.name] = replace(state, moments=Mean(mean))
-        local.numbers = [torch.zeros((), device=self.exchange.device)]
-        return local
+    clips = False  # DeepSpeed clips what it makes
 
-    def finish(self, context, local, totals, prepared) -> dict[str, Tensor]:
-        return {}
+    def layer(self, context, layer, gradient, state) -> tuple[Tensor, Mean]:
+        mean = (state.moments.first_OI + state.basis.rotate(gradient)) / 2
+        return state.basis.restore(mean / (mean.abs() + 0.1)), Mean(mean)
 
 
 class ToyRule(UpdateRule):

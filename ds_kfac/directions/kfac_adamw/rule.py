@@ -115,6 +115,13 @@ class KFACAdamWRule(UpdateRule):
                 missed.append(f"kfac.adam.blocks {pattern!r}, whose layers keep Adam's direction ({kept[0]})")
         return missed
 
+    def others(self, optimizer: str, ratio: float, matrices: int) -> str:
+        left = f", {matrices:,} of them in matrices, at lr as their biases" if matrices else ""
+        return f"AdamW at {ratio:.3g} lr (adam_lr){left}"
+
+    def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
+        return self.flops(config, layer) == 0
+
     def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
         if keeps_direction(config.adam, layer) is not None:
             return 0
