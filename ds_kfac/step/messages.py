@@ -220,8 +220,9 @@ class Sharing:
         used = frozenset().union(*(layers for _, layers in everyone))
         empty = {key for keys, _ in everyone for key in keys}
         sought = [f.key for f in plan.assignment.factors if f.key in empty and not used.isdisjoint(f.layers)]
-        if sought and self.channel.rank == 0:
-            logger.info(f"ds_kfac: no rows of {', '.join(sought)} on the ranks that contribute: twice as many do now")
+        if empty and self.channel.rank == 0:
+            more = f"; of {', '.join(sought)} other ranks had some, so twice as many contribute now" if sought else ""
+            logger.info(f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}")
         return plan.seeking(observations, sought) if sought else None
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:

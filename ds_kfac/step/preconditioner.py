@@ -324,7 +324,7 @@ class KFACPreconditioner:
         if self.due.capture or accompanies or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             keys = {} if accompanies and keys is None else keys
-            proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
+            proof = self.proving.begin(self.steps, self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
 

@@ -78,13 +78,15 @@ class Proving:
         self.zero: Mapping[str, float] = {}
         self.again: frozenset[str] = frozenset()
         self._number, self._wait = 0, 0  # proofs so far, and captured steps until the next one
+        self._begun = -1, True  # the last step that began, and whether it proves
         self._resumed = resumed
 
-    def begin(self, key: Callable[[LayerSpec], str]) -> Proof | None:
-        """A proof for the next step, which captures; None if it is not to prove. ``key``: see
-        :class:`ds_kfac.model.proof.Proof`."""
-        if self._wait > 0:
-            self._wait -= 1
+    def begin(self, step: int, key: Callable[[LayerSpec], str]) -> Proof | None:
+        """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed skips begins again,
+        and counts once. ``key``: see :class:`ds_kfac.model.proof.Proof`."""
+        if step != self._begun[0]:
+            self._begun, self._wait = (step, self._wait == 0), max(0, self._wait - 1)
+        if not self._begun[1]:
             return None
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         return proof if proof.layers else None

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.runs import build, micro_batches, train, weights
 from tests.models import Net, cross_entropy
 from tests.ranks import run_ranks
 
@@ -106,6 +106,26 @@ def worker(names: list[str]) -> dict:
         found[name, "padded"] = run(name, Padded, 2)
         found[name, "causal"] = run(name, Causal, 2)
     return found
+
+
+def skipped_worker(_) -> list[bool]:
+    """Which steps prove, if DeepSpeed skips step 1 three times."""
+    engine = build(BY_NAME["z2"], 1, kfac={**BY_NAME["z2"].kfac, **OFTEN})
+    kfac, proves = engine.kfac.preconditioner, []
+    for step, skips in enumerate((0, 3, 0)):
+        for _ in range(skips):
+            proves.append(kfac.capture.proof is not None)
+            for x, y in micro_batches(step, 1):
+                engine.backward(engine(x, y))
+            engine.kfac.job.commit(engine.kfac.job.step(), applied=False)
+        proves.append(kfac.capture.proof is not None)
+        train(engine, 1, steps=1, first=step)
+    engine.destroy()
+    return proves
+
+
+def test_a_skipped_step_is_none_of_those_until_the_next_proof():
+    assert run_ranks("tests.step.test_proving:skipped_worker", world=1) == [[True, False, False, False, False, True]]
 
 
 NAMES = ["z0", "adam-z2", "adam-z3"]
