@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
@@ -93,11 +94,47 @@ def of_any_optimizer(engine: Any, original: Any, load_dir: str, *args: Any, **kw
     try:
         with moving(engine, Path(load_dir), tag, scheduled=scheduled, whole=bool(whole)) as moved:
             path, client_state = original(load_dir, *args, **kwargs)
+            if path is not None and engine.load_universal_checkpoint():
+                load_untrained(engine, Path(path).parent)
     except ERRORS as error:  # on every rank
         if isinstance(error, CheckpointError) or (why := why_not(engine, Path(load_dir), tag, error)) is None:
             raise
         raise CheckpointError(why) from error
     return path, client_state, moved
+
+
+@torch.no_grad()
+def load_untrained(engine: Any, folder: Path) -> None:
+    """Frozen weights and buffers, which DeepSpeed leaves as they are when it loads a universal checkpoint."""
+    frozen = {name: p for name, p in engine.module.named_parameters() if not p.requires_grad}
+    kept = engine.module.state_dict().keys()  # not buffers that no checkpoint has
+    buffers = {name: tensor for name, tensor in engine.module.named_buffers() if name in kept}
+    if not frozen and not buffers:
+        return
+    ranks = {int(path.name.split("_")[3]): path for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")}
+    paths = [ranks[rank] for rank in sorted(ranks)] or [folder / "mp_rank_00_model_states.pt"]
+    saved, left = list[Any](), set(frozen) | set(buffers)
+    if engine.mpu is None and paths[0].is_file():
+        saved = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
+    whole = saved[0]["module"] if saved else {}
+    for name, tensor in (buffers | frozen).items():
+        parts = [part[name] for x in saved if name in (part := x.get("frozen_param_fragments") or {})]
+        if hasattr(tensor, "ds_tensor") and parts:  # of stage 3, flat
+            flat, own = torch.cat([part.flatten() for part in parts]), tensor.ds_tensor
+            mine = flat[torch.distributed.get_rank(tensor.ds_process_group) * own.numel() :][: own.numel()]
+            own.flatten()[: len(mine)].copy_(mine)
+            if tensor.numel():  # small ones are whole on every rank
+                tensor.copy_(flat[: tensor.numel()].view_as(tensor))
+        elif name in whole and whole[name].shape == tensor.shape:
+            tensor.copy_(whole[name])
+        else:
+            continue
+        left.discard(name)
+    if left:
+        logger.warning(
+            f"ds_kfac: WARNING: frozen weights and buffers that a universal checkpoint does not load stay as this "
+            f"model has them: {', '.join(sorted(left)[:5])}{' ..' if len(left) > 5 else ''}"
+        )
 
 
 def watch_loads(engine: Any) -> None:

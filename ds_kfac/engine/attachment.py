@@ -376,7 +376,9 @@ def _groups(engine: Any, job: Job) -> dict[str, int]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     views = [kfac.engine_view for kfac in job.preconditioners]
     layouts = [layout for view in views for layout in (view.layout, view.other_params)]
-    return {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
+    groups = enumerate(engine.basic_optimizer.param_groups)  # at stage 0 in fp32 the model's, frozen ones among them
+    found = {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
+    return found | {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
 
 
 @contextmanager

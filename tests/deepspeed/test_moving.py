@@ -34,7 +34,7 @@ COSINE = {
 }
 
 
-def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
+def engine_of(kind: str, stage: int, *, seed: int = 0, model=None, **more):
     params = {
         "lr": 0.01,
         "torch_adam": True,
@@ -49,7 +49,7 @@ def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
     }  # fmt: skip
     init = deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
     with init:
-        model = make_net(seed=seed)
+        model = make_net(seed=seed) if model is None else model
     with contextlib.redirect_stdout(io.StringIO()):
         return ds_kfac.initialize(
             model=model, model_parameters=model.parameters(), config=config,
@@ -182,6 +182,42 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
             goes_on = difference < 1e-4  # rounding of a step; another step is another one by tenths
             assert goes_on == name.startswith("norm."), (case, name, difference)
         assert found["steps of K-FAC"] in (9, None), case
+
+
+def frozen_worker(payload) -> dict:
+    """With a frozen layer, and a buffer, which are others' at a start anew."""
+    folder, cases, saving = payload
+    found = {}
+    for kind, stage in cases:
+        model = make_net(seed=0 if saving else 99)
+        model.middle.requires_grad_(False)
+        model.register_buffer("seen", torch.ones(3) if saving else torch.zeros(3))
+        kind, universal = kind if saving else KINDS[1 - KINDS.index(kind)], stage > 0 and not saving
+        engine = engine_of(kind, stage, model=model, checkpoint={"load_universal": universal})
+        if saving:
+            train(engine, 1, steps=2)
+            engine.save_checkpoint(f"{folder}/frozen-{kind}-{stage}", tag="tag")
+        else:
+            source = f"{folder}/frozen-{KINDS[1 - KINDS.index(kind)]}-{stage}"
+            engine.load_checkpoint(source, tag="tag_universal" if universal else "tag")
+        name = kind if saving else KINDS[1 - KINDS.index(kind)]
+        found[name, stage] = {**weights(engine), "seen": engine.module.seen.clone()}
+        if not saving:
+            train(engine, 1, steps=1, first=2)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.distributed
+def test_frozen_weights_and_buffers_move_too(tmp_path):
+    """DeepSpeed alone leaves them as they are when it loads a universal checkpoint."""
+    cases, run = [(kind, stage) for kind in KINDS for stage in (0, 2, 3)], "tests.deepspeed.test_moving:frozen_worker"
+    before = run_ranks(run, world=2, payload=(str(tmp_path), cases, True))[0]
+    converted([tmp_path / f"frozen-{kind}-{stage}" / "tag" for kind, stage in cases if stage])
+    after = run_ranks(run, world=1, payload=(str(tmp_path), cases, False))[0]
+    for case, was in before.items():
+        wrong = [name for name, tensor in was.items() if not torch.equal(after[case][name], tensor)]
+        assert not wrong, (case, wrong)
 
 
 @pytest.mark.distributed
