@@ -287,7 +287,7 @@ class Capture(StepSums):
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
-            rows = self._masks.fit_call(layer.module, x, info, again=recomputed, reduced=reduced)
+            rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
         if measures:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
             self._measure(layer, of_call if rows.mask is None else rows.mask.sum())

@@ -211,9 +211,8 @@ class Forward:
 
     def note_call(self, rows: Fit, shape: torch.Size) -> None:
         """A layer was called, with output [.., D] of ``shape``."""
-        if rows.piece is None and not rows.late:
-            if self.most is None or shape[:-1].numel() > self.most[1][:-1].numel():
-                self.most = rows, shape
+        if rows.piece is None and (self.most is None or shape[:-1].numel() > self.most[1][:-1].numel()):
+            self.most = rows, shape
 
     def tokens(self, weight_sharing: str) -> Tensor | int:
         """How many rows of :attr:`most` count; with "reduce", how many examples have such a row."""
