@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward, Value
+from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
-from ds_kfac.model.uses import Uses
 
 logger = logging.getLogger("ds_kfac")
 

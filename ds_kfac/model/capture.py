@@ -33,11 +33,10 @@ from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tenso
 from ds_kfac.model.calls import SharedInputs, StepSums
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates, losses_in
-from ds_kfac.model.products import EVERY, Product, Products
+from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
-from ds_kfac.model.uses import Uses
 
 
 class Capture(StepSums):
