@@ -33,12 +33,11 @@ class LastProduct(NamedTuple):
     Attributes:
         outputs: how many it has for each row.
         numel: elements of its result.
-        place: dimension of its result that holds the outputs: 1 of a convolution, else the last one or the one before.
     """
 
     outputs: int
     numel: int
-    place: int
+    convolution: bool = False
 
 
 def class_dim(prediction: Tensor) -> int:
@@ -51,7 +50,7 @@ def class_dim(prediction: Tensor) -> int:
     product, last = last_product(prediction), prediction.ndim - 1
     if product is None:
         return 1 if last > 2 else -1
-    usual = 1 if product.place == 1 else last
+    usual = 1 if product.convolution else last
     places = [place for place in (usual, *range(prediction.ndim)) if prediction.shape[place] == product.outputs]
     return places[0] if places else 1 if last > 2 else usual
 
@@ -63,12 +62,11 @@ def last_product(prediction: Tensor) -> LastProduct | None:
     while node is not None:
         name = node.name()
         if "Convolution" in name:
-            return LastProduct(shape[1], prod(shape), 1)
+            return LastProduct(shape[1], prod(shape), convolution=True)
         if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
-            place = -1 - _from_the_left(node)
-            return LastProduct(shape[place], prod(shape), place)
+            return LastProduct(shape[-1 - _from_the_left(node)], prod(shape))
         if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
-            return LastProduct(shape[0] if _is_parameter(node.next_functions[0][0]) else 1, shape[0], -1)
+            return LastProduct(shape[0] if _is_parameter(node.next_functions[0][0]) else 1, shape[0])
         node, shape = _operand(node, len(shape))
     return None
 

@@ -306,7 +306,7 @@ _ROWS = [
      "(most & (out / outs > within / ins + log(FOREIGN)))", "(left_out < 0)", "tests/deepspeed/test_heads.py"),
     ("proof: masks of all calls are judged as one", "model/proof.py", "LEFT_OUT + MASKED * call.later", "LEFT_OUT",
      "tests/model/test_proven_masks.py"),
-    ("proof: padding beside prompts is not asked", "model/proof.py", "if info.attended is None or", "if True or",
+    ("proof: padding beside prompts is not asked", "model/rows.py", "if info.attended is None or", "if True or",
      "tests/model/test_proven_masks.py"),
     ("proof: the last pad is padding though it has a label", "model/batch.py", "attended = rows | labelled",
      "attended = rows", "tests/model/test_rows.py"),
@@ -656,7 +656,8 @@ _ROWS = [
     ("KFACAdamW: betas stay whole numbers", "directions/kfac_adamw/optimizer.py", "tuple(map(float, value))",
      "tuple(value)", "tests/config/test_kfac.py"),
     # the step
-    ("terms of a batch without rows", "step/preconditioner.py", "torch.where(terms > 0, terms, state.terms)", "terms",
+    ("terms of a batch without rows", "step/preconditioner.py",
+     "torch.where(now > 0, now, torch.stack([states[name].terms for name in counted]))", "now",
      "tests/directions/test_direction_scales.py"),
     ("a skipped step is kept", "step/preconditioner.py", "if applied:\n            similar",
      "if True:\n            similar",
