@@ -27,7 +27,7 @@ SHORT = {
     "so its patches are not known": "a forward of its own",
     "is computed by a parametrization": "its weight is computed",
     "it is a parametrization": "weight norm makes the weight of it",
-    "bias is shared with another module": "bias is another module's, too",
+    "bias is shared with": "bias is another module's, too",
     "weight is shared by": "weight is shared by several modules",
     "its parent module uses its weight": "the module around it takes its weight",
 }

@@ -131,9 +131,8 @@ class AdamConfig(Block):
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
     weight's name -> how many equal ones follow each other, or their rows, repeated up to the last row. ``{"qkv": 3}``:
     queries, keys, values; ``{"qkv": [64, 64, 64]}``: the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads
-    by itself; 1: a single map. Goes before what is known: fused queries, keys and values and gates where the code
-    around them shows the cut (``ds_kfac/model/cuts.py``), latent attention and Mamba by their names. The report has
-    each layer's, and which were not shown."""
+    by itself; 1: a single map. Goes before what is known by name (``ds_kfac/model/blocks.py``): fused queries, keys
+    and values, gates, latent attention and Mamba. The report has each layer's, and which have none."""
     whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
@@ -250,9 +249,6 @@ class KFACConfig(Block):
     values of a factor are similar if their relative difference in the Frobenius norm is below this, such as 0.1. Each
     factor then has its own interval, in units of factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the
     factor stays similar to its last two values, and halves when it does not. Starts after the burn-in. null: off."""
-    rescale_weights: bool = False
-    """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1, sqrt(2 outputs) / its
-    norm), as SP-NGD does: for layers that a norm follows."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
         """With other values in a block."""

@@ -217,26 +217,20 @@ class RowMasks:
     def end(self) -> None:
         """The forward is over; later calls are recomputations. Encoder outputs are still recognised."""
         self._watching, self._side = False, None
-        self._slices.end()
+        self._slices.whole()
 
-    def fit_call(self, module: str, x: Tensor, info: BatchInfo, *, again: bool = False, reduced: bool = False) -> Fit:
-        """The mask for a call with the input x [.., D].
-
-        Args:
-            again: whether the call is a recomputation.
-            reduced: whether weight_sharing is "reduce".
-        """
+    def fit_call(self, module: str, x: Tensor, info: BatchInfo, *, reduced: bool = False) -> Fit:
+        """The mask for a call with the input x [.., D]. ``reduced``: whether weight_sharing is "reduce"."""
         result, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
         if result.doubt and (masks or reduced):
             self._warn(module, x.shape[:-1], masks, result.doubt)
         if result.mask is not None:
             self._slices.whole()
         elif not result.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
-            attention = self._attends(module)
-            order = None if attention else self._order_of(module, tuple(x.shape[:-1]))
+            order = None if self._attends(module) else self._order_of(module, tuple(x.shape[:-1]))
             if order is None and len(orders := set(self._examples.values())) == 1:
                 order = orders.pop()
-            return self._slices.fit_call(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
+            return self._slices.fit_call(module, x, masks[0], order, reduced=reduced)
         return result
 
     def of_stack(self, module: str, x: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:

@@ -1,14 +1,10 @@
 """Which row blocks of a layer's matrix are separate maps, and which large matrices are cut into several layers.
 
 **Blocks** are maps in one weight: queries, keys and values; a gate and its values; projections of latent attention and
-of state space models. They share A, but each is orthogonalized and scaled like a separate weight. They come from
-
-- ``kfac.adam.blocks``, if it names the weight;
-- the code around the layer, if the name is in :data:`CUT` and the code shows where outputs are cut (``cuts.py``);
-- sizes that only modules of such a kind have (:func:`known_sizes`).
-
-Else the matrix is one map. The attach report lists blocks that were taken by name alone, and matrices with such a name
-that are one map. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+of state space models. They share A, but each is orthogonalized and scaled like a separate weight. ``kfac.adam.blocks``
+names them; of names in use :func:`known_sizes` has them, from numbers that the module around the layer holds. Any other
+matrix is one map. The attach report lists blocks that were taken by name alone, and matrices with such a name that are
+one map. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
 **Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each, because one owner would be too
 slow. This is done only where the update stays the same: G is the identity, and the update rule does not mix rows. Parts
@@ -19,28 +15,30 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.cuts import HEADS, Sizes, cut_of, value_of
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 
 KINDS = ("Linear", "Conv1D")
 """Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an unknown order."""
-CUT = (
-    "c_attn", "qkv", "qkv_proj", "Wqkv", "query_key_value", "kv_proj", "to_kv", "gate_up_proj", "gate_up",
-    "input_linear", "Wi", "w12", "weights_in", "in_proj"
+SEVERAL = (
+    "c_attn", "qkv", "qkv_proj", "Wqkv", "query_key_value", "to_kv", "gate_up_proj", "gate_up", "w12", "weights_in"
 )  # fmt: skip
-"""Last parts of names of layers whose outputs the code around them cuts."""
-SEVERAL = tuple(name for name in CUT if name not in ("in_proj", "input_linear", "Wi"))
-"""The names in :data:`CUT` that always mean several maps."""
-BY_NAME = "by its name alone: the code does not show where its outputs are cut (kfac.adam.blocks)"
-ONE_MAP = "as one map: the code does not show where its outputs are cut (kfac.adam.blocks)"
+"""Last parts of names that mean several maps, in anybody's code."""
+BY_NAME = "by its name (kfac.adam.blocks)"
+IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
+"""Modules whose gates and values take turns."""
+ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
+Sizes = tuple[int, ...]
 Blocks = int | Sequence[int]
 """A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to the last row."""
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
 SHARED_HEADS = (
-    "num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head", "num_query_groups", "n_query_groups"
+    "num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups",
+    "n_query_groups"
 )  # fmt: skip
 
 
@@ -59,16 +57,13 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
             return replace(layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
     holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # an entry of a ModuleList has the list's name
     module, guessed = modules.get(holder), ""
-    finer = last == "in_proj" and value_of(module, "A_log") is not None  # Mamba2 cuts some only after a convolution
-    sizes = cut_of(module, last, rows) if last in CUT and not finer else None
-    if sizes is None:
-        try:
-            sizes = known_sizes(last, module, rows)
-        except _Unknown:
-            sizes = ()
-        if last in SEVERAL and not isinstance(module, nn.MultiheadAttention):
-            guessed = BY_NAME if sizes else ONE_MAP
+    try:
+        sizes = known_sizes(last, module, rows)
+    except _Unknown:
+        sizes = ()
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
+    if last in SEVERAL:
+        guessed = BY_NAME if fits else ONE_MAP
     return replace(layer, blocks=sizes if fits else (), guessed=guessed)
 
 
@@ -102,6 +97,14 @@ def blocks_text(layer: LayerSpec) -> str:
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
 
 
+def value_of(place: Any, name: str) -> Any:
+    """An attribute, or None; also where a property raises because the model does not run yet."""
+    try:
+        return getattr(place, name, None)
+    except Exception:
+        return None
+
+
 class _Unknown(Exception):
     """The module has no attribute that shows the blocks."""
 
@@ -118,11 +121,35 @@ def _number(module: nn.Module | None, *names: str, default: int | None = None) -
     return default
 
 
+def _inputs(module: Any) -> int:
+    """How many inputs a linear module's weight [.., O, I] takes; 0 if it is none."""
+    weight = value_of(module, "weight")
+    return 0 if weight is None else parameter_shape(weight)[-1]
+
+
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
     """Blocks of a weight by the last part of its name and its module's attributes; () for any other name. Raises
     :class:`_Unknown`. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
-    number = partial(_number, module)
+    number, kind = partial(_number, module), type(module).__name__
     match name:
+        case "c_attn" | "qkv" | "qkv_proj" | "Wqkv":  # queries, keys, values
+            if kind == "CodeGenAttention":  # of a quarter of the heads each
+                return (rows // 12,) * 3
+            if kind == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:  # of each head
+                return (rows // (3 * number(*HEADS)),) * 3
+            if value_of(module, "q_attn") is not None:  # GPT-2's cross-attention has keys and values
+                return (rows // 2,) * 2
+            heads = number(*HEADS, default=1)
+            shared = number(*SHARED_HEADS, default=heads)
+            width = rows // (heads + 2 * shared)
+            return heads * width, shared * width, shared * width
+        case "gate_up_proj" | "gate_up" | "w12" | "weights_in" | "to_kv":
+            return (1, 1) if kind in IN_TURN else (rows // 2,) * 2
+        case "kv_proj":  # JetMoE's; DeepSeek's is one map
+            return (number("kv_projection_size"),) * 2
+        case "input_linear" | "Wi":  # a gate and its values, if what follows takes half as many
+            after = value_of(module, "output_linear" if name == "input_linear" else "Wo")
+            return (rows // 2,) * 2 if 2 * _inputs(after) == rows else ()
         case "in_proj_weight":
             return (rows // 3,) * 3 if isinstance(module, nn.MultiheadAttention) else ()
         case "query_key_value":  # for each key head: its queries, the key, the value
@@ -137,9 +164,11 @@ def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
             return number("qk_nope_head_dim"), number("v_head_dim")
         case "in_proj":
             # Mamba: inputs, gates (interleaved in Zamba); Mamba2: gates, inputs, B, C, time steps
-            inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
+            if kind.endswith("ShortConv"):  # LFM's B, C and inputs
+                return (rows // 3,) * 3
             if value_of(module, "A_log") is None:
                 return ()
+            inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
             if rows == 2 * inner:
                 return (1, 1) if value_of(module, "n_mamba_heads") else (inner, inner)
             heads = number("num_heads")

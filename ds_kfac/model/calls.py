@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward, Value
+from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
-from ds_kfac.model.uses import Uses
 
 logger = logging.getLogger("ds_kfac")
 
@@ -204,7 +204,7 @@ class StepSums:
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
         """Let a call keep what its gradient will need: the sum for A, or the input."""
         of_gradients, layer = call.kind.needs_gradients, call.layer
-        call.late = makes_A and not of_gradients and (call.recomputed or self.on_demand or call.rows.late)
+        call.late = makes_A and not of_gradients and (call.recomputed or self.on_demand)
         if call.late or self.on_demand or (of_gradients and (makes_A or call.proof is not None)):
             call.x = x
         if not makes_A or call.late or of_gradients or not x.numel():

@@ -33,11 +33,10 @@ from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tenso
 from ds_kfac.model.calls import SharedInputs, StepSums
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates, losses_in
-from ds_kfac.model.products import EVERY, Product, Products
+from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
-from ds_kfac.model.uses import Uses
 
 
 class Capture(StepSums):
@@ -287,7 +286,7 @@ class Capture(StepSums):
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
-            rows = self._masks.fit_call(layer.module, x, info, again=recomputed, reduced=reduced)
+            rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
         if measures:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
             self._measure(layer, of_call if rows.mask is None else rows.mask.sum())

@@ -66,7 +66,7 @@ class LayerSpec:
     """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last row: every
     ``sum(blocks)`` rows have one run of each block. Empty: the matrix is one map."""
     guessed: str = ""
-    """What the report says about the blocks, if the code does not show them."""
+    """What the report says about blocks that were taken, or looked for, by the matrix's name."""
     shares: str | None = None
     """Name of the layer whose A this layer uses, if that is known before training, as for the experts of a stack."""
 

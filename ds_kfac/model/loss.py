@@ -1,18 +1,21 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned.
 
 Autograd's graph shows which dimension of a prediction holds the outputs of one term, and of which returned losses the
-caller's loss is made. Shape suffixes: N examples, T positions, C outputs.
+caller's loss is made. Below it losses on labels that are drawn from the model's prediction, for a Monte-Carlo Fisher
+(Kunstner et al. 2019, arXiv:1905.12558): :data:`SAMPLERS`. A sampler must compute the training's loss, a mean over the
+same terms, with drawn labels in place of the true ones. Shape suffixes: N examples, T positions, C outputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, fit
 from ds_kfac.model.layers import parameter_shape
@@ -24,43 +27,48 @@ VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
 
 
+class LastProduct(NamedTuple):
+    """A matrix product or convolution in a graph.
+
+    Attributes:
+        outputs: how many it has for each row.
+        numel: elements of its result.
+    """
+
+    outputs: int
+    numel: int
+    convolution: bool = False
+
+
 def class_dim(prediction: Tensor) -> int:
     """The dimension of a prediction that holds the C outputs of one term: the last of [N, C]. With more dimensions the
-    graph shows where the outputs of the last product are, also after transposes: [N, C, L] and [N, C, H, W] of a
-    convolution, [N, T, C] and [N, H, W, C] of a linear layer. Else, as in torch's losses: the second of images, or the
-    last."""
+    one with as many entries as the last product in its graph has outputs: [N, C, L] and [N, C, H, W] of a convolution,
+    [N, T, C] and [N, H, W, C] of a linear layer, also turned; of several such ones the one where the product has them.
+    Else, as in torch's losses: the second of images, or the last."""
     if prediction.ndim < 3:
         return -1
-    place = _output_dim(prediction.grad_fn, tuple(prediction.shape))
-    return place if place is not None else 1 if prediction.ndim > 3 else -1
+    product, last = last_product(prediction), prediction.ndim - 1
+    if product is None:
+        return 1 if last > 2 else -1
+    usual = 1 if product.convolution else last
+    places = [place for place in (usual, *range(prediction.ndim)) if prediction.shape[place] == product.outputs]
+    return places[0] if places else 1 if last > 2 else usual
 
 
-def _output_dim(node: Any, shape: tuple[int, ...]) -> int | None:
-    """The dimension of ``node``'s result, of ``shape``, that holds the outputs of the last product; None: unknown. Goes
-    down from the result to the product, then carries the product's output dimension up again."""
-    moves: list[Callable[[int], Any]] = []  # node by node: dimension of the operand -> that of the result; None: lost
-    place, convolution = None, False
+def last_product(prediction: Tensor) -> LastProduct | None:
+    """The product that is nearest to a tensor in its graph; None: there is none."""
+    node: Any = prediction.grad_fn
+    shape = tuple(prediction.shape)
     while node is not None:
         name = node.name()
-        convolution = "Convolution" in name
-        if convolution or "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
-            place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
-            break
+        if "Convolution" in name:
+            return LastProduct(shape[1], prod(shape), convolution=True)
+        if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
+            return LastProduct(shape[-1 - _from_the_left(node)], prod(shape))
         if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
-            place = 0 if _is_parameter(node.next_functions[0][0]) else None
-            break
-        below, before = _operand(node, len(shape))
-        if below is None:  # no product, such as an embedding's rows: [N, C] and [N, T, C] have their outputs last
-            place = len(shape) - 1 if 2 <= len(shape) <= 3 else None
-            break
-        moves.append(_dim_map(node, name, before, shape))
-        node, shape = below, before
-    for move in reversed(moves):
-        if place is not None:
-            place = move(place)
-        if isinstance(place, range):  # a view split C: a convolution's [C * k] has its classes first, a linear's last
-            place = place[0] if convolution else place[-1]
-    return place
+            return LastProduct(shape[0] if _is_parameter(node.next_functions[0][0]) else 1, shape[0])
+        node, shape = _operand(node, len(shape))
+    return None
 
 
 def _is_linear(node: Any, name: str) -> bool:
@@ -100,44 +108,6 @@ def _is_parameter(node: Any) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-def _dim_map(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
-    """Where an operation from shape ``before`` to shape ``after`` puts a dimension: a function that returns the new
-    dimension, a range if it was split, None if it is lost."""
-
-    def dim(saved: int, shape: Sequence[int] = before) -> int:  # autograd saves negative ones as unsigned
-        return (saved + len(shape)) % 2**64 % len(shape)
-
-    if name.startswith("TransposeBackward"):
-        first, second = dim(node._saved_dim0), dim(node._saved_dim1)
-        return lambda p: {first: second, second: first}.get(p, p)
-    if name.startswith("PermuteBackward"):
-        return [dim(d) for d in node._saved_dims].index
-    if len(before) == len(after) and "View" not in name and "Reshape" not in name:
-        return lambda p: p
-    if prod(before) == prod(after):
-        return lambda p: _dim_in_view(p, before, after)
-    saved = getattr(node, "_saved_dim", None)
-    if saved is None:
-        return lambda p: None
-    if len(before) < len(after):  # torch.stack
-        return lambda p: p + (dim(saved, after) <= p)
-    reduced = {dim(d) for d in ([saved] if isinstance(saved, int) else saved)}
-    return lambda p: None if p in reduced else p - sum(d < p for d in reduced)
-
-
-def _dim_in_view(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | range | None:
-    """Where dimension p of ``before`` is in another view of the same elements. A range: it was split into these
-    dimensions; None: it was merged with others."""
-    if before == after:
-        return p
-    for first in range(len(after)):
-        if prod(after[:first]) == prod(before[:p]):
-            for last in range(first, len(after)):
-                if prod(after[first : last + 1]) == before[p] and (after[first] != 1 or before[p] == 1):
-                    return first if first == last else range(first, last + 1)
-    return None
 
 
 def losses_in(loss: Tensor) -> set[Value]:
@@ -211,9 +181,8 @@ class Forward:
 
     def note_call(self, rows: Fit, shape: torch.Size) -> None:
         """A layer was called, with output [.., D] of ``shape``."""
-        if rows.piece is None and not rows.late:
-            if self.most is None or shape[:-1].numel() > self.most[1][:-1].numel():
-                self.most = rows, shape
+        if rows.piece is None and (self.most is None or shape[:-1].numel() > self.most[1][:-1].numel()):
+            self.most = rows, shape
 
     def tokens(self, weight_sharing: str) -> Tensor | int:
         """How many rows of :attr:`most` count; with "reduce", how many examples have such a row."""
@@ -313,8 +282,8 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
     shape = list(prediction.shape)
     if len(shape) > 1:
         del shape[class_dim(prediction)]
-    elif _output_dim(prediction.grad_fn, tuple(shape)) == 0:  # [C], the outputs of a single row
-        shape = [1]
+    elif (product := last_product(prediction)) is not None and product.outputs == product.numel == shape[0]:
+        shape = [1]  # [C], the outputs of a single row
     rows = fit(info.rows, tuple(shape))
     if rows.mask is not None:
         mask = rows.mask.flatten(1) if rows.mask.ndim > 2 else rows.mask
@@ -331,3 +300,72 @@ def accumulates(weight: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
     except RuntimeError:  # autograd.grad with the weight among its inputs: the gradient goes to the caller
         return False
+
+
+Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
+"""(prediction, batch, generator) -> scalar loss with gradients to the prediction.
+
+The prediction is what the model returned, or the module that ``kfac.factor.prediction`` names. ``batch.labelled`` says
+which terms have a loss. Draw from the generator only, so that a resumed run draws the same.
+"""
+
+
+def prediction_tensor(output: Any) -> Tensor:
+    """The prediction in a module's output: a tensor, ``.logits`` of a Hugging Face output, or the second entry of a
+    tuple. Raises ValueError if there is none, or only a scalar, which is a loss."""
+    tensor = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    if isinstance(tensor, tuple) and len(tensor) > 1:  # (loss, logits, ...)
+        tensor = tensor[1]
+    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
+        raise ValueError(
+            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
+            "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
+        )
+    return tensor
+
+
+def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
+    """The mean of the terms of a loss, without those that have no label."""
+    labelled = batch.labelled
+    if labelled is None or labelled.numel() != values.numel():
+        return values.mean()
+    weights = labelled.reshape(-1).to(values.dtype)
+    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
+
+
+def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
+    logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
+    logits = prediction_tensor(output)
+    logits = logits.movedim(class_dim(logits), -1)
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    with torch.no_grad():
+        # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
+        uniform = torch.rand(flat.shape, generator=generator, device=flat.device).clamp_(min=1e-20)
+        drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
+    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
+
+
+def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
+
+    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance C/2;
+    targets are drawn from this Gaussian around the prediction.
+    """
+    prediction = prediction_tensor(output).float()
+    variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * variance**0.5
+    return F.mse_loss(prediction, prediction.detach() + noise)
+
+
+def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For regression with squared errors that are summed over outputs, a mean over predictions: C times :func:`mse`, so
+    the Gaussian's variance is 1/2."""
+    prediction = prediction_tensor(output).float()
+    outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * 0.5**0.5
+    return F.mse_loss(prediction, prediction.detach() + noise) * outputs
+
+
+SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}

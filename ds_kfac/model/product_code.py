@@ -145,23 +145,6 @@ def _convolves(kind: Any) -> bool:
     return False
 
 
-def reads(module: nn.Module, parameter: str) -> bool:
-    """Whether a module's code reads its parameter; True if there is no code to tell."""
-    functions = list(functions_of(type(module)))
-    return not functions or any(name == parameter for function in functions for name, _ in _reads(function))
-
-
-def _reads(function: Function) -> Iterator[tuple[str, ast.AST]]:
-    """(NAME, the syntax node around it) of every ``self.NAME`` that a function reads."""
-    own = own_name(function)
-    if function.name.startswith(MAKES):
-        return
-    for node in ast.walk(function):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load) and child_of(child, own):
-                yield child.attr, node
-
-
 def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
     """Functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is found."""
     for base in (kind,) if alone else kind.__mro__:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, reads
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 from ds_kfac.model.tables import tables
 
@@ -157,7 +157,10 @@ class _Scanner:
             _kind(holder)[0] == kind and id(holder) not in self.borrowed for holder in holders
         )
         members = users if same_layer else [name]
-        reason = self._refusal(name, module._parameters["weight"], bias, len(members))
+        others = [user for user in self.users[id(bias)] if user not in members]
+        # a module of no known type, such as RoBERTa's head, holds it only; if it adds it, too, the proof fails
+        sharing = [user for user in others if _kind(self.modules[user])[1] is None]
+        reason = self._refusal(name, module._parameters["weight"], sharing)
         if reason is not None:
             return reason
         if len(users) > len(members):
@@ -210,7 +213,7 @@ class _Scanner:
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight, transposed = module._parameters[parameter], layouts[parameter].transposed
             bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
-            reason = self._refusal(place, weight, bias) or ""
+            reason = self._refusal(place, weight, [user for user in self.users[id(bias)] if user != name]) or ""
             if not reason and len(self.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
             if not reason and id(weight) in self.tables:
@@ -240,8 +243,8 @@ class _Scanner:
                 layers.append(replace(layer, name=expert, part=(index, shape[0]), shares=shares))
         return layers or reason
 
-    def _refusal(self, name: str, weight: Any, bias: nn.Parameter | None, users: int = 1) -> str | None:
-        """Why a layer with this weight and bias is left alone, or None. ``users``: modules that hold them."""
+    def _refusal(self, name: str, weight: Any, bias_users: Sequence[str]) -> str | None:
+        """Why a layer with this weight is left alone, or None. ``bias_users``: other layers with its bias."""
         if self.choice.include and not any(re.search(pattern, name) for pattern in self.choice.include):
             return "not matched by kfac.layers.include"
         for pattern in self.choice.exclude:
@@ -257,17 +260,7 @@ class _Scanner:
             return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
         if id(weight) in self.tied_stages:
             return "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other stages have the rows"
-        if bias is not None and self._reader_count(bias) > users:
-            return "bias is shared with another module; its gradient is a sum over both uses"
-        return None
-
-    def _reader_count(self, parameter: nn.Parameter) -> int:
-        """How many of the modules that hold a parameter also read it."""
-        users = self.users[id(parameter)]
-        if len(users) == 1:
-            return 1
-        names = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
-        return sum(reads(self.modules[user], name) for user, name in names.items())
+        return f"bias is shared with {', '.join(bias_users)}" if bias_users else None
 
     def skipped_parameters(self, layers: list[LayerSpec]) -> list[Skipped]:
         """Parameters of preconditioned modules that are not part of the layer."""

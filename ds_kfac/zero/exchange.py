@@ -184,7 +184,7 @@ class Outbox:
             for part in zip(
                 exchange.plan.of_layer[layer.name],
                 exchange.params[layer.name],
-                LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None),
+                exchange.parts(layer, matrix_OI),
                 strict=True,
             )
         ]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
-from ds_kfac.model.samplers import SAMPLERS
+from ds_kfac.model.loss import SAMPLERS, class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import LayerChoice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
@@ -342,6 +341,8 @@ LAYOUTS = {
     "ZeRO-3's after a convolution": (lambda x: LinearFunctionForZeroStage3.apply(CONV(x), SIX.weight).mT, 1),
     "linear by name": (lambda x: OwnLinearFn.apply(CONV(x), SIX.weight.detach()), 2),
     "not by name": (lambda x: NonlinearScale.apply(CONV(x), SCALE), 1),
+    "as many tokens as outputs": (lambda x: LAST(x[..., :4].mT), 2),
+    "as many positions as outputs": (lambda x: CONV(x[..., :6]), 1),
     "several tokens of one row": (lambda x: LAST(x[..., 0]).view(2, 2, 2), 2),
 }  # fmt: skip
 IMAGES = {
