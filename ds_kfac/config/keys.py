@@ -249,6 +249,9 @@ class KFACConfig(Block):
     values of a factor are similar if their relative difference in the Frobenius norm is below this, such as 0.1. Each
     factor then has its own interval, in units of factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the
     factor stays similar to its last two values, and halves when it does not. Starts after the burn-in. null: off."""
+    rescale_weights: bool = False
+    """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1, sqrt(2 outputs) / its
+    norm), as SP-NGD does: for layers that a norm follows."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
         """With other values in a block."""

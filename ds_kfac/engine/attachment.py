@@ -44,6 +44,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
 from ds_kfac.zero.layout import restore, scaler_scale
+from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
 SEVERAL = (
@@ -85,6 +86,8 @@ class Attachment:
             job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
+        parts = job.preconditioners if config.rescale_weights else ()
+        self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = _groups(engine, job)
         self._wrap(STEP, self._take_model_step)
@@ -273,6 +276,8 @@ class Attachment:
         self.job.commit(drafts, applied=applied)
         if applied and any(draft.verdict is not None for draft in drafts):
             self._tell()
+        for rescale in self._rescalings if applied else ():
+            rescale()
         if monitored:
             more = {} if self._monitored else self._constants()
             self._monitored = True

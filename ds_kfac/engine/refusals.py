@@ -165,6 +165,7 @@ def _dtype(name: Any, where: str) -> torch.dtype | None:
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
 REDUCED = 'kfac.factor.weight_sharing "reduce"'
+RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
 
 
@@ -277,6 +278,14 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     f"{REDUCED} with sequence parallelism": (
         lambda e: e.reduced and e.sequence,
         'the rows of a sequence lie on several ranks, and their sum is needed: use "expand"',
+    ),
+    f"{RESCALED} in BF16_Optimizer": (
+        lambda e: e.config.rescale_weights and e.bf16_optimizer,
+        'its masters are cut otherwise: leave "data_types": {"grad_accum_dtype": "fp32"} out',
+    ),
+    f"{RESCALED} with tensor parallelism": (
+        lambda e: e.config.rescale_weights and e.sharded,
+        "each rank knows the norm of its own shard only: set it to false",
     ),
     "KFACAdamW with gradient_clipping and model parallelism": (
         lambda e: bool(e.own) and (e.pipeline or e.sharded or e.experts) and e.clips,
