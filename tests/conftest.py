@@ -109,9 +109,10 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 
-@pytest.fixture(params=["reference", "functional"])
+@pytest.fixture(params=["specification", "functional"])
 def ops(request):
     """The op vocabulary, by its specification and by what runs."""
-    from ds_kfac.ops import functional, reference
+    from ds_kfac.ops import functional
+    from tests.ops import specification
 
-    return {"reference": reference, "functional": functional}[request.param]
+    return {"specification": specification, "functional": functional}[request.param]

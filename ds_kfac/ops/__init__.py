@@ -1,1 +1,1 @@
-"""The op vocabulary: specification, backends and the functions that other folders call."""
+"""The op vocabulary: backends and the functions that other folders call."""

@@ -4,7 +4,7 @@ An implementation that does not support its arguments (a dtype, strides, a size)
 anything; plain torch, which supports all of them, then runs instead. Wrong arguments, such as shapes that do not fit,
 are a ValueError from either.
 
-At first use a compiled op is compared with the specification on two odd shapes, one that a single program computes and
+At first use a compiled op is compared with plain torch on two odd shapes, one that a single program computes and
 one of many tiles, in every dtype of the op. Rows and matrices are small integers, whose products and sums are exact in
 every dtype. The result is stored in the build folder, by sources, versions, driver and GPU; delete the file to check
 again. ``DS_KFAC_CHECK_OPS=0`` switches the check off.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_kfac.ops import build, functional, reference
+from ds_kfac.ops import build, functional
 from ds_kfac.ops.functional import packed_numel
 
 CAPABILITY = (8, 0)
@@ -95,7 +95,7 @@ SIDES = ((65, 63), (33, 648))
 """(rows, columns) of the arguments; the second is aligned, and wide enough for the tiles of large sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
-"""Largest difference to the specification, relative to the largest value: that of fp32 divisions and short sums."""
+"""Largest difference to plain torch, relative to the largest value: that of fp32 divisions and short sums."""
 CHECK_SECONDS = 600
 """For how long a process waits for another one's check, most of which is compilation."""
 ENDED = "a process ended while it was checked"
@@ -158,7 +158,7 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
             made = probes(op, dtype)
         for arguments, options in made:
             ours, theirs = (moved((arguments, options), place) for place in (device, torch.device("cpu")))
-            expected = getattr(reference, op)(*theirs[0], **theirs[1])
+            expected = getattr(functional, op)(*theirs[0], **theirs[1])
             try:
                 actual = moved((implementation(*ours[0], **ours[1]), ours[0]), torch.device("cpu"))
             except torch.OutOfMemoryError:

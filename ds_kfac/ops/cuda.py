@@ -50,7 +50,7 @@ class CudaOps:
             function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
 
     def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
-        """See ``ops/reference.py``. Matrices need contiguous rows, ``out`` must be contiguous."""
+        """See ``ops/functional.py``. Matrices need contiguous rows, ``out`` must be contiguous."""
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):

@@ -1,13 +1,9 @@
 """The ops that the other folders call: each runs on the backend chosen for the device of its tensors.
 
 For each device type that is the requested backend, or the best one that can run. The choice holds for the process,
-because callers of ops do not know the config. Contracts are in ``ops/reference.py``.
-
-torch.compile sees registered ops, each with a fake kernel that returns shapes alone. Eager calls bypass the
-registration, which would cost more than a small op.
+because callers of ops do not know the config. Contracts are in ``ops/functional.py``.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -17,25 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import cuda, functional, reference, triton
+from ds_kfac.ops import cuda, functional, triton
 from ds_kfac.ops.check import faults, guarded
 
-SCHEMAS = {
-    "syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, Tensor? ones_column, Tensor scale) -> ()",
-    "block_syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, int block, Tensor scale) -> ()",
-    "symmetric_pack_into_": "(Tensor(a!) out, int[] starts, Tensor[] matrices_DD) -> ()",
-    "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
-    "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
-    " -> Tensor",
-    "adam_scale_": "(Tensor(a!) direction_nOI, Tensor(b!) waiting_nOI, Tensor x_nOI, Tensor first_nOI, "
-    "Tensor second_nOI, Tensor updates_n, Tensor usable_n, Tensor scale, float[] betas, float eps) -> ()",
-    "adam_fold_": "(Tensor(a!) first_nOI, Tensor(b!) second_nOI, Tensor(c!) updates_n, Tensor waiting_nOI, "
-    "Tensor usable_n, float[] betas) -> ()",
-    "finish_direction_": "(Tensor(a!) x_nOI, Tensor norm_n, Tensor? size_n, Tensor target_n, Tensor full_n, "
-    "Tensor bound_n, Tensor replacement_n, float shift) -> ()",
-}
-"""torch.library schemas, arguments as in ``ops/reference.py``; a scalar that may be a tensor there is a tensor here."""
-OPS = tuple(SCHEMAS)
+OPS = (
+    "syrk_accumulate_", "block_syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
+    "adam_scale_", "adam_fold_", "finish_direction_",
+)  # fmt: skip
 Implementation = Callable[..., Any]
 
 
@@ -142,43 +126,6 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
     return BackendChoice({op: ops[op] for op in OPS}, missing)
 
 
-FAKES: dict[str, Callable[..., Any]] = {
-    "symmetric_unpack_from": lambda packed, starts, dims: [packed.new_empty(n, n, dtype=torch.float32) for n in dims],
-    "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
-}
-"""Fake kernels of the ops that return something: results without values. The other registered ops return nothing."""
-_ops = torch.ops.ds_kfac
-
-
-def _registered(op: str) -> Callable[..., Any]:
-    """Register an op. Returns a function with the op's signature that calls the registered op, for torch.compile."""
-    parameters = inspect.signature(getattr(reference, op)).parameters.values()
-    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}  # a schema has them at the end
-
-    def run(*arguments):
-        first, plain = arguments[0], len(arguments) - len(keywords)
-        device = (first if isinstance(first, Tensor) else first[0]).device
-        options = dict(zip(keywords, arguments[plain:], strict=True))
-        result = chosen(device.type).ops[op][1](*arguments[:plain], **options)
-        return result if op in FAKES else None
-
-    torch.library.define(f"ds_kfac::{op}", SCHEMAS[op])
-    torch.library.impl(f"ds_kfac::{op}", "default", run)
-    torch.library.register_fake(f"ds_kfac::{op}", FAKES.get(op, lambda *_: None))
-    tensors = [str(argument.type) == "Tensor" for argument in getattr(_ops, op).default._schema.arguments]
-
-    def traced(*arguments, **options):
-        values = [*arguments, *{**keywords, **options}.values()]
-        for index, value in enumerate(values):
-            if tensors[index] and not isinstance(value, Tensor):
-                values[index] = torch.full((), value, device=values[0].device)
-        result = getattr(_ops, op)(*values)
-        return values[0] if op.endswith("syrk_accumulate_") else result
-
-    return traced
-
-
-TRACED = {op: _registered(op) for op in OPS}
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
@@ -187,15 +134,13 @@ def _type_of(device: torch.device) -> str:
     return device.type
 
 
-def _by_device(specification: Op) -> Op:
-    """The op with the name, signature and docstring of ``specification``; it calls the implementation chosen for the
-    device of its first argument, a tensor or a list of tensors."""
-    op = specification.__name__
+def _by_device(plain: Op) -> Op:
+    """The op with the name, signature and docstring of ``plain``; it calls the implementation chosen for the device of
+    its first argument, a tensor or a list of tensors."""
+    op = plain.__name__
 
-    @wraps(specification)
+    @wraps(plain)
     def call(*arguments, **options):
-        if torch.compiler.is_compiling():
-            return TRACED[op](*arguments, **options)
         first = arguments[0]
         x = first if isinstance(first, Tensor) else first[0]
         return chosen(_type_of(x.device)).ops[op][1](*arguments, **options)
@@ -203,11 +148,11 @@ def _by_device(specification: Op) -> Op:
     return cast(Op, call)
 
 
-syrk_accumulate_ = _by_device(reference.syrk_accumulate_)
-block_syrk_accumulate_ = _by_device(reference.block_syrk_accumulate_)
-symmetric_pack_into_ = _by_device(reference.symmetric_pack_into_)
-symmetric_unpack_from = _by_device(reference.symmetric_unpack_from)
-ema_update_ = _by_device(reference.ema_update_)
-adam_scale_ = _by_device(reference.adam_scale_)
-adam_fold_ = _by_device(reference.adam_fold_)
-finish_direction_ = _by_device(reference.finish_direction_)
+syrk_accumulate_ = _by_device(functional.syrk_accumulate_)
+block_syrk_accumulate_ = _by_device(functional.block_syrk_accumulate_)
+symmetric_pack_into_ = _by_device(functional.symmetric_pack_into_)
+symmetric_unpack_from = _by_device(functional.symmetric_unpack_from)
+ema_update_ = _by_device(functional.ema_update_)
+adam_scale_ = _by_device(functional.adam_scale_)
+adam_fold_ = _by_device(functional.adam_fold_)
+finish_direction_ = _by_device(functional.finish_direction_)

@@ -1,4 +1,4 @@
-"""Backend ``torch``: every op on every device, with the contracts of ``ops/reference.py`` and fewer FLOPs and copies.
+"""Backend ``torch``: every op on every device, and what other backends have to compute.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
@@ -64,6 +64,13 @@ def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
+    """Write the lower triangles of several fp32 matrices into one flat tensor, in its dtype (fp32, bf16, fp16).
+
+    Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
+
+    Args:
+        starts: first element of each triangle in ``out``.
+    """
     for start, x_DD in zip(starts, matrices_DD, strict=True):
         dim = len(x_DD)
         if x_DD.shape != (dim, dim):
@@ -76,6 +83,7 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
 
 
 def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype."""
     matrices = []
     for start, dim in zip(starts, dims, strict=True):
         lower_DD = torch.zeros(dim, dim, device=packed.device)
@@ -93,6 +101,14 @@ def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[
 def ema_update_(
     averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
 ) -> Tensor:
+    """Fold one batch into the running averages of several factors, in place.
+
+        average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
+
+    A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All tensors are fp32.
+
+    Returns bool [n]: whether each factor's sum was used.
+    """
     used = []
     for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
         usable = (count > 0) & torch.isfinite(sum_P).all()
@@ -105,7 +121,15 @@ def ema_update_(
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under autocast."""
+    """Add to a packed fp32 sum: ``sum_P += scale * pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
+
+    Args:
+        ones_column: [N, 1]; the input of a layer's bias. An entry is 1, or 0 for a row of zeros that does not count.
+        scale: a number, or a 0-d tensor on the device, so that the host does not wait for its value. It is applied
+            after the product: 16-bit rows are then not rounded again.
+
+    For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under autocast.
+    """
     dim = x_ND.shape[1]
     check_sum(sum_P, dim, ones_column)
     with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
@@ -145,7 +169,9 @@ def _times_(x: Tensor, scale: Scalar) -> Tensor:
 
 
 def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
-    """All blocks in one batched product; D is a multiple of ``block``."""
+    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one after the other.
+    All of them are one batched product; D is a multiple of ``block``.
+    """
     rows, dim = x_ND.shape
     if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
         raise ValueError(
@@ -165,6 +191,25 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
+    """Adam's direction, with Nesterov's momentum, for n matrices of one shape; the moments do not change.
+
+    With y = scale x and k = updates + 1:
+
+        m = b1 first + (1 - b1) y        v = b2 second + (1 - b2) y^2
+        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) y / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
+
+    y has the weight that it will have in the next step's m (NAdam, Dozat 2016).
+
+    Args:
+        direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be ``x_nOI``.
+        waiting_nOI: overwritten by y in its dtype, for :func:`adam_fold_`; zeros likewise. It may be ``x_nOI``.
+        first_nOI, second_nOI: fp32, the moments so far, without bias correction; not changed.
+        updates_n: fp32, how many gradients the moments hold.
+        usable_n: bool; where it is False, x is ignored, even NaN.
+        betas: rounded to fp32 first.
+
+    Source: Kingma & Ba 2015 (arXiv:1412.6980).
+    """
     betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # in_fp32, inlined on the step's path
     k, usable = (updates_n + 1)[:, None, None], usable_n[:, None, None]
     power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
@@ -184,6 +229,8 @@ def adam_fold_(
     first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
+    """Fold the gradient that :func:`adam_scale_` left in ``waiting_nOI`` into the moments of the usable matrices, and
+    add 1 to their ``updates``, in place."""
     weights = [(1 - (1 - ctypes.c_float(beta).value) * usable_n.float())[:, None, None] for beta in betas]
     for first, second, x in in_chunks(first_nOI, second_nOI, waiting_nOI):
         x = x.float()
@@ -212,6 +259,21 @@ def finish_direction_(
     x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
     replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
+    """Scale n directions to their final norm, in place; replace those that must not be used by a number.
+
+        scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
+        x <- scale x + shift   where norm < bound, else replacement
+
+    Args:
+        x_nOI: fp32.
+        norm_n: fp32, the Frobenius norms of x.
+        size_n: fp32, the norms of the directions before they were orthogonalized; None: they were not.
+        target_n: fp32, the final norms; if ``size_n`` is None, factors.
+        full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if that is None.
+        bound_n: fp32, infinity for a direction that may be used, else 0. NaN is below neither.
+        replacement_n: fp32, written to every entry, whatever x holds (also NaN).
+        shift: a number, not a tensor.
+    """
     scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
     good = norm_n < bound_n
     added_n = replacement_n.masked_fill(good, shift)

@@ -3,9 +3,9 @@
 import torch
 
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, averaged
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.curvature.one_factor import fold
+from tests.ops.specification import symmetric_pack
 from tests.oracle import ReferenceKFAC
 
 

@@ -15,9 +15,9 @@ from ds_kfac.curvature.inverse import (
     passes_residual_check,
     refresh_inverse,
 )
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
+from tests.ops.specification import symmetric_pack
 
 KEPT = [side for side in SIDES if side.block]
 LAMBDA = 0.3

@@ -554,7 +554,7 @@ def test_a_failed_refresh_keeps_the_old_basis_and_is_counted():
 
 def unequal_worker(_) -> dict:
     """Ranks with different numbers of rows: the factors are weighted by rows, not by ranks."""
-    from ds_kfac.ops.reference import symmetric_pack
+    from tests.ops.specification import symmetric_pack
 
     engine = build(BY_NAME["z2"], 1)
     kfac, rank = engine.kfac.preconditioner, dist.get_rank()

@@ -8,12 +8,12 @@ import torch
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.directions.kfac_gradient import finite_or, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.ops.reference import symmetric_pack
 from ds_kfac.update import rotation as stacking
 from ds_kfac.update.rotation import Rotation, lengths
 from ds_kfac.update.state import CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
+from tests.ops.specification import symmetric_pack
 
 
 def basis(*matrices: torch.Tensor) -> LayerBasis:

@@ -17,10 +17,10 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_scan import Conv1D
 from tests.models import FEATURES, Net, Stoppable, cross_entropy, make_batch, make_net
+from tests.ops.specification import symmetric_pack
 
 ROWS, TOKENS = 4, 3
 SUMS = ROWS * TOKENS + 2 * (13 + 17 + 19 + 19)

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import LayerChoice
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
+from tests.ops.specification import symmetric_pack
 
 TOKENS, WIDTH, RANKS = 6, 4, 3
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.loss import SAMPLERS, class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import LayerChoice
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
 from tests.model.test_row_masks import rows_seen
+from tests.ops.specification import symmetric_pack
 
 N, T, D, C = 4, 5, 6, 3
 LOSS, WIDE = torch.tensor(1.0), torch.zeros(N, T, C)

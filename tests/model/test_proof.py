@@ -20,8 +20,8 @@ from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.ops.reference import symmetric_pack
 from tests.models import cross_entropy, linear_layer
+from tests.ops.specification import symmetric_pack
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
 ALL = LayerChoice(

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, fit
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
+from tests.ops.specification import symmetric_pack
 
 WIDTH, VOCABULARY, EXAMPLES = 8, 11, 3
 SUMS = 20 * WIDTH

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.slices import in_memory
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
 from tests.model.test_row_masks import rows_seen
+from tests.ops.specification import symmetric_pack
 
 N, T, D, HIDDEN = 4, 6, 5, 7
 SUMS = N * T + 2 * (D + HIDDEN)

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.scan import LayerChoice
-from ds_kfac.ops.reference import symmetric_pack
 from ds_kfac.step.messages import rows_in
 from tests.close import close
 from tests.model.test_capture import Recorder
+from tests.ops.specification import symmetric_pack
 
 N, T, I, O, HEADS = 3, 4, 5, 6, 2  # noqa: E741
 SUMS = HEADS * N * T + I + O

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from ds_kfac.ops import dispatch, functional, reference
+from ds_kfac.ops import dispatch, functional
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.triton import MODULES
+from tests.ops import specification
 from tests.ops.calls import CALLS, SMALL, Sizes, calls_of
 from tests.ops.cuda_emulation import emulated
 from tests.ops.targets import configured, copied, problems
@@ -45,7 +46,7 @@ def check(function, op: str, sizes: Sizes = FEW) -> None:
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-@pytest.mark.parametrize("ops", [reference, functional], ids=["reference", "functional"])
+@pytest.mark.parametrize("ops", [specification, functional], ids=["specification", "functional"])
 def test_torch(ops, op, poisoned):
     check(getattr(ops, op), op, SMALL)
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from ds_kfac.ops import reference
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.functional import packed_numel
+from tests.ops import specification
 from tests.ops.cuda_emulation import emulated
 
 DIMS = [1, 2, 63, 129, 257, 0, 64]
@@ -34,7 +34,7 @@ def factors() -> tuple[list, list, list, list, list]:
 
 def check_against_the_specification(ops, averages, sums, counts, updates, decays, usable):
     expected, counted = ([x.clone() for x in tensors] for tensors in (averages, updates))
-    assert reference.ema_update_(expected, sums, counts, counted, decays).tolist() == usable
+    assert specification.ema_update_(expected, sums, counts, counted, decays).tolist() == usable
     used = ops.ema_update_(averages, sums, counts, updates, decays)
     assert used.dtype == torch.bool and used.tolist() == usable
     for found, wanted in zip((*averages, *updates), (*expected, *counted), strict=True):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from ds_kfac.ops import check, dispatch, functional, reference
+from ds_kfac.ops import check, dispatch, functional
 from ds_kfac.ops import triton as backend
 from ds_kfac.ops.check import NotMadeFor, guarded
 from ds_kfac.ops.cuda import CudaError, CudaOps, load
 from ds_kfac.ops.dispatch import Backend
 from tests.close import close, exact
+from tests.ops import specification
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
 
@@ -95,7 +96,7 @@ def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_an
                 implementations[op](*arguments, **options)
             exact(arguments, wanted_arguments, what=case)
         found = guarded(name, op, implementations[op])(*arguments, **options)
-        wanted = getattr(reference, op)(*wanted_arguments, **options)
+        wanted = getattr(specification, op)(*wanted_arguments, **options)
         for parts in ((found, wanted), (arguments, wanted_arguments)):
             close(*map(tensors_of, parts), sums=4, what=case)
 

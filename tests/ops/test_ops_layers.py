@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from ds_kfac.ops import functional, reference
+from ds_kfac.ops import functional
 from tests.close import close, exact
+from tests.ops import specification
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,13 +49,13 @@ def test_adam_of_matrices_that_lie_apart_is_torchs():
     x, first, second, seen = adam_state(2, 63, 7, 5)
     usable, options = torch.tensor([True, False]), {"betas": (0.9, 0.99), "eps": 1e-3}
     wanted = torch.empty_like(x), torch.empty_like(x)
-    reference.adam_scale_(*wanted, x, first, second, seen, usable, **options)
+    specification.adam_scale_(*wanted, x, first, second, seen, usable, **options)
     transposed = [part.mT.contiguous().mT for part in (x, x, x, first, second)]
     functional.adam_scale_(*transposed, seen, usable, **options)
     for part, expected in zip(transposed, wanted, strict=False):
         close(part, expected, sums=10)
     first_wanted, seen_wanted = first.clone(), seen.clone()
-    reference.adam_fold_(first_wanted, second, seen_wanted, wanted[1], usable, betas=(0.9, 0.99))
+    specification.adam_fold_(first_wanted, second, seen_wanted, wanted[1], usable, betas=(0.9, 0.99))
     functional.adam_fold_(transposed[3], transposed[4], seen, transposed[1], usable, betas=(0.9, 0.99))
     close(transposed[3], first_wanted, sums=10)
     exact(seen, seen_wanted)

@@ -5,8 +5,8 @@ import torch
 
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.functional import packed_numel
-from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
+from tests.ops.specification import symmetric_pack
 from tests.ops.triton_tools import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")

@@ -90,7 +90,7 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py``. All tensors contiguous; fp32 but for ``usable_n`` and ``waiting_nOI``. Cost: 16 n O I
+    """See ``ops/functional.py``. All tensors contiguous; fp32 but for ``usable_n`` and ``waiting_nOI``. Cost: 16 n O I
     bytes, and those of ``waiting_nOI``."""
     fp32 = direction_nOI, x_nOI, first_nOI, second_nOI
     _check_adam("adam_scale_", fp32, waiting_nOI, updates_n, usable_n, (*betas, eps), scale)
@@ -124,7 +124,7 @@ def adam_fold_(
     first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py`` and :func:`adam_scale_`. Cost: 16 n O I bytes, and those of ``waiting_nOI``."""
+    """See ``ops/functional.py`` and :func:`adam_scale_`. Cost: 16 n O I bytes, and those of ``waiting_nOI``."""
     _check_adam("adam_fold_", (first_nOI, second_nOI), waiting_nOI, updates_n, usable_n, betas)
     grid, options = flat_blocks_of(first_nOI)
     with on_device_of(first_nOI):
@@ -159,7 +159,7 @@ def finish_direction_(
     x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
     replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
-    """See ``ops/reference.py``. All tensors fp32 and contiguous. Cost: 8 n O I bytes."""
+    """See ``ops/functional.py``. All tensors fp32 and contiguous. Cost: 8 n O I bytes."""
     vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n, bound_n, replacement_n
     _check_flat("finish_direction_", (x_nOI,), vectors, (shift,))
     grid, options = flat_blocks_of(x_nOI)

@@ -294,7 +294,7 @@ def syrk_kernel(
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """See ``ops/reference.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are
+    """See ``ops/functional.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are
     copied if their columns are not contiguous.
 
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
