@@ -69,13 +69,14 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
 COMMANDS = {
     "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
     "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
-    "plot": "ds_kfac.integrations.plot:run", "report": "ds_kfac.engine.environment:report",
-    "doctor": "ds_kfac.engine.doctor:doctor",
+    "plot": "ds_kfac.integrations.plot:run", "doctor": "ds_kfac.engine.doctor:doctor",
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
 """Command -> the function that returns its text, called with the parsed arguments."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
+GONE = {"report": "doctor"}
+"""Command of an earlier version -> the one that says what it said."""
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
@@ -84,7 +85,7 @@ def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
     word = next(words, None)
     if word is None or word in commands:
         return None
-    begins = [name for name in commands if len(word) > 1 and name.startswith(word)]
+    begins = [name for name in commands if len(word) > 1 and name.startswith(word)] or [*filter(None, [GONE.get(word)])]
     close = begins or difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
     return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
 
@@ -136,8 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
-    commands.add_parser("doctor", help="in a dozen lines, whether this environment will work, and how to fix it")
-    commands.add_parser("report", help="versions, accelerator, and what is supported here")
+    commands.add_parser("doctor", help="whether this environment will work, and how to fix it; for bug reports, too")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
     argv = sys.argv[1:] if argv is None else argv

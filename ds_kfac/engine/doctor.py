@@ -1,6 +1,8 @@
-"""``python -m ds_kfac doctor``: whether this environment will work, and how to fix it if not, in eleven lines."""
+"""``python -m ds_kfac doctor``: whether this environment will work, and how to fix it if not, in twelve lines, which a
+bug report should have, too."""
 
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from packaging.version import Version
 
 import ds_kfac_startup
 from ds_kfac.engine.preflight import COMPILED, extensions_root, is_compiled
+from ds_kfac.ops.build import find_nvcc
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
@@ -64,11 +67,11 @@ def _with_range(name: str, has: str) -> str:
 
 
 def _others() -> Answer:
-    """Optional packages."""
-    texts = []
-    for name in ("triton", "transformers"):
+    """Optional packages, and those whose versions are asked for after a fault."""
+    texts = [f"Python {platform.python_version()}"]
+    for name in ("ds_kfac", "triton", "transformers", "numpy", "pydantic"):
         try:
-            texts.append(_with_range(name, version(name)))
+            texts.append(_with_range(name, version(name)) if name in TESTED_RANGES else f"{name} {version(name)}")
         except PackageNotFoundError:
             texts.append(f"no {name}")
     return "; ".join(texts), ""
@@ -98,7 +101,10 @@ def _compiler() -> Answer:
     ninja = shutil.which("ninja")
     missing = [] if path else ["a C++ compiler (apt install g++)"]
     missing += [] if ninja else ["ninja (pip install ninja)"]
-    return f"{path}, {ninja}", f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else ""
+    return (
+        f"{path}, {ninja}, nvcc {find_nvcc() or 'nowhere'}",
+        f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else "",
+    )
 
 
 def _cache() -> Answer:
@@ -150,6 +156,7 @@ QUESTIONS: dict[str, Callable[[], Answer]] = {
     "compiler": _compiler,
     "cache": _cache,
     COMPILED: _shm,
+    "threads": lambda: (f"{torch.get_num_threads()} a process", ""),
     "ops": lambda: (str(chosen(get_accelerator().device_name())), ""),
     "launcher": _launcher,
     "switched on": _enabled,

@@ -175,13 +175,6 @@ def usable(architecture: str | None) -> tuple[Path | None, str]:
     return ahead, ""
 
 
-def status(architecture: str | None) -> list[tuple[str, ...]]:
-    """Rows of the report, with a header: name, built ahead of time, can be used or built here, and why not."""
-    ahead, why = usable(architecture)
-    here = ("kfac_cuda", "yes" if ahead else "no", "no" if why else "yes", why)
-    return [("op library", "installed", "compatible", ""), here]
-
-
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
     """The architectures in ``TORCH_CUDA_ARCH_LIST``: 80 and 90a for "8.0;9.0+PTX"; [] if it is not set. Raises
     BuildError for an entry that is no compute capability from 8.0 on."""

@@ -153,7 +153,7 @@ def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path)
     assert "ds_kfac steps 100% of the trained matrix parameters" in text and "WARNING" not in text
 
 
-@pytest.mark.parametrize("command", ["schema", "config", "report", "check", "estimate"])
+@pytest.mark.parametrize("command", ["schema", "config", "doctor", "check", "estimate"])
 def test_standard_output_has_the_data_alone(command):
     model = ["--model", "tests.estimate.test_check:talking", "--config", "configs/gpt_zero2_kfac.json", "--world", "2"]
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
@@ -166,7 +166,7 @@ def test_standard_output_has_the_data_alone(command):
     begins = {
         "schema": "{",
         "config": "# The",
-        "report": "ds_kfac",
+        "doctor": "ds_kfac doctor",
         "check": "configs/",
         "estimate": "ds_kfac estimate",
     }

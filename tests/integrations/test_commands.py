@@ -15,7 +15,12 @@ HEAVY = "torch", "deepspeed", "transformers"
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("chek", "did you mean check?"), ("est", "did you mean estimate?"), ("x", "commands: estimate, ")],
+    [
+        ("chek", "did you mean check?"),
+        ("est", "did you mean estimate?"),
+        ("report", "did you mean doctor?"),
+        ("x", "commands: estimate, "),
+    ],
 )
 def test_a_misspelt_command_is_told_the_nearest(capsys, word, told):
     assert main([word, "--config", "a.json"]) == 2

@@ -14,13 +14,15 @@ def said(capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_eleven_lines_and_an_answer(capsys, monkeypatch, tmp_path):
+def test_twelve_lines_and_an_answer(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
         monkeypatch.delenv(name, raising=False)
     lines = said(capsys)
-    assert len(lines) == 12 and all(line.split()[0] for line in lines)
+    assert len(lines) == 13 and all(line.split()[0] for line in lines)
     assert lines[0] == "ds_kfac doctor: this environment will work"
+    text = "\n".join(lines)
+    assert all(name in text for name in ("Python 3.", "torch", "deepspeed", "ds_kfac", "numpy", "pydantic", "nvcc"))
 
 
 def no_compiler(patch, folder):
