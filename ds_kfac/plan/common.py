@@ -39,18 +39,6 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
     return tuple(name for name in factor.layers if layers[name].weight == first.weight)
 
 
-def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """With one A for the experts of a stack that have an A each."""
-    stacks: dict[str, list[LayerSpec]] = {}
-    for layer in layers:
-        stacks.setdefault(layer.weight, []).append(layer)
-    apart = {name: stack[0].name for name, stack in stacks.items() if not any(layer.shares for layer in stack)}
-    return tuple(
-        replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
-        for layer in layers
-    )
-
-
 def own_inputs(
     layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:

@@ -7,7 +7,6 @@ function, so that a test can have it otherwise.
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add
 
 import torch
 
@@ -18,12 +17,10 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Precision, choose
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan.common import common_inputs, own_inputs, rows_from, sharing_candidates
+from ds_kfac.plan.common import own_inputs, rows_from, sharing_candidates
 from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
-FITS = 4
-"""Attempts at an assignment whose steps fit the budget, too."""
 FIRST_BUCKETS = 4
 """Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
 COSTLY_TRAFFIC = 0.02
@@ -165,10 +162,6 @@ def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> li
     return [factor for factor in factors if factor.layers[0] not in copied]
 
 
-class OverBudget(ValueError):
-    """The memory of a plan."""
-
-
 @dataclass(frozen=True)
 class EngineFacts:
     """What the engine gives.
@@ -199,38 +192,16 @@ def make_plan(
     layers: Sequence[LayerSpec], facts: EngineFacts, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
     """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may differ from these in
-    ``shares``: the experts of a stack have an A each or one for all, see :mod:`ds_kfac.plan.common`, and one wherever
-    the memory is over the budget else.
+    ``shares``: the experts of a stack have an A each or one for all, see :mod:`ds_kfac.plan.common`.
 
-    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
+    Raises ValueError if the fraction does not fit the world or the mode.
     """
-    method = METHODS[config.preconditioner.method]
+    method, schedule, reasons = METHODS[config.preconditioner.method], config.schedule, list[str]()
     if method is EIGEN and facts.rotates and costs.ieee_flops:
         method = ITERATED  # on a GPU an eighth of eigh's time
-    found, told = [tuple(layers)], tuple[str, ...]()
-    if config.choice.shares:
-        if facts.rotates:
-            apart, told = own_inputs(layers, method, moments=facts.moments, world=facts.world)
-            found.insert(0, apart)
-        found.append(common_inputs(layers))
-    models = list(dict.fromkeys(found))
-    while True:
-        try:
-            return _made(models[0], method, facts, config, costs, answers, told)
-        except OverBudget:
-            if len(models) == 1:
-                raise
-        del models[0]
-        less = len(factor_specs(found[0])) - len(factor_specs(models[0]))
-        told = (f"one A for all experts of a stack: {less:,} more are over {config.assignment.memory_budget_gb:g} GB",)
-
-
-def _made(
-    layers: Sequence[LayerSpec], method: Method, facts: EngineFacts, config: KFACConfig, costs: CostModel,
-    answers: tuple[str, ...], told: Sequence[str],
-) -> Plan:  # fmt: skip
-    """Of layers whose common As are settled. ``told``: why these."""
-    schedule, reasons = config.schedule, list(told)
+    if config.choice.shares and facts.rotates:
+        layers, about_experts = own_inputs(layers, method, moments=facts.moments, world=facts.world)
+        reasons += about_experts
     update, refresh = schedule.intervals(schedule.settled)
     paired, factors = method.paired(config.damping.kind), factor_specs(layers)
     work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
@@ -261,9 +232,8 @@ def _made(
 
 
 def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> roles.Assignment:
-    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
-    options, world = config.assignment, work.world
-    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
+    """The predicted-fastest one; ``paired``: A and G of a layer on one rank."""
+    fraction, world = config.assignment.gradient_worker_fraction, work.world
     counts = roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
     if work.held is not None:
         if fraction is not None and counts != (1,):
@@ -273,44 +243,13 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
                 "null, or use ZeRO stage 0"
             )
         counts = (1,)
-    found, problems = dict[int, roles.Assignment](), list[str]()
-    for workers in counts:
-        try:
-            found[workers] = _fitting(work, workers, paired, budget)
-        except ValueError as problem:
-            problems.append(str(problem))
-    if not found:
-        raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
+    found = {workers: roles.assign(work, workers, paired=paired) for workers in counts}
     most = {workers: (max(made.loads), max(made.memory)) for workers, made in found.items()}
     best = min(most, key=most.__getitem__)
     if len(counts) > 1:
         tried = ", ".join(f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes" for g, (load, size) in most.items())
-        tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
     return found[best]
-
-
-def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> roles.Assignment:
-    """Within the budget, in 10^9 bytes, with what a step takes beside the state. Raises ValueError if there is none."""
-    if budget is None:
-        return roles.assign(work, workers, paired=paired)
-    cap, needed = budget * 1e9, 0
-    for _ in range(FITS):
-        try:
-            made = roles.assign(work, workers, paired=paired, memory_cap=cap)
-        except ValueError:
-            if not needed:
-                raise
-            break
-        beside = work.beside(made.workers, made.eigen_workers)
-        needed = max(map(add, made.memory, beside))
-        if needed <= budget * 1e9:
-            return made
-        cap = max(made.memory) - (needed - budget * 1e9)
-    raise ValueError(
-        f"K-FAC: the memory cap is {budget * 1e9:.0f} bytes per rank, but state and what a step takes beside it needs "
-        f"{needed} bytes; raise the cap, or take a smaller factor.dense_max or more ranks"
-    )
 
 
 def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
