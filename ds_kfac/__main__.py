@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from ds_kfac import __version__, only_for_data
 from ds_kfac.config.text import fitted, must_exist
-from ds_kfac.factors import arguments as factors
 from ds_kfac.integrations import launcher, plot
 
 
@@ -66,6 +66,35 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
                         "same as between nodes")  # fmt: skip
 
 
+def _describe_factors(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``factors``."""
+    parser.add_argument("--model", required=True, help="hf:PATH, a folder that transformers loads, or module:function, "
+                        "which returns a model")  # fmt: skip
+    parser.add_argument("--data", required=True, help="text file, .jsonl with a field text, or folder of the package "
+                        "datasets, for hf: models; or module:function, (rank, ranks) -> batches")  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, help="folder for the files; an unfinished run goes on")
+    parser.add_argument("--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block')
+    parser.add_argument("--length", type=int, metavar="T", help="hf: models: tokens of a sequence, 512; texts are "
+                        "joined")  # fmt: skip
+    parser.add_argument("--batch", type=int, metavar="N", help="hf: models: sequences of a rank at a time, 8")
+    parser.add_argument("--limit", type=int, metavar="N", help="hf: models: sequences at most")
+    parser.add_argument("--fisher", choices=("empirical", "monte_carlo", "activations_only"), help="in place of the "
+                        "config's; monte_carlo: the true Fisher; activations_only: A alone")  # fmt: skip
+    parser.add_argument("--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues")
+
+
+def _describe_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``convert``."""
+    parser.add_argument("factors", type=Path, help="folder that factors, or engine.kfac.export, has written")
+    parser.add_argument("--to", required=True, choices=TOOLS)
+    parser.add_argument("--out", required=True, type=Path, help="safetensors file; for kronfluence its output_dir")
+    parser.add_argument("--name", default="ds_kfac", help="kronfluence: factors_name")
+    parser.add_argument("--rank", type=int, default=16, help="eva: r of LoRA, in the mean of the layers")
+    parser.add_argument("--rho", type=float, default=2.0, help="eva: how many times that a layer may have")
+
+
+TOOLS = ("kronfluence", "regmean", "gptq", "eva")
+"""Tools for which factors can be written."""
 COMMANDS = {
     "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
     "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
@@ -130,9 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
     _describe(check, check=True)
     text = "factors of a model over some data, without training; on several ranks by deepspeed --module ds_kfac factors"
-    factors.of_factors(commands.add_parser("factors", help=text))
+    _describe_factors(commands.add_parser("factors", help=text))
     text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
-    factors.of_convert(commands.add_parser("convert", help=text))
+    _describe_convert(commands.add_parser("convert", help=text))
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"

@@ -11,7 +11,7 @@ from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize,
 from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
-from ds_kfac.integrations.trainer_logs import log_in_trainer
+from ds_kfac.integrations import log_in_trainer
 from ds_kfac.model.batch import BatchInfo
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.optimizer import NAME, OptimizerParams
+from ds_kfac.config.keys import NAME, KFACConfig, OptimizerParams
 from ds_kfac.config.values import AUTO, KEY
 from ds_kfac.schedule.timetable import Value
 

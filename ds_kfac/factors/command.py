@@ -1,4 +1,5 @@
-"""``python -m ds_kfac factors`` and ``convert``."""
+"""``python -m ds_kfac factors`` and ``convert``; and the table of rows, effective rank and condition number of every
+side with which the first ends."""
 
 import argparse
 import contextlib
@@ -14,13 +15,13 @@ import deepspeed
 import hjson
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from ds_kfac.config.values import find_block
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
 from ds_kfac.factors.progress import saved
-from ds_kfac.factors.summary import draw, table
 
 SIZES = {"length": 512, "batch": 8, "limit": None}
 """Defaults of options about the data of hf: models."""
@@ -65,8 +66,7 @@ def run(arguments: argparse.Namespace) -> str:
         f"{arguments.out}: {len(factors.layers)} layers, {factors.header['fisher']} Fisher, "
         f"{factors.header['sequences']:,.0f} sequences, {factors.header['rows']:,.0f} rows"
     )
-    picture = draw(factors, arguments.out / "spectra.png")
-    return "\n".join([title, *table(factors), f"  spectra: {picture or 'not drawn, pip install matplotlib'}"])
+    return "\n".join([title, *table(factors)])
 
 
 def run_convert(arguments: argparse.Namespace) -> str:
@@ -183,3 +183,53 @@ def _texts(path: Path) -> Iterator[Any]:
         if not isinstance(content, (str, list)):
             raise FactorsError(f"--data {path}, row {number}: text is a {type(content).__name__}; must be a string")
         yield content
+
+
+HEADER = ("layer", "[O, I]", "rows", "A rank", "A cond", "G rank", "G cond")
+SHOWN = 40
+"""Most layers in a table."""
+
+
+def effective_rank(values: Tensor) -> float:
+    """(sum of the eigenvalues)^2 / sum of their squares: the number of directions if all nonzero ones were equal."""
+    values = values.double().clamp(min=0)
+    return float(values.sum() ** 2 / values.square().sum().clamp(min=1e-300))
+
+
+def condition(values: Tensor) -> float:
+    """Largest eigenvalue over the smallest that exceeds fp32 rounding."""
+    values = values.double()
+    floor = values.max() * torch.finfo(torch.float32).eps
+    return float(values.max() / values[values > floor].min()) if values.max() > 0 else float("nan")
+
+
+def spectrum(factors: Factors, layer: str, side: str) -> Tensor | None:
+    """Eigenvalues, descending; None for an identity, or a factor without eigenvalues."""
+    if (
+        factors.side(layer, side).block == 0
+        or f"{factors.layers[layer][side]['of']}/values" not in factors.header["weight_map"]
+    ):
+        return None
+    return factors.eigenbasis(layer, side).values.sort(descending=True).values
+
+
+def table(factors: Factors) -> list[str]:
+    """Lines of a table with a row for each layer."""
+    rows: list[tuple[str, ...]] = [HEADER]
+    for layer in factors:
+        shape = f"{factors.side(layer, 'G').dim:,} x {factors.side(layer, 'A').dim:,}"
+        cells = [layer, shape, f"{factors.count(layer, 'A'):,.0f}" if factors.has(layer, "A") else ""]
+        for side in "AG":
+            values = spectrum(factors, layer, side)
+            kind = factors.side(layer, side).kind
+            empty = (kind, "") if kind == "identity" else ("zero", "")
+            cells += empty if values is None else (f"{effective_rank(values):,.1f}", f"{condition(values):.1e}")
+        rows.append(tuple(cells))
+    shown = rows[: SHOWN + 1]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    formats = [f"{{:{'<' if place == 0 else '>'}{width}}}" for place, width in enumerate(widths)]
+    lines = ["  " + "  ".join(f.format(cell) for f, cell in zip(formats, row, strict=True)) for row in shown]
+    more = [f"  and {len(rows) - len(shown):,} layers more, which are in index.json"] if len(rows) > len(shown) else []
+    left = factors.header.get("left_alone", {})
+    names = ", ".join(list(left)[:4]) + ", ..." * (len(left) > 4)
+    return [*lines, *more, *([f"  left alone: {len(left)} modules, {names}"] if left else [])]

@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field
 
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
-from ds_kfac.config.keys import Block, KFACConfig
-from ds_kfac.config.optimizer import DEFAULTS
+from ds_kfac.config.keys import DEFAULTS, Block, KFACConfig
 from ds_kfac.config.values import paths
 from ds_kfac.directions.kfac_adamw.optimizer import checked
 from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW

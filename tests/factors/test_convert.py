@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_kfac.__main__ import main
+from ds_kfac.factors.command import condition, effective_rank, table
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
-from ds_kfac.factors.summary import condition, draw, effective_rank, table
 from tests.close import close, exact
 from tests.factors.test_fit import CLASSES, WIDTH, Images, Sequences, sequences
 from tests.ranks import ROOT
@@ -94,13 +94,12 @@ def test_what_has_no_place_there_is_named(tmp_path):
         convert(A, "kronfluence", tmp_path / "x")
 
 
-def test_the_table_says_what_spectra_are_like(factors, tmp_path):
+def test_the_table_says_what_spectra_are_like(factors):
     assert effective_rank(torch.tensor([1.0, 1.0, 1.0, 0.0])) == 3
     assert condition(torch.tensor([8.0, 2.0, 1e-12])) == 4
     lines = table(factors)
     assert any("twice" in line and "7 x 8" in line for line in lines)
     assert len(lines) == 3
-    assert draw(factors, tmp_path / "spectra.png").stat().st_size > 10_000
 
 
 class Net(nn.Module):
@@ -124,7 +123,7 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
     assert main(arguments) == 0
     said = capfd.readouterr()
     assert "2 layers, empirical Fisher, 12 sequences" in said.out
-    assert "own.twice" in said.out and "spectra.png" in said.out
+    assert "own.twice" in said.out
     assert "rows, " in said.err and "a second" in said.err  # the bar
     found = Factors.load(tmp_path / "made")
     assert found.factor("own.head", "G").shape == (CLASSES, CLASSES)
@@ -152,14 +151,6 @@ def test_the_command_names_what_is_wrong_with_its_arguments(given, told, tmp_pat
     assert main(arguments) == 1
     said = capfd.readouterr().err
     assert told in said and "Traceback" not in said and not (tmp_path / "made").exists()
-
-
-def test_the_picture_of_spectra_says_what_its_axes_are(factors, tmp_path, monkeypatch):
-    plots = pytest.importorskip("matplotlib.pyplot")
-    labels: list[str] = []
-    monkeypatch.setattr(plots, "close", lambda figure: labels.extend(axis.get_xlabel() for axis in figure.axes[:2]))
-    draw(factors, tmp_path / "spectra.png")
-    assert labels == ["number of the eigenvalue, the largest first"] * 2
 
 
 def test_a_model_is_cut_without_a_launcher_too(tmp_path):

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_kfac.factors.command import table
 from ds_kfac.factors.files import Factors
 from ds_kfac.factors.fitting import fit
-from ds_kfac.factors.summary import table
 from examples.gpt import GPT, GPTConfig
 from tests.close import close
 from tests.factors.worker import batches

@@ -172,7 +172,7 @@ def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert "model.layers.1.mlp.down_proj" in ran.stdout and "spectra" in ran.stdout
+        assert "model.layers.1.mlp.down_proj" in ran.stdout
         found[name] = Factors.load(tmp_path / name)
     whole = found["whole"]
     for name in whole:

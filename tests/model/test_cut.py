@@ -11,7 +11,7 @@ from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan.common import rows_from
+from ds_kfac.plan.plan import rows_from
 from ds_kfac.zero.shards import pieces_of
 
 

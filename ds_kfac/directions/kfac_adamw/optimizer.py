@@ -24,7 +24,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
-from ds_kfac.config.optimizer import DEFAULTS, NAME
+from ds_kfac.config.keys import DEFAULTS, NAME
 
 FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
