@@ -47,9 +47,6 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
     parser.add_argument("--world", type=_count, required=not check, default=1, help="data-parallel ranks")
     if check:
-        parser.add_argument("--data", metavar="MODULE:FUNCTION", help="(rank, ranks) -> batches, arguments of a model "
-                            "that returns a loss: proves on a few that each layer's rows are those of its "
-                            "gradient; runs the model on the CPU")  # fmt: skip
         return
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
     parser.add_argument("--batch-rows", type=_count, metavar="N", help="tokens (or images) of a rank in a step; "

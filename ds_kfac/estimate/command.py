@@ -19,7 +19,6 @@ from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
-from ds_kfac.estimate.rows import proof_lines
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
 from ds_kfac.factors.fitting import peak_bytes, plan_of
 from ds_kfac.metrics import STAGES
@@ -281,10 +280,10 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """The report that attach would print for a config and a model, without a run. With ``--data`` also the proof that
-    layers' rows make up their gradients. Raises ValueError: attach would refuse, or a layer's rows do not fit."""
+    """The report that attach would print for a config and a model, without a run. Raises ValueError: attach would
+    refuse."""
     ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
-    model, _ = build(arguments.model, arguments.lora, "cpu" if getattr(arguments, "data", None) else "meta")
+    model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
     config, rule, optimizer, scanned = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
@@ -300,6 +299,4 @@ def check(arguments: argparse.Namespace) -> str:
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
-    if getattr(arguments, "data", None):
-        lines += proof_lines(model, scanned.layers, config, arguments.data)
     return "\n".join([*lines, "", *layer_lines(scanned, config, rule), *skipped_lines(scanned)])

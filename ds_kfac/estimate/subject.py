@@ -265,8 +265,8 @@ def _forward(model: nn.Module, trace: Trace) -> float:
     return total
 
 
-def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """A model on a device, and example arguments of its forward; None where these are unknown.
+def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """A model on the meta device, and example arguments of its forward; None where these are unknown.
 
     Args:
         name: one of three forms. ValueError if there is no such model.
@@ -286,7 +286,7 @@ def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.
         peft = None if lora is None else importlib.import_module("peft")
     except ImportError as problem:
         raise ValueError(f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?") from problem
-    with torch.device(device):
+    with torch.device("meta"):
         made: Any
         if library == "hf":
             made = _of_transformers(module, attribute)
@@ -306,7 +306,7 @@ def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.
     if example is None:
         return model, None
     arguments = example if isinstance(example, (tuple, list)) else (example,)
-    return model, tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+    return model, tuple(x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
@@ -320,7 +320,7 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
     kind = next((each for each in kinds if each is not None), None)
     made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    if made.device.type == "meta" and made._can_set_experts_implementation():  # others read values, meta has none
+    if made._can_set_experts_implementation():  # others read values, meta has none
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch import nn
 
 from ds_kfac.__main__ import main
@@ -20,39 +19,6 @@ LLAMA = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 RUN = ["check", "--config", str(ROOT / "configs/gpt_zero2_kfac.json"), "--model"]
-
-
-def data(rank, ranks):
-    """For GPT of examples/gpt.py."""
-    for seed in range(2):
-        tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(seed))
-        yield tokens, tokens.roll(-1, 1)
-
-
-def gpt():
-    return GPT(GPTConfig(width=32, blocks=1, heads=2, context=16))
-
-
-class Helped(GPT):
-    """A layer's weight is used where no hook sees it."""
-
-    def forward(self, *arguments):
-        return super().forward(*arguments) + 1e-3 * self.blocks[0].mlp.up.weight.square().sum()
-
-
-def helped():
-    return Helped(GPTConfig(width=32, blocks=1, heads=2, context=16))
-
-
-def test_rows_are_proven_on_data(capsys):
-    here = "tests.estimate.test_check"
-    assert main([*RUN, f"{here}:gpt", "--data", f"{here}:data"]) == 0
-    assert "layers make up their gradients, on 2 batches" in capsys.readouterr().out
-    assert main([*RUN, f"{here}:helped", "--data", f"{here}:data"]) == 1
-    said = capsys.readouterr().err
-    assert "blocks.0.mlp.up: its gradient is not that of the rows of 2 calls" in said and "(square)" in said
-    assert main([*RUN, f"{here}:gpt", "--data", f"{here}:nothing"]) == 1
-    assert "must be module:function, (rank, ranks) -> batches" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.estimate.rows import proven
 from ds_kfac.model import blocks, capture, proof
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.scan import LayerChoice, scan
+from tests.model.proven import proven
 from tests.models import cross_entropy, linear_layer
 from tests.ops.specification import symmetric_pack
 

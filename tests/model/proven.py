@@ -1,27 +1,19 @@
-"""Whether captured rows make up the layers' gradients, without an engine: ``python -m ds_kfac check --data``."""
+"""Whether captured rows make up the layers' gradients, without an engine: the proof of ds_kfac/model/proof.py alone."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.engine.report import folded
-from ds_kfac.model.batch import ArgumentReader, ReadBatch
+from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
-from ds_kfac.step.proving import FOREIGN_MASK, ZERO_ROWS
-
-BATCHES = 4
-"""Batches of the data that are used, at most."""
 
 
 def proven(
@@ -38,9 +30,6 @@ def proven(
 
     Args:
         loss: (model, batch) -> scalar loss; None: the model returns it, called with the batch as its arguments.
-
-    Raises:
-        ValueError: the model returns no loss.
     """
     parameters = dict(model.named_parameters())
     device = next(model.parameters()).device
@@ -66,42 +55,13 @@ def proven(
     return dict(zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True))
 
 
-def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfig, data: str) -> list[str]:
-    """Lines of ``check``'s report on ``data``, "module:function". Raises ValueError: there are no such batches, or some
-    layer's rows do not make up its gradient."""
-    module, _, function = data.partition(":")
-    try:
-        batches = list(islice(getattr(importlib.import_module(module), function)(0, 1), BATCHES))
-    except (ImportError, AttributeError, TypeError, ValueError) as problem:
-        raise ValueError(f"--data {data}: {problem}; must be module:function, (rank, ranks) -> batches") from problem
-    if not batches:
-        raise ValueError(f"--data {data}: has no batches")
-    rows, reader = RowSums(config.factor.weight_sharing), ArgumentReader(model, count=config.padding.count)
-    checks = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
-    if wrong := [(name, str(check)) for name, check in checks.items() if not check.is_finite or not check.fits]:
-        raise ValueError(
-            "the captured rows of these layers do not make up their gradients: "
-            + "; ".join(f"{name}: {why}" for name, why in folded(wrong))
-        )
-    zero = [(name, f"{x.zero / x.rows:.0%}") for name, x in checks.items() if x.zero > ZERO_ROWS * x.rows]
-    lines = [f"  rows: those of {len(checks)} layers make up their gradients, on {len(batches)} batches"]
-    if zero:
-        text = ", ".join(f"{name} {part}" for name, part in folded(zero))
-        lines.append(f"  WARNING: rows count whose gradient is zero to the last bit: {text} (docs/capture.md)")
-    if foreign := [(name, "") for name, check in checks.items() if check.foreign]:
-        text = ", ".join(name for name, _ in folded(foreign))
-        lines.append(f"  WARNING: {FOREIGN_MASK}: {text} (docs/capture.md)")
-    return lines
-
-
 def called(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns for a batch. Raises ValueError if it returns none."""
+    """The loss that a model returns for a batch."""
     if isinstance(batch, Mapping):
         loss = returned_loss(model(**batch))
     else:
         loss = returned_loss(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
-    if loss is None:
-        raise ValueError(f"{type(model).__name__} returned no loss (a scalar): its batches need labels")
+    assert loss is not None
     return loss
 
 
