@@ -4,12 +4,15 @@ got and what to write instead."""
 import difflib
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
+import hjson
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -307,3 +310,15 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
         if "".join(c for c in str(key).lower() if c.isalnum()) in ("kfac", "dskfac", "kfacs", "kfak"):
             raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
     return None
+
+
+def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
+    """A DeepSpeed config, given as a mapping or as a JSON file, which may have comments. Raises ValueError if it is no
+    JSON object."""
+    try:
+        config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
+    return config

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -293,11 +292,6 @@ def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
     signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
     cells = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)] for row in rows)
     return [f"  {'  '.join(row).rstrip()}" for row in cells]
-
-
-def wrapped(text: str) -> list[str]:
-    """A long sentence as lines, indented as columns are."""
-    return textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def number(value: float, unit: str) -> str:

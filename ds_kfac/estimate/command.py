@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
+from ds_kfac.config.text import fitted
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
-from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
+from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
-from ds_kfac.estimate.subject import Subject, Trace, build, read_config
+from ds_kfac.estimate.subject import Subject, Trace, build, config_of
 from ds_kfac.factors.fitting import peak_bytes, plan_of
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
@@ -73,10 +74,10 @@ def estimate_kfac_mem_needs_all_live(
     """
     model_device = next((p.device for p in model.parameters()), torch.device("meta"))
     arguments = [x.to(model_device) if isinstance(x, Tensor) else x for x in example or ()]
-    subject = Subject(model, read_config(config), stage, Trace(model, arguments) if arguments else None)
+    subject = Subject(model, config_of(config), stage, Trace(model, arguments) if arguments else None)
     costs = replace(costs_of(device), node_size=node_size or 1)
     lines, strategies = described(subject, costs, world, batch_rows)
-    print("\n".join(lines))
+    print(fitted("\n".join(lines)))
     return strategies
 
 
@@ -115,7 +116,7 @@ def described(
     try:
         chosen = Estimate(subject, costs, world, rows)
     except ValueError as refused:
-        problem = wrapped(f"this config: refused: {refused}")
+        problem = [f"  this config: refused: {refused}"]
     for workers in worker_counts(world) if subject.replicated else (1,):
         if chosen is not None and chosen.plan.workers == workers:
             strategies.append(chosen)
@@ -176,7 +177,7 @@ def strategy_lines(strategies: Sequence[Estimate | Refused], costs: CostModel, c
     refused = list[str]()
     for each in strategies:
         if isinstance(each, Refused):
-            refused += wrapped(f"{each.name}: refused: {each.reason}")
+            refused.append(f"  {each.name}: refused: {each.reason}")
             continue
         far = (each.mean.payload.sum(axis=0) * ~same_block(each.world, costs.node_size)).sum(axis=1)
         sent = (each.mean.sent(), far, *(step.sent() for step in (each.plain, each.update, each.refresh)))
@@ -201,9 +202,8 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
             f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a rank{assumed} in "
             f"{dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x the mean"
         )
-    lines = ["", *wrapped(answer), f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
-    for reason in plan.reasons:
-        lines += wrapped(f"plan: {reason}")
+    lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
+    lines += [f"  plan: {reason}" for reason in plan.reasons]
 
     table = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
     table |= {"state": chosen.state, **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}}
@@ -237,7 +237,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Text of the estimate. Raises ValueError for a wrong config, model or numbers."""
     if arguments.node_gbps is not None and arguments.node_size is None:
         raise ValueError("--node-gbps: give --node-size too")
-    ds_config = read_config(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
+    ds_config = config_of(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
     model, example = build(arguments.model, arguments.lora)
     trace = None
     if example is not None:
@@ -282,7 +282,7 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 def check(arguments: argparse.Namespace) -> str:
     """The report that attach would print for a config and a model, without a run. Raises ValueError: attach would
     refuse."""
-    ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
+    ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
     config, rule, optimizer, scanned = subject.config, subject.rule, subject.context.optimizer, subject.scan

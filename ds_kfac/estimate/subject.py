@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
-import hjson
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.config.keys import parse
-from ds_kfac.config.values import AUTO, find_block
+from ds_kfac.config.values import AUTO, find_block, read_config
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
@@ -36,18 +34,12 @@ CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.G
 """Modules whose tensors have channels as their second dimension; others have features last."""
 
 
-def read_config(
+def config_of(
     source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
 ) -> Mapping[str, Any]:
-    """A DeepSpeed config, given as a mapping or as a JSON file. ``optimizer``: its type, if the script passes it;
-    ``dtype``: "fp32", "bf16" or "fp16", if a framework fills it in. Raises ValueError if the config is no JSON object,
-    or has another optimizer or dtype itself."""
-    try:
-        config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
+    """A DeepSpeed config, see :func:`read_config`. ``optimizer``: its type, if the script passes it; ``dtype``: "fp32",
+    "bf16" or "fp16", if a framework fills it in. Raises ValueError also if the config has another one itself."""
+    config = read_config(source)
     if optimizer is not None and config.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
     if dtype is not None:

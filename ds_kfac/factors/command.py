@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hjson
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_kfac.config.values import find_block
+from ds_kfac.config.values import find_block, read_config
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
-from ds_kfac.factors.progress import saved
 
 SIZES = {"length": 512, "batch": 8, "limit": None}
 """Defaults of options about the data of hf: models."""
@@ -32,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run(arguments: argparse.Namespace) -> str:
     """Compute the factors; returns the text to print, empty on all ranks but the first."""
-    given = _config(arguments)
+    given = {} if arguments.config is None else read_config(arguments.config)
     for name in SIZES:
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -58,7 +56,10 @@ def run(arguments: argparse.Namespace) -> str:
             )
         except KeyboardInterrupt:
             if not rank:
-                print(f"\nds_kfac factors: stopped. {saved(arguments.out)}", file=sys.stderr)
+                print(
+                    "\nds_kfac factors: stopped. The same command goes on from the last save, of every five minutes",
+                    file=sys.stderr,
+                )
             raise SystemExit(STOPPED) from None
     if rank:
         return ""
@@ -75,18 +76,6 @@ def run_convert(arguments: argparse.Namespace) -> str:
     done, total = len(factors.layers) - len(left), len(factors.layers)
     lines = [f"wrote {done} of {total} layers for {arguments.to}: {arguments.out}"]
     return "\n".join([*lines, *(f"  left out: {layer}: {why}" for layer, why in left.items())])
-
-
-def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.config is None:
-        return {}
-    try:
-        ds_config = hjson.loads(Path(arguments.config).read_text())
-    except (OSError, hjson.HjsonDecodeError) as problem:
-        raise FactorsError(f"{arguments.config}: {problem}") from problem
-    if not isinstance(ds_config, dict):
-        raise FactorsError(f"{arguments.config}: is a {type(ds_config).__name__}; must be a DeepSpeed config")
-    return dict(ds_config)
 
 
 def _function(name: str) -> Any:

@@ -182,17 +182,3 @@ class Progress:
 
     def _shard(self, number: int) -> Path:
         return self.folder / f"partial-{number:05d}-{self.channel.rank:05d}.safetensors"
-
-
-def saved(folder: Path) -> str:
-    """Text that says where another call of the command will continue."""
-    try:
-        state = json.loads((folder / PROGRESS).read_text())
-        done, phase = int(state["batches"]), PHASES.index(state["phase"]) + 1
-    except (OSError, ValueError, KeyError, TypeError):
-        done, phase = 0, 1
-    if not done and phase == 1:
-        return (
-            f"Nothing was saved yet (saves come every {SAVE_SECONDS / 60:.0f} minutes): the same command begins anew."
-        )
-    return f"The same command goes on from the last save: {done:,} batches of pass {phase} are done."

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.factors.command import _config, _data, _texts
+from ds_kfac.config.values import read_config
+from ds_kfac.factors.command import _data, _texts
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
 from tests.factors.test_fit import Sequences, sequences
@@ -33,8 +34,8 @@ def test_a_row_without_a_text_is_named(row, tmp_path):
 
 def test_a_config_that_is_no_table_is_refused(tmp_path):
     (tmp_path / "ds.json").write_text("[1, 2]")
-    with pytest.raises(FactorsError, match="is a list; must be a DeepSpeed config"):
-        _config(Namespace(config=str(tmp_path / "ds.json")))
+    with pytest.raises(ValueError, match="not a JSON object; name a DeepSpeed config file"):
+        read_config(str(tmp_path / "ds.json"))
 
 
 def test_ranks_without_a_sequence_have_no_batch(tmp_path):

@@ -229,11 +229,8 @@ sys.exit(main(["factors", "--model", names + ":Net", "--data", names + ":data", 
 """
 
 
-@pytest.mark.parametrize("seconds, told", [
-    (-1.0, "The same command goes on from the last save: 2 batches of pass 1 are done."),
-    (300.0, "Nothing was saved yet (saves come every 5 minutes): the same command begins anew."),
-])  # fmt: skip
-def test_a_command_that_is_stopped_says_that_it_goes_on(seconds, told, tmp_path):
+@pytest.mark.parametrize("seconds", [-1.0, 300.0])
+def test_a_command_that_is_stopped_says_that_it_goes_on(seconds, tmp_path):
     def run(at: int | None) -> subprocess.CompletedProcess:
         code = STOPPED.format(seconds=seconds, at=at)
         command = [sys.executable, "-c", code, str(tmp_path / "made")]
@@ -241,6 +238,8 @@ def test_a_command_that_is_stopped_says_that_it_goes_on(seconds, told, tmp_path)
 
     stopped = run(2)
     assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
-    assert f"ds_kfac factors: stopped. {told}" in stopped.stderr and "Traceback" not in stopped.stderr, stopped.stderr
+    assert (
+        "stopped. The same command goes on from the last save" in stopped.stderr and "Traceback" not in stopped.stderr
+    ), stopped.stderr
     again = run(None)
     assert again.returncode == 0 and "12 sequences" in again.stdout, again.stderr
