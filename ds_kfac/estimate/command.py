@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
-from ds_kfac.config.text import fitted
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
@@ -77,7 +76,7 @@ def estimate_kfac_mem_needs_all_live(
     subject = Subject(model, config_of(config), stage, Trace(model, arguments) if arguments else None)
     costs = replace(costs_of(device), node_size=node_size or 1)
     lines, strategies = described(subject, costs, world, batch_rows)
-    print(fitted("\n".join(lines)))
+    print("\n".join(lines))
     return strategies
 
 
