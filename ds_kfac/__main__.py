@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ds_kfac import __version__, only_for_data
 from ds_kfac.config.text import fitted, must_exist
-from ds_kfac.integrations import launcher
+from ds_kfac.integrations import launcher, plot
 
 
 def _count(text: str) -> int:
@@ -95,17 +95,14 @@ TOOLS = ("kronfluence", "regmean", "gptq", "eva")
 COMMANDS = {
     "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
     "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
-    "doctor": "ds_kfac.engine.doctor:doctor",
+    "plot": "ds_kfac.integrations.plot:run", "doctor": "ds_kfac.engine.doctor:doctor",
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
 """Command -> the function that returns its text, called with the parsed arguments."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
-GONE = {
-    "report": "it was removed in 0.2: doctor says what it said",
-    "plot": "it was removed in 0.2: TensorBoard and wandb draw the monitor's numbers (docs/troubleshooting.md)",
-}
-"""Command of an earlier version -> what to do without it."""
+GONE = {"report": "doctor"}
+"""Command of an earlier version -> the one that says what it said."""
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
@@ -114,9 +111,7 @@ def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
     word = next(words, None)
     if word is None or word in commands:
         return None
-    if word in GONE:
-        return f"no command {word!r}; {GONE[word]}"
-    begins = [name for name in commands if len(word) > 1 and name.startswith(word)]
+    begins = [name for name in commands if len(word) > 1 and name.startswith(word)] or [*filter(None, [GONE.get(word)])]
     close = begins or difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
     return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
 
@@ -164,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     _describe_factors(commands.add_parser("factors", help=text))
     text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
     _describe_convert(commands.add_parser("convert", help=text))
+    plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)

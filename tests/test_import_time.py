@@ -22,7 +22,7 @@ def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, run
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "schema", "config", "factors --help"])
+@pytest.mark.parametrize("command", ["--help", "--version", "schema", "config", "plot --help"])
 def test_commands_about_keys_import_nothing_heavy(command):
     _, run = cpu_seconds("-X", "importtime", "-m", "ds_kfac", *command.split())
     imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))

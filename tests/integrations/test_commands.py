@@ -18,7 +18,7 @@ HEAVY = "torch", "deepspeed", "transformers"
     [
         ("chek", "did you mean check?"),
         ("est", "did you mean estimate?"),
-        ("report", "removed in 0.2: doctor says"),
+        ("report", "did you mean doctor?"),
         ("x", "commands: estimate, "),
     ],
 )
