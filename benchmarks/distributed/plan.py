@@ -21,7 +21,7 @@ class Flow:
 
 def planned_traffic(plan: Plan, shards: ShardMap) -> Mapping[str, Flow]:
     """Kind -> flow, as the channel counts them; without "numbers", a few bytes, and the buffers' alignment."""
-    update, refresh = plan.schedule.update, plan.schedule.refresh
+    update, refresh = plan.schedule.intervals(plan.schedule.settled)
     gather, scatter = plan.gradient_dtypes
     assignment, wire = plan.assignment, plan.wire.itemsize
     exchange = ExchangePlan(shards, plan.layers, assignment.workers)

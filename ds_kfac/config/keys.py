@@ -26,7 +26,7 @@ class Block(BaseModel):
 class FactorConfig(Block):
     """The factors A and G."""
 
-    update_interval: values.Interval = 10
+    update_interval: values.Interval = Value.constant(10)
     """Update the factors with one batch every so many steps."""
     decay: values.Decay = Value.constant(0.95)
     """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
@@ -59,7 +59,8 @@ class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""
 
     refresh_interval: values.Interval | None = None
-    """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval."""
+    """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
+    them is a schedule, a refresh waits for the next factor update."""
     lag: int | None = Field(default=None, ge=0)
     """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
     steps later, with KFACAdamW in the step after that. 0: decompose within the step. A refresh interval shorter than
@@ -305,7 +306,7 @@ class KFACConfig(Block):
         """When factors are updated and decomposed."""
         assert self.eigenbasis.refresh_interval is not None
         update, steps = self.factor.update_interval, self.burn_in.steps
-        half = (update + 1) // 2
+        half = max(1, (update.interval_at(0) + 1) // 2)
         burn_in = BurnIn(steps, half, 2 * half) if steps else None
         return Schedule(update, self.eigenbasis.refresh_interval, burn_in)
 
@@ -341,7 +342,8 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
 
     errors = []
     update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
-    update = FactorConfig().update_interval if update is None else update
+    update = FactorConfig().update_interval.interval_at(0) if update is None else update
+    # schedules are not checked: their refreshes wait for the next factor update
     plain = all(type(interval) is int and 1 <= interval <= values.LARGEST for interval in (update, refresh))
     if plain and refresh % update:
         errors.append(

@@ -45,13 +45,13 @@ model is said by `python -m ds_kfac check --config ds_config.json --model hf:PAT
 
 **Schedules.** A key of type *schedule* takes a number, or an object that gives its value at each applied step since the
 start of the run. `"linear"`, `"cosine"` and `"exponential"` go from `start` to `end` over `steps` steps, after `delay`
-steps (default 0); `"exponential"` needs positive ends. `"piecewise"` has one value more than steps: here 0.9, then
-0.95 from step 100 on, then 0.99 from step 1000 on.
+steps (default 0); `"exponential"` needs positive ends. `"piecewise"` has one value more than steps: here 5, then 20
+from step 100 on, then 50 from step 1000 on. Intervals are rounded.
 
 ```json
 "kfac": {
   "damping": {"value": {"schedule": "cosine", "start": 3, "end": 1, "steps": 200, "delay": 50}},
-  "factor": {"decay": {"schedule": "piecewise", "values": [0.9, 0.95, 0.99], "steps": [100, 1000]}}
+  "factor": {"update_interval": {"schedule": "piecewise", "values": [5, 20, 50], "steps": [100, 1000]}}
 }
 ```
 """

@@ -35,7 +35,7 @@ def resolve(
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
         ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
-        ("eigenbasis", "refresh_interval", REFRESH * config.factor.update_interval, f"{REFRESH} factor updates"),
+        ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
         ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
         ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
         ("preconditioner", "kl_clip", Value.constant(KL_CLIP), "KAISA's"),

@@ -140,7 +140,7 @@ def holds_value(annotation: Any) -> bool:
     return annotation is Value or any(holds_value(part) for part in get_args(annotation))
 
 
-def _parse(raw: Any, number: Any) -> Value:
+def _parse(raw: Any, number: Any, name: str) -> Value:
     """A Value from a number or a schedule object. Errors are located in the object; pydantic adds the key."""
     if isinstance(raw, Mapping):
         form = form_of(raw)
@@ -152,37 +152,27 @@ def _parse(raw: Any, number: Any) -> Value:
             number = Annotated[number, Field(gt=0)]
         return form[Annotated[number, BeforeValidator(fits)]].model_validate(dict(raw)).value()  # type: ignore[index]
     if isinstance(raw, bool) or not isinstance(raw, (int, float)):
-        message = f"Input should be a valid number or a schedule such as {EXAMPLE}"
+        message = f"Input should be a valid {name} or a schedule such as {EXAMPLE}"
         raise PydanticCustomError("number_or_schedule", message)
     return Value.constant(TypeAdapter(number, config=ConfigDict(strict=True)).validate_python(raw))
 
 
-def _number_or_schedule(number: Any) -> Any:
+def _number_or_schedule(number: Any, name: str) -> Any:
     """A type for a number or a schedule object, with a JSON schema of both."""
     schemas = [TypeAdapter(number).json_schema()]
     for form, kinds in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
         form_schema = form[number].model_json_schema()
         form_schema["properties"]["schedule"] = {"enum": list(kinds)}
         schemas.append({**form_schema, "title": " or ".join(kinds)})
-    validator = pydantic.PlainValidator(lambda raw: _parse(raw, number))
+    validator = pydantic.PlainValidator(lambda raw: _parse(raw, number, name))
     return Annotated[Value, validator, pydantic.WithJsonSchema({"anyOf": schemas})]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        raise PydanticCustomError("no_schedule", NO_SCHEDULE)
-    return value
-
-
-NO_SCHEDULE = (
-    "Must be an integer: schedules of intervals were removed in 0.2; burn_in shortens them at the start, and adaptive "
-    "lengthens each factor's"
-)
-Interval = Annotated[int, Field(ge=1), BeforeValidator(_plain)]
-"""Steps."""
-Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)])
-Positive = _number_or_schedule(Annotated[float, Field(gt=0)])
-NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)])
+Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
+"""Steps, at least 1; a ramp is rounded to integers by :meth:`Value.interval_at`."""
+Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)], "number")
+Positive = _number_or_schedule(Annotated[float, Field(gt=0)], "number")
+NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 
 
 Model = type[BaseModel]

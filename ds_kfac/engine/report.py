@@ -21,6 +21,7 @@ from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
@@ -74,7 +75,8 @@ def summary(
         f"ds_kfac steps {share}",
         f"  all other trained parameters ({share.others:,}): {rest}",
         f"  step: {rule.described(plan, optimizer, ratio)}",
-        f"  factors every {plan.schedule.update} steps, {plan.method.words} every {plan.schedule.refresh} steps",
+        f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
+        f"{_interval(plan.schedule.refresh)}",
         f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.method.words}, moments)",
         f"  {mode}",
     ]
@@ -137,6 +139,10 @@ def _memory(kfac: KFACPreconditioner) -> str:
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
         text += f"; moments {kfac.moments_nbytes:,} in eigenbases and {others:,} in the optimizer"
     return text
+
+
+def _interval(value: Value) -> str:
+    return f"{value} steps" if value.kind == "constant" else f"N steps, N = {value}"
 
 
 def _mode(kfac: KFACPreconditioner) -> str:

@@ -128,7 +128,8 @@ def described(
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
     method = METHODS[subject.config.preconditioner.method] if chosen is None else chosen.plan.method
-    update, refresh = subject.config.schedule.update, subject.config.schedule.refresh
+    schedule = subject.config.schedule
+    update, refresh = schedule.intervals(schedule.settled)
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
         lines.append("  no forward was traced: no layers are assumed to share their inputs, each sees a row a token")

@@ -63,8 +63,8 @@ def steps_of(plan: planning.Plan) -> tuple[list[Step], list[Step]]:
     intervals have settled). The adaptive rule is ignored: it only leaves work out."""
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
     settled, burn_in = schedule.displaced(max(plan.offsets.values(), default=0)).settled, schedule.burn_in
-    refresh, early = schedule.refresh, schedule.intervals(0)[1]
-    period = schedule.update * -(-refresh // schedule.update)
+    update, refresh = schedule.intervals(settled)
+    early, period = schedule.intervals(0)[1], update * -(-refresh // update)
 
     def steps(numbers: range, lag: int) -> list[Step]:
         # the first step waits for its decompositions, so they take effect in it

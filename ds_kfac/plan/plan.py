@@ -206,15 +206,15 @@ def make_plan(
     if config.choice.shares and facts.rotates:
         layers, about_experts = own_inputs(layers, method, moments=facts.moments, world=facts.world)
         reasons += about_experts
+    update, refresh = schedule.intervals(schedule.settled)
     paired, factors = method.paired(config.damping.kind), factor_specs(layers)
-    intervals = schedule.update, schedule.refresh
-    work = Work(layers, factors, facts.world, facts.held, costs, *intervals, facts.moments, method)
+    work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
     assignment = _assignment(work, config, paired, reasons)
     wire = _wire(assignment, facts, config, reasons)
     offsets, worst = _offsets(assignment, config, reasons)
     lag = config.eigenbasis.lag
     if lag is None:
-        lag = min(schedule.update, schedule.refresh - 1) if costs.beside and worst > LONG_STEP else 0
+        lag = min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
         late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
         reasons += [late] if lag else []
     if paired:

@@ -3,8 +3,9 @@ factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 KINDS = ("constant", "linear", "cosine", "exponential", "piecewise")
@@ -49,6 +50,18 @@ class Value:
         part = (1 - math.cos(math.pi * part)) / 2 if self.kind == "cosine" else part
         return (1 - part) * start + part * end  # unlike start + part * difference, exact at both ends
 
+    def interval_at(self, step: int) -> int:
+        """The number as an interval in steps: the nearest integer (a half goes up), at least 1."""
+        return max(1, math.floor(self.at(step) + 0.5))
+
+    def times(self, factor: float) -> "Value":
+        return Value(self.kind, tuple(factor * value for value in self.values), self.steps)
+
+    @property
+    def settled(self) -> int:
+        """The step after which it does not change."""
+        return self.steps[-1] if self.steps else 0
+
     def __str__(self) -> str:
         numbers = [f"{value:.12g}" for value in self.values]
         if self.kind in ("constant", "piecewise"):
@@ -78,26 +91,37 @@ class Due(NamedTuple):
     refresh: bool
 
 
+@dataclass
+class _Walked:
+    """Steps up to ``last`` that capture, and that refresh."""
+
+    last: int = 0
+    captures: list[int] = field(default_factory=lambda: [0])
+    refreshes: list[int] = field(default_factory=lambda: [0])
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Decoupled intervals (Pauloski et al. 2020), in steps: factors every ``update``, bases less often.
 
-    Step 0 captures and refreshes; then every ``update``-th step captures and every ``refresh``-th one refreshes, both
-    counted from a step of their own. Bases never come from old factors, so a ``refresh`` that is no multiple of
-    ``update`` waits for the next capture.
+    Step 0 captures and refreshes. A later step captures once ``update`` steps have passed since the last capture, and
+    a capture refreshes once ``refresh`` steps have passed since the last refresh. Bases never come from old factors, so
+    a ``refresh`` that is no multiple of ``update`` waits for the next capture. Intervals are read at the step in
+    question, not at the last capture, so a shorter one takes effect at once.
 
-    The burn-in's intervals hold where they are shorter. The first step B after it, ``burn_in.steps``, captures and
-    refreshes in any case: the longer interval starts with fresh bases. B = 0 without one.
+    The burn-in's intervals hold where they are shorter. The first step after it, ``burn_in.steps``, captures and
+    refreshes in any case: the longer interval starts with fresh bases.
 
-    An ``offset`` above 0 displaces the counting from B on: the first capture is at B + offset % update interval, the
-    first refresh at B + offset. In the burn-in the same holds from step 1 on, with the offset modulo its refresh
-    interval.
+    An ``offset`` above 0 displaces the clock from the end B of the burn-in on (B = 0 without one): nothing is due until
+    B + offset % update interval, which captures in any case, and nothing refreshes until B + offset, which captures and
+    refreshes. In the burn-in the same holds from step 1 on, with the offset modulo its refresh interval.
     """
 
-    update: int
-    refresh: int
+    update: Value
+    refresh: Value
     burn_in: BurnIn | None = None
     offset: int = 0
+    _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
 
     def displaced(self, offset: int) -> "Schedule":
         """The same intervals with this ``offset`` >= 0, see the class."""
@@ -111,48 +135,73 @@ class Schedule:
 
     def intervals(self, step: int) -> tuple[int, int]:
         """Steps between captures, and between refreshes, as of ``step``."""
-        if (burn_in := self.burn_in) and step < burn_in.steps:
-            return min(self.update, burn_in.update_interval), min(self.refresh, burn_in.refresh_interval)
-        return self.update, self.refresh
+        update, refresh, burn_in = self.update.interval_at(step), self.refresh.interval_at(step), self.burn_in
+        if burn_in and step < burn_in.steps:
+            return min(update, burn_in.update_interval), min(refresh, burn_in.refresh_interval)
+        return update, refresh
 
-    @property
+    @cached_property
     def settled(self) -> int:
-        """The step from which on both intervals are constant and no offset is waited for."""
-        return self.burnt_in + self.offset
+        """The step after which both intervals are constant and no offset is waited for."""
+        return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
 
     def due(self, step: int) -> Due:
-        """Work due at ``step`` >= 0, the number of applied steps before it."""
+        """Work due at ``step`` >= 0, the number of applied steps before it; steps may be queried in any order. Up to
+        ``settled`` it depends on earlier steps, whose work is cached; then it is periodic."""
         return Due(self.captures(step) > self.captures(step - 1), self.last_refresh(step) == step)
 
     def captures(self, step: int) -> int:
         """Number of the steps 0 .. ``step`` that capture; 0 for step -1."""
-        return (step >= 0) + sum(_passed(first, every, last) for last, (first, every), _ in self._parts(step))
-
-    def refreshes(self, step: int) -> int:
-        """Number of the steps 0 .. ``step`` that refresh; 0 for step -1."""
-        return (step >= 0) + sum(_passed(first, every, last) for last, _, (first, every) in self._parts(step))
+        captures = self._walked.captures
+        if self._walk(step):
+            return bisect_right(captures, step)
+        return len(captures) + (step - captures[-1]) // self._rhythm[0]
 
     def last_refresh(self, step: int) -> int:
         """The last refresh at or before ``step`` >= 0."""
-        parts = [(last, first, every) for last, _, (first, every) in self._parts(step) if last >= first]
-        return max((last - (last - first) % every for last, first, every in parts), default=0)
+        refreshes = self._walked.refreshes
+        if self._walk(step):
+            return refreshes[bisect_right(refreshes, step) - 1]
+        _, next_refresh, period = self._rhythm
+        return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
 
-    def _parts(self, step: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Of the burn-in and of what follows it, as far as ``step``: the last step, and the first capture and the first
-        refresh with the steps between two."""
-        start = 0
-        for end in (self.burnt_in, step + 1):
-            if start <= min(step, end - 1):
-                update, refresh = self.intervals(start)
-                offset = self.offset % refresh if end == self.burnt_in else self.offset
-                every = update * -(-refresh // update)
-                yield min(step, end - 1), (start + offset % update, update), (start + offset, every)
-            start = end
+    def refreshes(self, step: int) -> int:
+        """Number of the steps 0 .. ``step`` that refresh; 0 for step -1."""
+        refreshes = self._walked.refreshes
+        if self._walk(step):
+            return bisect_right(refreshes, step)
+        _, next_refresh, period = self._rhythm
+        return len(refreshes) + max(0, 1 + (step - next_refresh) // period)
 
+    def _walk(self, step: int) -> bool:
+        """Decide all steps up to ``step``, but not beyond ``settled``; returns whether ``step`` is decided."""
+        walked = self._walked
+        while walked.last < min(step, self.settled):
+            walked.last += 1
+            self._decide(walked.last)
+        return step <= self.settled
 
-def _passed(first: int, every: int, last: int) -> int:
-    """How many of the steps ``first``, ``first`` + ``every``, .. are at most ``last``; step 0 does not count."""
-    return max(0, (last - first) // every + 1) - (first == 0)
+    def _decide(self, step: int) -> None:
+        walked, (update, refresh) = self._walked, self.intervals(step)
+        start, offset = self.burnt_in, self.offset  # of the part of the run, burn-in or not, that the step is in
+        if step < start:
+            start, offset = 0, offset % self.intervals(0)[1]
+        captures = step >= walked.captures[-1] + update
+        refreshes = captures and step >= walked.refreshes[-1] + refresh
+        if start <= step <= start + offset:
+            first = start + offset % self.intervals(start)[0]
+            refreshes = step == start + offset
+            captures = refreshes or step == first or (captures and step > first)
+        walked.captures += [step] * captures
+        walked.refreshes += [step] * refreshes
+
+    @cached_property
+    def _rhythm(self) -> tuple[int, int, int]:
+        """After ``settled``: (steps between captures, first refresh, steps between refreshes)."""
+        update, refresh = self.intervals(self.settled)
+        first, last_refresh = self._walked.captures[-1], self._walked.refreshes[-1]
+        next_refresh = first + update * max(1, -(-(last_refresh + refresh - first) // update))
+        return update, next_refresh, update * -(-refresh // update)
 
 
 def next_interval(interval: int, previous: int, similar_to_last: bool, similar_to_before: bool) -> tuple[int, int]:

@@ -15,7 +15,7 @@ BLOCK = {
         "update_interval": 1,
         "decay": {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 4},
     },
-    "eigenbasis": {"refresh_interval": 4},
+    "eigenbasis": {"refresh_interval": {"schedule": "piecewise", "values": [4, 1], "steps": [6]}},
     "burn_in": {"steps": 3},
     "damping": {"kind": "tikhonov", "value": {"schedule": "exponential", "start": 0.01, "end": 1, "steps": 4}},
     "preconditioner": {"kl_clip": {"schedule": "piecewise", "values": [0.0005, 0.002, 0], "steps": [3, 7]}},
@@ -24,7 +24,7 @@ BLOCK = {
 DECAY = [0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9, 0.9]
 DAMPING = [0.01, 0.01 * 100**0.25, 0.1, 0.01 * 100**0.75, 1, 1, 1, 1]
 KL_CLIP = [0.0005] * 3 + [0.002] * 4 + [0]
-REFRESHES = {0, 2, 3, 7}  # 2: burn-in, 3: its end
+REFRESHES = {0, 2, 3, 6, 7}  # 2: burn-in, 3: its end, 6: shorter interval at once
 
 
 def settings_by_hand(kfac, step: int) -> None:
@@ -59,7 +59,7 @@ def test_schedules_match_reference():
             assert of_mode["refreshes"][0] == of_mode["refreshes"][1], name
             assert of_mode["nu"] is None, "kl-clip is 0 in the last step"
             for text in (
-                "factors every 1 steps, eigenbases every 4 steps",
+                "factors every 1 steps, eigenbases every N steps, N = 4, 1 from step 6",
                 "factors: decay linear 0.1 -> 0.9 over 4 steps",
                 "tikhonov damping exponential 0.01 -> 1 over 4 steps",
                 "burn-in: 3 steps with intervals 1 and 2",

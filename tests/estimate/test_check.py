@@ -174,11 +174,10 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     ramp = {"schedule": "linear", "start": 5, "end": 20, "steps": 100}
-    for fits in ({}, {"damping": {"value": ramp}}, {"damping": {"value": 0.1}}, {"factor": {"rows": None}}):
+    for fits in ({}, {"factor": {"update_interval": ramp}}, {"damping": {"value": 0.1}}, {"factor": {"rows": None}}):
         validator.validate({"kfac": fits, "train_batch_size": 8})
     for wrong in (
-        {"damping": {"value": {**ramp, "schedule": "quadratic"}}},
-        {"factor": {"update_interval": ramp}},
+        {"factor": {"update_interval": {**ramp, "schedule": "quadratic"}}},
         {"factor": {"update_interval": 0}},
         {"dampin": {}},
         {"preconditioner": {"method": "cholesky"}},

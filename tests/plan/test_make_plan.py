@@ -205,8 +205,13 @@ def test_the_reason_for_spreading_names_both_worst_steps():
     assert max(made.offsets.values()) < 50 and len(set(made.offsets.values())) > 1
 
 
-def test_refreshes_are_spread_over_the_interval():
-    made = plan(factor={"update_interval": 4}, eigenbasis={"refresh_interval": 8}, plan=STAGGERED)
+def test_intervals_are_those_of_the_long_run():
+    config = {
+        "factor": {"update_interval": {"schedule": "piecewise", "values": [1, 4], "steps": [30]}},
+        "eigenbasis": {"refresh_interval": 8},
+        "plan": STAGGERED,
+    }
+    made = plan(**config)
     assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(made.offsets.values()) < 8
 
 

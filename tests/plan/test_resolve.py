@@ -70,7 +70,7 @@ def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
     ("block", "key", "value"),
     [
         ({"damping": {"kind": "tikhonov"}}, ("damping", "value"), Value.constant(1e-3)),
-        ({"factor": {"update_interval": 3}}, ("eigenbasis", "refresh_interval"), 15),
+        ({"factor": {"update_interval": 3}}, ("eigenbasis", "refresh_interval"), Value.constant(15)),
     ],
 )
 def test_answers_follow_other_keys(block, key, value):

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from ds_kfac.schedule.timetable import NOTHING, BurnIn, FactorsDue, Schedule, Timetable, next_interval
+from ds_kfac.schedule.timetable import NOTHING, BurnIn, FactorsDue, Schedule, Timetable, Value, next_interval
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
-PLAIN = Schedule(5, 50)
+PLAIN = Schedule(Value.constant(5), Value.constant(50))
 SCHEDULES = {
     "plain": PLAIN,
-    "burn_in": Schedule(5, 50, BurnIn(30, 1, 5)),
-    "no multiple": Schedule(6, 40, BurnIn(10, 2, 3)),
+    "burn_in": Schedule(Value.constant(5), Value.constant(50), BurnIn(30, 1, 5)),
+    "ramps": Schedule(Value.ramp("linear", 1, 6, 80), Value.ramp("linear", 3, 40, 100), BurnIn(10, 1, 3)),
 }
 SAME = dict.fromkeys(KEYS, (True, True))
 
@@ -44,7 +44,7 @@ def test_a_step_at_which_nothing_is_due_asks_no_schedule(adaptive, monkeypatch):
 
 
 def test_no_interval_is_too_long_to_look_ahead():
-    table = Timetable(Schedule(2**62, 2**62), KEYS)
+    table = Timetable(Schedule(Value.constant(2**62), Value.constant(2**62)), KEYS)
     assert [bool(table.due(step).capture) for step in (0, 1, 10**6, 2**62, 2**62 + 1)] == [
         True,
         False,
@@ -73,7 +73,7 @@ def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
         captures = {key: at for key, at in captures.items() if at > step}
         refreshes = {key: at for key, at in refreshes.items() if at > step}
     assert not adaptive or max(clock.interval for clock in table.clocks.values()) > 1
-    far = Timetable(Schedule(2**62, 2**62), KEYS)
+    far = Timetable(Schedule(Value.constant(2**62), Value.constant(2**62)), KEYS)
     assert far.next_due("a/A", 1) == (2**62, 2**62)
 
 
@@ -91,7 +91,7 @@ def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_af
 
 
 def test_with_the_adaptive_rule_it_is_the_first_refresh_that_is_not_sat_out_and_a_load_changes_nothing():
-    schedule = Schedule(1, 2)
+    schedule = Schedule(Value.constant(1), Value.constant(2))
     table, refreshed, found = Timetable(schedule, KEYS, adaptive=True), [], []
     for step in range(400):
         due = table.due(step)
@@ -161,7 +161,7 @@ def test_flags_are_not_needed_during_the_burn_in():
 
 
 def test_a_refresh_that_was_sat_out_comes_with_the_next_capture():
-    table = Timetable(Schedule(1, 4), ("a/A",), adaptive=True)
+    table = Timetable(Schedule(Value.constant(1), Value.constant(4)), ("a/A",), adaptive=True)
     dues = walked(table, range(40), lambda step, key: (True, True))
     assert captured(dues, "a/A") == [0, 2, 5, 10, 18, 31]
     assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]  # 4, 8, 12 or 16, 20 .. 28
@@ -224,7 +224,7 @@ def test_a_step_that_was_not_applied_changes_nothing():
 def test_a_restored_table_continues_identically(adaptive):
     rng = random.Random(1)
     flags = {(step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS}
-    make = lambda: Timetable(SCHEDULES["no multiple"], KEYS, offsets=OFFSETS, adaptive=adaptive)  # noqa: E731
+    make = lambda: Timetable(SCHEDULES["ramps"], KEYS, offsets=OFFSETS, adaptive=adaptive)  # noqa: E731
     table = make()
     walked(table, range(137), lambda step, key: flags[step, key])
     saved = json.loads(json.dumps(table.state()))
