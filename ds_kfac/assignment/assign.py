@@ -8,6 +8,7 @@ row, p consecutive ranks, mostly of one node. g = 1 is MEM-OPT, g = W COMM-OPT.
 
 import heapq
 import itertools
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ds_kfac.assignment.costs import FactorSpec, Work, Workers
+from ds_kfac.assignment.costs import FactorSpec, Work, Workers, basis_bytes, packed_bytes
 from ds_kfac.model.convolutions import phase
 
 
@@ -59,26 +60,40 @@ class Assignment:
         return max(self.loads) * self.world / total if total else 1.0
 
 
-def assign(work: Work, workers: int, *, paired: bool = False) -> Assignment:
+def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
     """Assign layers to columns of workers, then factors to eigen workers, the heaviest first, each to the least loaded.
 
     Several plans are made, which balance whole layers or only their preconditioning, with or without the sending of
-    replicated results; the one with the smallest maximal load is taken.
+    replicated results; the one with the smallest maximal load is taken. If none respects the cap, bytes are balanced.
 
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 if gradients are partitioned.
         paired: whether a layer's two factors must be on one rank, not just on any of its workers.
+        memory_cap: most bytes of K-FAC state per rank.
+
+    Raises:
+        ValueError: no plan respects the cap.
     """
     assert work.world % workers == 0 and (work.held is None or workers == 1), "a divisor of the world, 1 under ZeRO"
     kinds = ((True, False), (True, True), (False, True)) if workers > 1 and not paired else ((True, False),)
+    cap, sends = math.inf if memory_cap is None else memory_cap, work.held is None and work.world > workers
     found: list[Assignment] = []
-    for (whole, split), moving in itertools.product(
-        kinds, (True, False) if work.held is None and work.world > workers else (True,)
-    ):
-        placed = place_workers(work, workers, whole=whole, moving=moving)
-        homes = place_eigen_workers(work, placed, split=split)
-        found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
-    return min(found, key=lambda plan: (max(plan.loads), sum(plan.loads)))
+    for by_memory in (False, True):
+        found.clear()
+        movings = (True, False) if sends and not by_memory else (True,)
+        for (whole, split), moving in itertools.product(kinds, movings):
+            placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
+            homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
+            found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
+        if fitting := [plan for plan in found if max(plan.memory) <= cap]:
+            return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
+    smallest = min(max(plan.memory) for plan in found)
+    ways = [f"a smaller gradient worker fraction than {workers / work.world:.6g}"] if workers > 1 else []
+    ways += ["a smaller factor.dense_max", f"more than {work.world} ranks"]
+    raise ValueError(
+        f"K-FAC state: the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs "
+        f"{smallest} ({smallest / 2**30:.3g} GiB); raise the cap, or use {' or '.join(ways)}"
+    )
 
 
 LOAD_TOLERANCE = 0.1
@@ -87,7 +102,9 @@ NEAR_TIE = 0.99
 """Ranks that hold at least this fraction of the largest part of a gradient count as equal holders (ZeRO-3's chunks)."""
 
 
-def place_workers(work: Work, workers: int, *, whole: bool, moving: bool) -> Workers:
+def place_workers(
+    work: Work, workers: int, *, whole: bool, moving: bool, memory_cap: float, by_memory: bool
+) -> Workers:
     """Layer name -> its workers.
 
     If gradients are partitioned, the rank that holds most of a layer's gradient takes the layer, unless its load would
@@ -97,39 +114,51 @@ def place_workers(work: Work, workers: int, *, whole: bool, moving: bool) -> Wor
     Args:
         whole: count a layer's decompositions, evenly over its column, with the layer; else only its preconditioning.
         moving: count the sending of replicated results.
+        by_memory: balance bytes in place of seconds.
     """
     count, part = work.world // workers, whole / workers
-    loads = [0.0] * count  # of each rank in a column
+    loads, memory = [0.0] * count, [0.0] * count  # of each rank in a column
     bases: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
-    weights = {  # a layer's seconds wherever it is placed; a shared factor counts for its layers in equal parts
-        layer.name: work.precondition[layer.name]
-        + sum(part * work.factor[factor.key] / len(factor.layers) for factor in work.used[layer.name])
-        for layer in work.layers
-    }
+    kept = {factor.key: basis_bytes(factor.side, work.method) for factor in work.factors}
+    # a layer's seconds and bytes wherever it is placed; a shared factor counts for its layers in equal parts
+    weights, sizes = dict[str, float](), dict[str, float]()
+    for layer in work.layers:
+        used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
+        shares = sum(part * work.factor[factor.key] / users for factor, users in used)
+        weights[layer.name] = work.precondition[layer.name] + shares
+        nbytes = sum((kept[factor.key] + part * packed_bytes(factor.side)) / users for factor, users in used)
+        sizes[layer.name] = sum(work.worker_bytes(layer)) + nbytes
     limit = (1 + LOAD_TOLERANCE) * sum(weights.values()) / count
+    heaviest = sizes if by_memory else weights
     placed: dict[str, int] = {}
-    for layer in sorted(work.layers, key=lambda layer: weights[layer.name], reverse=True):  # stable: module order
-        after = []
+    for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
+        state, after = sum(work.worker_bytes(layer)), []
         sent = work.moved(layer, 0, workers) if moving and work.held is None else 0.0
         for i in range(count):
-            seconds = work.precondition[layer.name] + (sent if work.held is None else work.moved(layer, i))
+            moved = sent if work.held is None else work.moved(layer, i)
+            seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + state
             for factor in work.used[layer.name]:
                 if not (there := bases[factor.key]):
                     seconds += part * work.factor[factor.key]
+                    nbytes += kept[factor.key] + part * packed_bytes(factor.side)
                 elif i not in there:  # a rank that has a shared basis pays nothing more
                     seconds += work.travel(factor)
-            after.append(loads[i] + seconds)
-        index = min(range(count), key=after.__getitem__)  # the first of equals
-        if work.held is not None:
+                    nbytes += kept[factor.key]
+            after.append((loads[i] + seconds, nbytes))
+        fits = [i for i in range(count) if after[i][1] <= memory_cap]
+        by = int(by_memory or not fits)
+        index = min(fits or range(count), key=lambda i: after[i][by])  # the first of equals
+        if work.held is not None and not by_memory:
             held = work.held[layer.name]
-            holders = (i for i in range(count) if held[i] >= NEAR_TIE * max(held))
-            holder = min(holders, key=loads.__getitem__)
-            index = holder if after[holder] <= limit else index
-        loads[index] = after[index]
+            holders = [i for i in fits if held[i] >= NEAR_TIE * max(held)]
+            holder = min(holders, key=lambda i: loads[i], default=None)
+            if holder is not None and after[holder][0] <= limit:
+                index = holder
+        loads[index], memory[index] = after[index]
         for factor in work.used[layer.name]:
             bases[factor.key].add(index)
         placed[layer.name] = index
-    if work.held is not None:
+    if work.held is not None and not by_memory:
         _employ_idle(placed, loads, weights)
     return {layer.name: column(placed[layer.name], world=work.world, workers=workers) for layer in work.layers}
 
@@ -146,19 +175,29 @@ def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[st
         loads[idle] += weights[name]
 
 
-def place_eigen_workers(work: Work, workers: Workers, *, split: bool) -> Mapping[str, int]:
+def place_eigen_workers(
+    work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
+) -> Mapping[str, int]:
     """Factor key -> eigen worker: one of the layer's workers; for a shared factor, of any of its layers. With ``split``
     a layer's A and G may be on two ranks, if that pays."""
-    loads = work.loads(workers, {})
+    loads, memory = work.loads(workers, {}), work.memory(workers, {})
     eigen_workers: dict[str, int] = {}
 
     def seconds(item: tuple[FactorSpec, ...]) -> float:
         return sum(work.factor[factor.key] for factor in item)
 
-    for item in sorted(_items(work, split), key=seconds, reverse=True):  # stable
+    def size(item: tuple[FactorSpec, ...]) -> float:
+        return sum(packed_bytes(factor.side) for factor in item)
+
+    for item in sorted(_items(work, split), key=size if by_memory else seconds, reverse=True):  # stable
         of_each = [work.users(factor, workers) for factor in item]
         users, candidates = set.union(*of_each), sorted(set.intersection(*of_each))
-        rank = _soonest(candidates, loads, users, seconds(item), sum(work.travel(factor) for factor in item))
+        fits = [rank for rank in candidates if memory[rank] + size(item) <= memory_cap]
+        if fits and not by_memory:
+            rank = _soonest(fits, loads, users, seconds(item), sum(work.travel(factor) for factor in item))
+        else:
+            rank = min(fits or candidates, key=lambda rank: (memory[rank], rank))
+        memory[rank] += int(size(item))
         for factor, its_users in zip(item, of_each, strict=True):
             eigen_workers[factor.key] = rank
             work.decompose(loads, factor, rank, its_users)

@@ -370,6 +370,17 @@ class Work:
         """Bytes of :meth:`state` of every rank."""
         return [sum(kinds) for kinds in zip(*self.state(workers, eigen_workers).values(), strict=True)]
 
+    def beside(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
+        """Bytes that a step needs on every rank beside the state, without messages: batch sums of the factors that it
+        averages, gradients and results of its layers."""
+        nbytes = [0] * self.world
+        for factor in self.factors:
+            nbytes[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
+        for layer in self.layers:
+            for rank in workers[layer.name]:
+                nbytes[rank] += 2 * ELEMENT_BYTES * layer.numel
+        return nbytes
+
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
         """Ranks that precondition with a factor."""

@@ -162,8 +162,11 @@ class AssignmentConfig(Block):
 
     gradient_worker_fraction: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the ranks that hold a layer's eigenbases and precondition its gradient (KAISA), where gradients are
-    replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null: the fastest predicted fraction; ``python -m ds_kfac
-    estimate`` shows the memory of each. Under ZeRO 1-3 gradients are partitioned and a layer always has one worker."""
+    replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null: the fastest predicted fraction within
+    memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and a layer always has one worker."""
+    memory_budget_gb: float | None = Field(default=None, gt=0)
+    """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
+    results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
 
 
 class CommunicationConfig(Block):

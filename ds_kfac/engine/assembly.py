@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.costs import BUILTIN, CostModel
+from ds_kfac.assignment.costs import BUILTIN, CostModel, basis_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.model.expert_rows import ExpertRows
@@ -38,7 +39,7 @@ def assembled(
     several = bool(parts[0].name)
     _choose_backend(engine, config)
     costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
-    # a single pipeline stage may have no layers: all ranks must fail together
+    # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if several else nullcontext
@@ -48,7 +49,8 @@ def assembled(
         pairs = _by_domain(scanned, parts)
         views = [_engine_view(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
-            make_plan(view.layers, _engine_facts(view, config, sequence), config, costs, answers) for view in views
+            make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
+            for view, budget in zip(views, _budgets(views, config), strict=True)
         ]
         for view in views:
             rule.check_groups(view.model, view.layers, view.layout, view.other_params)
@@ -155,6 +157,20 @@ def _by_domain(scanned: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, S
         if layers:
             pairs.append((domain, Scan(tuple(layers), () if pairs else scanned.skipped)))
     return pairs
+
+
+def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:
+    """A config for each of this rank's domains; their layers' needs divide the memory budget."""
+    budget = config.assignment.memory_budget_gb
+    if budget is None or len(views) == 1:
+        return [config] * len(views)
+    method = METHODS[config.preconditioner.method]
+    needs = [
+        sum(packed_bytes(side) + basis_bytes(side, method) for layer in view.layers for side in (layer.A, layer.G))
+        / view.layout.world
+        for view in views
+    ]
+    return [config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs]
 
 
 def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:

@@ -285,7 +285,7 @@ def _of_memory(kfac: KFACPreconditioner) -> list[str]:
     return [
         f"K-FAC needs {state / 1e9:.1f} GB on this rank and {sums / 1e9:.1f} GB more in a step that updates all "
         f"factors, {(state + sums) / free:.0%} of the {free / 1e9:.1f} GB that are free: see "
-        "kfac.factor.dense_max, layers.exclude, offload, or assignment.gradient_worker_fraction at ZeRO stage 0"
+        "kfac.factor.dense_max, kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]
 
 

@@ -122,7 +122,10 @@ def described(
             continue
         forced = copy(subject)
         forced.config = subject.config.having("assignment", gradient_worker_fraction=workers / world)
-        strategies.append(Estimate(forced, costs, world, rows))
+        try:
+            strategies.append(Estimate(forced, costs, world, rows))
+        except ValueError as refused:
+            strategies.append(Refused(subject.strategy(workers, world), str(refused)))
     other, who = ("ZeRO owners", "every rank has") if subject.replicated else ("several workers", "no rank has")
     strategies.append(Refused(other, f"{who} every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)

@@ -7,20 +7,23 @@ function, so that a test can have it otherwise.
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 import torch
 
 from ds_kfac.assignment import assign as roles
-from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, basis_bytes, factor_specs, packed_bytes
+from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Precision, choose
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.registry import SHARDS
+from ds_kfac.plan.common import common_inputs, own_inputs, rows_from, sharing_candidates
 from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
+FITS = 4
+"""Attempts at an assignment whose steps fit the budget, too."""
 FIRST_BUCKETS = 4
 """Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
 COSTLY_TRAFFIC = 0.02
@@ -31,10 +34,6 @@ LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
-
-OWN_PART = 0.1
-"""Of the moments on a rank: so much may own As take beside common ones, or :data:`OWN_BYTES` if that is more."""
-OWN_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,10 @@ def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> li
     return [factor for factor in factors if factor.layers[0] not in copied]
 
 
+class OverBudget(ValueError):
+    """The memory of a plan."""
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """What the engine gives.
@@ -196,16 +199,38 @@ def make_plan(
     layers: Sequence[LayerSpec], facts: EngineFacts, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
     """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may differ from these in
-    ``shares``: the experts of a stack have an A each or one for all, see :func:`own_inputs`.
+    ``shares``: the experts of a stack have an A each or one for all, see :mod:`ds_kfac.plan.common`, and one wherever
+    the memory is over the budget else.
 
-    Raises ValueError if the fraction does not fit the world or the mode.
+    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
-    method, schedule, reasons = METHODS[config.preconditioner.method], config.schedule, list[str]()
+    method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
         method = ITERATED  # on a GPU an eighth of eigh's time
-    if config.choice.shares and facts.rotates:
-        layers, about_experts = own_inputs(layers, method, moments=facts.moments, world=facts.world)
-        reasons += about_experts
+    found, told = [tuple(layers)], tuple[str, ...]()
+    if config.choice.shares:
+        if facts.rotates:
+            apart, told = own_inputs(layers, method, moments=facts.moments, world=facts.world)
+            found.insert(0, apart)
+        found.append(common_inputs(layers))
+    models = list(dict.fromkeys(found))
+    while True:
+        try:
+            return _made(models[0], method, facts, config, costs, answers, told)
+        except OverBudget:
+            if len(models) == 1:
+                raise
+        del models[0]
+        less = len(factor_specs(found[0])) - len(factor_specs(models[0]))
+        told = (f"one A for all experts of a stack: {less:,} more are over {config.assignment.memory_budget_gb:g} GB",)
+
+
+def _made(
+    layers: Sequence[LayerSpec], method: Method, facts: EngineFacts, config: KFACConfig, costs: CostModel,
+    answers: tuple[str, ...], told: Sequence[str],
+) -> Plan:  # fmt: skip
+    """Of layers whose common As are settled. ``told``: why these."""
+    schedule, reasons = config.schedule, list(told)
     update, refresh = schedule.intervals(schedule.settled)
     paired, factors = method.paired(config.damping.kind), factor_specs(layers)
     work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
@@ -236,8 +261,9 @@ def make_plan(
 
 
 def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> roles.Assignment:
-    """The predicted-fastest one; ``paired``: A and G of a layer on one rank."""
-    fraction, world = config.assignment.gradient_worker_fraction, work.world
+    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
+    options, world = config.assignment, work.world
+    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
     counts = roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
     if work.held is not None:
         if fraction is not None and counts != (1,):
@@ -247,13 +273,44 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
                 "null, or use ZeRO stage 0"
             )
         counts = (1,)
-    found = {workers: roles.assign(work, workers, paired=paired) for workers in counts}
+    found, problems = dict[int, roles.Assignment](), list[str]()
+    for workers in counts:
+        try:
+            found[workers] = _fitting(work, workers, paired, budget)
+        except ValueError as problem:
+            problems.append(str(problem))
+    if not found:
+        raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
     most = {workers: (max(made.loads), max(made.memory)) for workers, made in found.items()}
     best = min(most, key=most.__getitem__)
     if len(counts) > 1:
         tried = ", ".join(f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes" for g, (load, size) in most.items())
+        tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
     return found[best]
+
+
+def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> roles.Assignment:
+    """Within the budget, in 10^9 bytes, with what a step takes beside the state. Raises ValueError if there is none."""
+    if budget is None:
+        return roles.assign(work, workers, paired=paired)
+    cap, needed = budget * 1e9, 0
+    for _ in range(FITS):
+        try:
+            made = roles.assign(work, workers, paired=paired, memory_cap=cap)
+        except ValueError:
+            if not needed:
+                raise
+            break
+        beside = work.beside(made.workers, made.eigen_workers)
+        needed = max(map(add, made.memory, beside))
+        if needed <= budget * 1e9:
+            return made
+        cap = max(made.memory) - (needed - budget * 1e9)
+    raise ValueError(
+        f"K-FAC: the memory cap is {budget * 1e9:.0f} bytes per rank, but state and what a step takes beside it needs "
+        f"{needed} bytes; raise the cap, or take a smaller factor.dense_max or more ranks"
+    )
 
 
 def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
@@ -318,79 +375,3 @@ def clip_lr(scheduled: bool) -> str:
     """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
     undo a schedule that DeepSpeed runs; with the "peak", the largest planned or seen, the step shrinks with it."""
     return "peak" if scheduled else "current"
-
-
-# layers with one A in common
-
-
-def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, whether G is the
-    identity, if its damping is part of what is kept of A, and whether other tensor-parallel ranks have copies: where A
-    is a shard's, too, its plan would be the shard's."""
-    return {
-        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0, layer.copies)
-        for layer in layers
-        if layer.part[1] == 1 and layer.kind in ("Linear", "Conv1D", *SHARDS) and layer.A.block
-    }
-
-
-def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
-    """Names of the layers whose rows together are a factor's: of a stack's common A all that are in the stack of its
-    first, else its first alone, whose rows are the others', too."""
-    first = layers[factor.layers[0]]
-    if not factor.is_A or first.part[1] == 1 or not first.product:
-        return (first.name,)
-    return tuple(name for name in factor.layers if layers[name].weight == first.weight)
-
-
-def own_inputs(
-    layers: Sequence[LayerSpec], method: Method, *, moments: int, world: int
-) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """With an A for each expert of the stacks that have one A, as far as their memory is within the bound: those first
-    that take the least beside their own moments, and those of equal shapes together, so that all blocks are alike. An A
-    of its own is nearer to an expert's tokens (docs/notes/curvature.md); those of a mixture's stacks that get the same
-    rows, as w1 and w3, stay common, expert by expert.
-
-    Args:
-        moments: fp32 tensors of a gradient's shape that are kept of a layer.
-        world: ranks that the state is spread over.
-
-    Returns the layers, and sentences with bytes and bound for the plan's reasons.
-    """
-    mixtures: dict[str, list[list[LayerSpec]]] = {}  # the layer whose A it is -> stacks
-    stacks: dict[str, list[LayerSpec]] = {}
-    for layer in layers:
-        if layer.product and layer.part[1] > 1:
-            stacks.setdefault(layer.weight, []).append(layer)
-    for stack in stacks.values():
-        if stack[-1].shares is not None:
-            mixtures.setdefault(stack[-1].shares, []).append(stack)
-    by_cost: dict[float, list[str]] = {}  # bytes of own As over those of the moments -> leaders
-    costs: dict[str, int] = {}
-    for leader, sharing in mixtures.items():
-        A, count = sharing[0][0].A, len(sharing[0])
-        costs[leader] = (count - 1) * (packed_bytes(A) + basis_bytes(A, method))
-        moment_bytes = sum(4 * moments * layer.numel for stack in sharing for layer in stack)
-        by_cost.setdefault(costs[leader] / max(1, moment_bytes), []).append(leader)
-    bound = max(OWN_PART * sum(4 * moments * layer.numel for layer in layers), world * OWN_BYTES)
-    with_own, taken = set[str](), 0
-    for _, leaders in sorted(by_cost.items()):
-        more = sum(costs[leader] for leader in leaders)
-        if taken + more <= bound:
-            with_own.update(leaders)
-            taken += more
-    shares: dict[str, str | None] = {}
-    for leader in with_own:
-        first, *others = mixtures[leader]
-        shares |= dict.fromkeys([layer.name for layer in first])
-        shares |= {layer.name: expert.name for stack in others for layer, expert in zip(stack, first, strict=True)}
-    changed = tuple(replace(layer, shares=shares[layer.name]) if layer.name in shares else layer for layer in layers)
-    limit, left = f"{bound / world / 1e6:,.0f} MB a rank", sum(costs.values()) - taken
-    reasons = []
-    if with_own:
-        reasons.append(f"own As of experts: {taken / world / 1e6:,.1f} MB more than one for all, of at most {limit}")
-    if left:
-        reasons.append(
-            f"one A for all experts: own ones would take {left / world / 1e6:,.1f} MB more, of at most {limit}"
-        )
-    return changed, tuple(reasons)

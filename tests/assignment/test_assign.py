@@ -30,11 +30,11 @@ def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
     return [linear_layer(f"l{i}", a, g) for i, (a, g) in enumerate(shapes)]
 
 
-def place(specs, world, *, factors=None, workers=1, load_tolerance=0.1, paired=False, **options):
+def place(specs, world, *, factors=None, workers=1, load_tolerance=0.1, paired=False, memory_cap=None, **options):
     factors = factor_specs(specs) if factors is None else factors
     work = Work(specs, factors, world, **{"held": None, "costs": COSTS, **INTERVALS, **options})
     with mock.patch("ds_kfac.assignment.assign.LOAD_TOLERANCE", load_tolerance):
-        return assign(work, workers, paired=paired)
+        return assign(work, workers, paired=paired, memory_cap=memory_cap)
 
 
 def owners(assignment: Assignment) -> dict[str, int]:
@@ -290,7 +290,7 @@ def test_more_ranks_than_layers():
 
 def test_the_same_plan_every_time():
     specs, factors = llama(blocks=3)
-    for options in ({"held": zero_shards(specs, 6)}, {"workers": 3}):
+    for options in ({"held": zero_shards(specs, 6)}, {"workers": 3}, {"memory_cap": 2.0**30}):
         first, second = (place(specs, 6, factors=factors, **options) for _ in range(2))
         assert first == second
         assert list(first.workers) == [spec.name for spec in specs]

@@ -1,10 +1,12 @@
-"""Bytes of state on every rank. Arithmetic, no ranks."""
+"""Bytes of state on every rank, and a cap on them. Arithmetic, no ranks."""
 
 from dataclasses import replace
 
+import pytest
+
 from ds_kfac.assignment.costs import Work, factor_specs
 from ds_kfac.curvature.factor import Side
-from tests.assignment.test_assign import COSTS, INTERVALS, layers
+from tests.assignment.test_assign import COSTS, INTERVALS, layers, place
 from tests.models import linear_layer
 
 
@@ -26,6 +28,37 @@ def test_a_shared_factor_takes_memory_once_a_rank():
     eigen_workers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
     assert work.memory({"l0": (0,), "l1": (0,)}, eigen_workers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
     assert work.memory({"l0": (0,), "l1": (1,)}, eigen_workers) == [A + G + packed_A + 2 * packed_G, A + G]
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
+def test_a_cap_is_respected_down_to_the_smallest_assignment(zero):
+    specs = layers(*[(128, 128)] * 4, *[(16, 16)] * 3)  # four cost as much as one of 128 in seconds, not in bytes
+    held = {spec.name: [spec.numel, 0] for spec in specs} if zero else None
+    options = {"held": held, "load_tolerance": 9.0, "moments": 1}
+    free = place(specs, 2, **options)
+    cap = sum(free.memory) * 0.52
+    capped = place(specs, 2, memory_cap=cap, **options)
+    assert max(capped.memory) <= cap
+    if zero:  # else it is balanced anyway
+        assert max(free.memory) > cap
+
+
+def test_bytes_are_balanced_when_heaviest_first_in_seconds_leads_to_a_dead_end():
+    specs = layers((8, 100), (100, 200), (200, 50), (8, 300))  # 8 x 300 comes third in seconds, first in bytes
+    cap = 0.55 * sum(place(specs, 2, moments=1).memory)
+    assert max(place(specs, 2, moments=1, memory_cap=cap).memory) <= cap
+
+
+def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
+    specs = layers((64, 64), (64, 64))
+    needed = max(place(specs, 2).memory)
+    assert max(place(specs, 2, memory_cap=needed).memory) == needed
+    with pytest.raises(
+        ValueError, match=rf"cap is {needed - 1} bytes.*needs {needed} .*factor\.dense_max or more than 2"
+    ):
+        place(specs, 2, memory_cap=needed - 1)
+    with pytest.raises(ValueError, match="smaller gradient worker fraction than 1"):
+        place(specs, 2, workers=2, memory_cap=needed - 1)
 
 
 def test_the_ones_of_an_identity_are_counted_for_every_layer():

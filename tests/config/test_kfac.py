@@ -215,7 +215,6 @@ def test_all_errors_come_in_one_message():
         ({"adam": 3}, "must be an object with keys of: rotate, "),
         ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2: corrected eigenvalues"),
         ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
-        ({"assignment": {"memory_budget_gb": 2.0}}, "memory of every assignment.gradient_worker_fraction"),
         ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac estimate"),
         ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
     ],

@@ -17,7 +17,7 @@ SCALE = [
     Mode("moe-z1-inverse", 1, clip=0.0, kfac={**INVERSE, "communication": {"dtype": "fp32"}}),
     Mode("moe-z0-comm_opt", 0, clip=0.0, kfac={
         "preconditioner": {"kl_clip": 1e-5}, "offload": {"device": "cpu"},
-        "assignment": {"gradient_worker_fraction": 1.0},
+        "assignment": {"gradient_worker_fraction": 1.0, "memory_budget_gb": 1.0},
     }),
 ]  # fmt: skip
 CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]

@@ -59,6 +59,8 @@ def test_every_strategy_has_a_row_or_a_reason(capsys, tmp_path):
     text = estimated(capsys, "--config", config(tmp_path, zero_optimization={"stage": 3}))
     for name in ("ZeRO-3 owners *", "several workers: refused: no rank has every gradient"):
         assert f"\n  {name}" in text
+    text = estimated(capsys, "--config", config(tmp_path, kfac={"assignment": {"memory_budget_gb": 1.2}}))
+    assert "COMM-OPT: refused: kfac.assignment.memory_budget_gb" in text and "\n  MEM-OPT " in text
 
 
 def test_what_is_not_preconditioned_is_a_row(capsys):

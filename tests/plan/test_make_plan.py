@@ -95,8 +95,40 @@ def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_nam
         assert f"{n}/4: {max(assignment.loads) * 1e3:.3g} ms and {max(assignment.memory):,} bytes" in reason
 
 
-def test_a_slow_link_wants_many_workers():
+def fits_in(made: Plan) -> int:
+    """Bytes of the fullest rank: state, and what a step takes beside it."""
+    beside = made.assignment.work.beside(made.assignment.workers, made.assignment.eigen_workers)
+    return max(state + more for state, more in zip(made.assignment.memory, beside, strict=True))
+
+
+def test_a_slow_link_wants_many_workers_and_costly_memory_few():
     assert plan(costs=SLOW_LINK).workers == 4
+    memory = {n: fits_in(plan(assignment={"gradient_worker_fraction": n / 4})) for n in (1, 2, 4)}
+    assert memory[1] < memory[2] < memory[4]
+    for fits, over, allowed in ((2, 1, (memory[2] + memory[4]) / 2), (1, 2, (memory[1] + memory[2]) / 2)):
+        made = plan(costs=SLOW_LINK, assignment={"memory_budget_gb": allowed / 1e9})
+        assert made.workers <= fits and fits_in(made) <= allowed
+        assert f"{over} more over the budget of {allowed / 1e9} GB" in made.reasons[0]
+
+
+@pytest.mark.parametrize("facts", [FP32, ZERO], ids=["replicated", "zero"])
+@pytest.mark.parametrize("fraction", [None, 0.25])
+def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
+    with pytest.raises(ValueError) as error:
+        plan(facts, assignment={"memory_budget_gb": 1e-5, "gradient_worker_fraction": fraction})
+    message = str(error.value)
+    assert message.startswith("kfac.assignment.memory_budget_gb: ") and "the memory cap is 10000 bytes" in message
+    needed = int(message.split("needs ")[1].split(" ")[0])
+    with pytest.raises(ValueError) as error:  # for the state, but a step needs more
+        plan(facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
+    more = int(str(error.value).split("needs ")[1].split(" ")[0])
+    assert needed < more == fits_in(plan(facts, assignment={"memory_budget_gb": more / 1e9}))
+
+
+def test_moments_count_against_the_budget():
+    without = fits_in(plan(ZERO))
+    with pytest.raises(ValueError, match="memory_budget_gb"):
+        plan(replace(ZERO, moments=2), assignment={"memory_budget_gb": without / 1e9})
 
 
 def test_partitioned_gradients_have_one_worker_and_refuse_more():
@@ -252,6 +284,25 @@ def test_the_same_input_gives_the_same_plan():
     assert plan(BF16, COSTLY) == plan(BF16, COSTLY)
 
 
+def test_experts_have_one_a_where_own_ones_are_over_the_budget():
+    expert, stacked = LAYERS[0], 4
+    own = tuple(replace(expert, name=f"stack.{i}", weight="stack", part=(i, stacked)) for i in range(stacked))
+    model = (*own, *LAYERS[1:])
+    one = replace(FP32, world=1)
+    apart = plan(one, model=model)
+    shared = plan(one, model=common.common_inputs(model))
+    assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
+    assert {layer.shares for layer in shared.layers[1:stacked]} == {"stack.0"} and shared.layers[0].shares is None
+    assert apart.layers == model and shared.layers[stacked:] == model[stacked:]
+    budget = {"memory_budget_gb": fits_in(shared) / 1e9}
+    made = plan(one, model=model, assignment=budget)
+    assert made.layers == shared.layers and fits_in(made) == fits_in(shared)
+    assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
+    assert plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers == model
+    with pytest.raises(ValueError, match="memory_budget_gb"):
+        plan(one, model=model, assignment=budget, preconditioner=INVERSE, damping={"kind": "tikhonov"})
+
+
 EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)
 
 
@@ -308,3 +359,11 @@ def test_a_small_model_s_experts_have_an_a_each_and_only_where_moments_turn_with
     assert owners(plan(replace(ADAM, rotates=False), model=mixture(64, 32)).layers) == {
         "gate": False, "up": False, "down": True,
     }  # fmt: skip
+
+
+def test_own_as_that_are_over_the_budget_are_common_again():
+    model = mixture(32, 64)
+    few = plan(replace(ADAM, rotates=False), model=model)
+    made = plan(ADAM, model=model, assignment={"memory_budget_gb": fits_in(few) / 1e9})
+    assert made.layers == tuple(model)
+    assert [reason for reason in made.reasons if f"{2 * (EXPERTS - 1)} more are over" in reason]

@@ -7,7 +7,7 @@ from ds_kfac.config.resolve import resolve
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.schedule.timetable import Value
 
-NONE = {"factor.prediction", "factor.rows"}
+NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""
 PLANNED = {
     "eigenbasis.lag",
