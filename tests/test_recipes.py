@@ -11,6 +11,8 @@ from benchmarks import moving
 from ds_kfac.config.keys import parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.table import rule_in
+from ds_kfac.engine.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, said
+from ds_kfac.engine.recipes import RECIPES as TABLE
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/recipes.md").read_text()
@@ -57,6 +59,58 @@ def test_other_places_say_what_the_recipe_says(page):
         assert shown, "there is one"
     for block in shown:
         assert {key: block["params"][key] for key in SHARED} == {key: DECODER[key] for key in SHARED}, page
+
+
+def settings(config: dict) -> tuple[str, float, float, float | None]:
+    params = {"lr": 1e-3, "weight_decay": 0.0, **config["optimizer"]["params"]}
+    beta2 = params.get("betas", (0.9, 0.999))[1] if config["optimizer"]["type"] != "SGD" else None
+    return config["optimizer"]["type"], params["lr"], params["weight_decay"], beta2
+
+
+def test_the_attach_reports_table_is_the_pages():
+    table = {(r.title, r.optimizer): (r.lr, r.weight_decay) for r in TABLE}
+    for title, config in RECIPES.items():
+        optimizer, lr, decay, beta2 = settings(config)
+        assert table.pop((title, optimizer)) == (lr, decay)
+        assert beta2 is None or BETA2[0] <= beta2 <= BETA2[1]
+    assert list(table) == [("A ResNet", "KFACAdamW")]
+    assert "KFACAdamW at 2.5e-3" in PAGE and table["A ResNet", "KFACAdamW"][0] == 2.5e-3
+
+
+def test_our_own_settings_are_near_a_recipe():
+    """configs/, and what the frameworks' examples have."""
+    for path in (ROOT / "configs").glob("*.json"):
+        optimizer, lr, decay, beta2 = settings(json.loads(path.read_text()))
+        kinds = (IMAGES,) if not path.name.startswith("gpt") else (WORDS, EXPERTS)
+        assert [said(kind, optimizer, lr, decay, beta2) for kind in kinds] == [None] * len(kinds), path.name
+    examples = "\n".join(path.read_text() for path in (ROOT / "examples/integrations").glob("*.py"))
+    rates = {float(rate) for rate in re.findall(r"(?:learning_rate=|lr=|KFACADAMW = .*?\"lr\": )([\d.e-]+)", examples)}
+    assert len(rates) >= 3, rates
+    for lr in rates:
+        assert all(said(WORDS, "KFACAdamW", lr, decay, 0.999) is None for decay in (0.0, 0.01)), lr
+    assert said(ADAPTERS, "KFACAdamW", 1e-3, 0.0, 0.999) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "title", "values"),
+    [
+        (WORDS, ("KFACAdamW", 0.1, 1.0, 0.95), "Pretraining a decoder", ["lr 0.1 (0.002 there)"]),
+        (WORDS, ("KFACAdamW", 2e-5, 1.0, 0.95), "Supervised fine-tuning", ["weight_decay 1 (0.01 there)"]),
+        (WORDS, ("KFACAdamW", 2e-3, 1.0, 0.9999), "Pretraining a decoder", ["betas[1] 0.9999 (0.95 there)"]),
+        (EXPERTS, ("KFACAdamW", 0.1, 0.01, 0.95), "Mixture of experts", ["lr 0.1 (0.002 there)"]),
+        (ADAPTERS, ("KFACAdamW", 5e-3, 1.0, 0.95), "GRPO", ["lr 0.005 (0.0002 there)", "weight_decay 1 (0 there)"]),
+        (IMAGES, ("SGD", 1e-3, 5e-4, None), "A ResNet", ["lr 0.001 (0.3 there)"]),
+    ],
+)
+def test_what_is_far_from_every_recipe_is_said(kind, given, title, values):
+    text = said(kind, *given)
+    assert text is not None and repr(title) in text and f"a {kind};" in text, text
+    assert all(value in text for value in values), text
+
+
+@pytest.mark.parametrize("given", [("AdamW", 10.0, 0.0), ("KFACAdamW", 0.0, 0.0)])
+def test_without_a_recipe_or_a_rate_nothing_is_said(given):
+    assert said(WORDS, *given) is None and said(None, "KFACAdamW", 10.0, 0.0) is None
 
 
 def test_the_runs_that_move_have_the_settings_of_the_page_that_shows_them():

@@ -51,8 +51,8 @@ MOST: dict[str, tuple[int, int]] = {
 }
 """Made larger six times: what finds slices, lost ranks and layers whose rows do not fit is part of every step, as is
 which of several losses is trained; DeepSpeed is asked through the file that knows its versions; layers of one shape and
-copies to the host are files of their own; a load asks which optimizer wrote, attach which experts
-have As of their own; a step's stages from gradient to weight are functions of their own."""
+copies to the host are files of their own; a load asks which optimizer wrote, attach which recipe is near and which
+experts have As of their own; a step's stages from gradient to weight are functions of their own."""
 STACK, DEEPEST = 11, 11
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

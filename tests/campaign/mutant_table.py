@@ -385,6 +385,8 @@ _ROWS = [
      " and not saved[number].get(FLAG):", ":", "tests/deepspeed/test_moving.py"),
     ("moving: settings of the saved groups", "checkpoint/moving.py",
      "zip(engine.basic_optimizer.param_groups, settings, strict=True)", "()", "tests/deepspeed/test_moving.py"),
+    ("recipes: only the rate counts", "engine/recipes.py", "if _decay_apart(nearest, weight_decay) > LIMIT:",
+     "if False:", "tests/test_recipes.py"),
     ("a torn tag loads", "checkpoint/load.py", "if len(set(everyone)) > 1:", "if False:",
      "tests/deepspeed/test_checkpoint_faults.py"),
     ("checksums are not compared", "checkpoint/files.py", 'if zlib.crc32(data) != entry["crc32"]:', "if False:",

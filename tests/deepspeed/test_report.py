@@ -67,11 +67,11 @@ def worker(_) -> dict:
     found = {}
     os.environ["COLUMNS"] = "1000"  # no line is broken
 
-    def attach(name: str, model: type[nn.Module] = Model, **kfac: Any) -> None:
+    def attach(name: str, model: type[nn.Module] = Model, lr: float = 0.01, **kfac: Any) -> None:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 2},
-            "optimizer": {"type": "KFACAdamW", "params": {"lr": 0.01, "torch_adam": True}},
+            "optimizer": {"type": "KFACAdamW", "params": {"lr": lr, "torch_adam": True}},
             "kfac": kfac,
         }
         seen = io.StringIO()
@@ -85,6 +85,7 @@ def worker(_) -> dict:
     attach("none", report="none")
     attach("left out", Left)
     attach("idle", damping={"value": 2.0})
+    attach("far", lr=0.3)
     accelerator.CPU_Accelerator.available_memory = lambda self, device_index=None: 500_000
     attach("little memory")
     return found
@@ -121,6 +122,9 @@ def test_a_llama_of_32_blocks_has_a_short_report(ranks):
 def test_warnings_are_in_the_summary(ranks):
     idle, left = ("\n".join(ranks[0][name][0]) for name in ("idle", "left out"))
     assert "without effect with KFACAdamW: kfac.damping.value" in idle
+    far = [line for line in ranks[0]["far"][0] if "recipe" in line]
+    assert len(far) == 1 and far[0].startswith("  WARNING: far from every recipe for a language model"), far
+    assert "'Masked model' in docs/recipes.md: lr 0.3 (0.002 there)" in far[0], far
     warned = ranks[0]["little memory"][0]
     parts = "WARNING", "K-FAC needs", "in a step that updates all factors", "of the 0.0 GB that are free"
     assert any(all(part in line for part in parts) for line in warned), warned
