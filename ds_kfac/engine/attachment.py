@@ -30,8 +30,8 @@ from ds_kfac.engine.explain import explain
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.pipeline import announcing
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
-from ds_kfac.factors.export import export
-from ds_kfac.factors.files import safetensors
+from ds_kfac.factors.export import begin_from, export
+from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
@@ -188,6 +188,15 @@ class Attachment:
             FactorsError: on every rank; it could not be written, or no step has been trained.
         """
         return export(self.job, Path(path))
+
+    def begin_from(self, path: str | os.PathLike) -> None:
+        """Take the factors of a folder, which :func:`ds_kfac.fit` or :meth:`export` has written, in place of those of
+        the first batches, and decompose them. Collective, between steps: before the first, or after a move from AdamW.
+
+        Raises:
+            FactorsError: on every rank; they do not fit the model and config. Nothing changes then.
+        """
+        begin_from(self.job, Factors.load(path))
 
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers, thread and our process group. May be called twice.

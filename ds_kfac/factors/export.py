@@ -1,4 +1,4 @@
-"""The running factors of a training run, to the files of :mod:`ds_kfac.factors.files`."""
+"""The running factors of a training run, to and from the files of :mod:`ds_kfac.factors.files`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.factors.files import INDEX, FactorsError, described, write_index, write_shard
+from ds_kfac.curvature.factor import History, KroneckerFactor
+from ds_kfac.factors.files import INDEX, Factors, FactorsError, described, write_index, write_shard
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -76,3 +77,36 @@ def _bases(kfac: KFACPreconditioner, keys: dict[str, str], sides: str) -> dict[s
                 tensors |= {f"{keys[spec.key]}/vectors.{k}": x for k, x in enumerate(basis.vectors)}
                 tensors[f"{keys[spec.key]}/values"] = basis.values
     return tensors
+
+
+SEEN = 100.0
+"""Number of batches that loaded factors count for: a new batch is weighted by the decay, not like the first one."""
+
+
+def begin_from(job: Job, factors: Factors) -> None:
+    """Continue with these factors, decomposed now, in place of the run's. Steps and rates stay; moments of K-FAC's
+    layers begin at zero. Collective, between steps.
+
+    Raises:
+        FactorsError: on every rank, with nothing changed: a layer is missing or of another size, or G is of another
+            fisher.
+    """
+    states, fisher = [], factors.header["fisher"]
+    headline = f"ds_kfac: factors of {factors.folder}"
+    with failing_together(headline, job.channel.group, FactorsError):
+        for kfac in job.preconditioners:
+            held, home, device = {}, kfac.curvature.home, kfac.device
+            for key, spec in kfac.curvature.specs.items():
+                layer, side = kfac.names[spec.layers[0]], key[-1]
+                if (found := factors.side(layer, side)) != spec.side:
+                    raise FactorsError(f"{layer}: {side} is {found}, of this model and config {spec.side}")
+                if side == "G" and fisher != kfac.config.factor.fisher:
+                    raise FactorsError(f"G is of fisher {fisher!r}, this run's is {kfac.config.factor.fisher!r}")
+                if kfac.curvature.eigen_workers[key] == kfac.rank:
+                    packed, seen = factors.packed(layer, side).to(home), torch.full((), SEEN, device=device)
+                    history = History(spec.side) if kfac.plan.adaptive else None
+                    held[key] = KroneckerFactor(spec.side, packed, seen, history), None
+            schedule = kfac.curvature.state_dict()["schedule"]
+            states.append({**kfac.state_dict(), "layers": {}, "factors": {"factors": held, "schedule": schedule}})
+    for kfac, state in zip(job.preconditioners, states, strict=True):
+        kfac.load_state_dict(state, decompose=True)
