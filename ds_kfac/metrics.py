@@ -1,4 +1,4 @@
-"""Metrics of a run: counters, the clip factor, and seconds per stage; and how numbers come from the device."""
+"""Metrics of a run: counters, the clip factor, and seconds per stage."""
 
 import time
 from collections import Counter, defaultdict
@@ -99,25 +99,3 @@ class Metrics:
         if self.nu is not None and self.kl is not None:
             values |= {"nu": float(self.nu), "kl": float(self.kl)}
         return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
-
-
-class HostCopy:
-    """An asynchronous copy of a tensor to the host, which the device makes beside its other work, from now on;
-    :meth:`tolist` waits for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._values, self._event = tensor, None
-        if tensor.is_cuda:
-            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`tolist` would not wait."""
-        return self._event is None or self._event.query()
-
-    def tolist(self) -> list:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()

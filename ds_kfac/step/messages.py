@@ -18,10 +18,10 @@ from torch import Tensor
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, MessagePart, Move, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
-from ds_kfac.metrics import HostCopy
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
+from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 
 

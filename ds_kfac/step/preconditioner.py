@@ -20,12 +20,13 @@ from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import HostCopy, Metrics
+from ds_kfac.metrics import Metrics
 from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, RowSums
+from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.draft import EngineView, StepDraft

@@ -13,9 +13,9 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, MessagePart, Move
-from ds_kfac.metrics import HostCopy
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
+from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.state import LayerState, PendingMoments
 from ds_kfac.zero.layout import ShardLayout

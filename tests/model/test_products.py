@@ -13,7 +13,7 @@ from ds_kfac.model.capture import Capture
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
 from ds_kfac.model.products import Products, gradient_to_rows
 from ds_kfac.model.scan import LayerChoice, scan
-from ds_kfac.plan.plan import own_inputs
+from ds_kfac.plan.common import own_inputs
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.test_capture import Recorder
 from tests.model.written import written

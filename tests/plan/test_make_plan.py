@@ -8,6 +8,7 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS
+from ds_kfac.plan import common
 from ds_kfac.plan import plan as planning
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
@@ -334,8 +335,8 @@ def owners(layers, block: int = 0) -> dict[str, bool]:
 @pytest.mark.parametrize("part", [0.0, 0.3, 3.0])
 def test_experts_have_an_a_each_within_the_bound(monkeypatch, part):
     """Of what enters where experts are wide: it takes less beside their moments than of what they make."""
-    monkeypatch.setattr(planning, "OWN_BYTES", 0)
-    monkeypatch.setattr(planning, "OWN_PART", part)
+    monkeypatch.setattr(common, "OWN_BYTES", 0)
+    monkeypatch.setattr(common, "OWN_PART", part)
     model = [layer for block in range(2) for layer in mixture(32, 64, block)]
     made = plan(ADAM, model=model)
     expected = {"gate": part > 0, "up": part > 0, "down": part > 1}

@@ -1,0 +1,25 @@
+"""An asynchronous copy of a tensor to the host, which the device makes beside its other work."""
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Starts the copy when it is made; :meth:`tolist` waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values, self._event = tensor, None
+        if tensor.is_cuda:
+            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`tolist` would not wait."""
+        return self._event is None or self._event.query()
+
+    def tolist(self) -> list:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
