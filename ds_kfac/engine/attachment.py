@@ -86,8 +86,7 @@ class Attachment:
             job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
-        parts = job.preconditioners if config.rescale_weights else ()
-        self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
+        self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = _groups(engine, job)
         self._wrap(STEP, self._take_model_step)
