@@ -25,6 +25,17 @@ OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of
 """In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the optimizer."""
 ERRORS = (ValueError, RuntimeError, AssertionError, IndexError, KeyError)
 """What its loads raise then."""
+AFRESH = (
+    "this engine goes on from a checkpoint of KFACAdamW: weights, step, scheduler and the moments of what both step by "
+    "AdamW are the saved ones. Moments of K-FAC layers were in eigenbases and begin at zero, {} "
+    "(docs/checkpoints.md#from-another-optimizer)"
+)
+"""Said when an engine without K-FAC has moved."""
+COUNTS = (
+    "with step counts of their own: their first steps are those of new parameters",
+    "and the saved step count does not correct for that: warm up again, or their first steps are too long",
+)
+"""How AdamW goes on from such moments: at stage 0, from a universal checkpoint."""
 UNIVERSAL = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
     '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the DeepSpeed config '
@@ -75,6 +86,12 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
         )
     zero = any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     ways = f"To move a run to another optimizer convert it: {UNIVERSAL.format(folder=folder)}. Or: " if zero else ""
+    if not zero and engine.optimizer is not engine.basic_optimizer:
+        kept = "one tensor a group" if hasattr(engine.optimizer, "fp32_groups_flat") else "lists, by group and place"
+        ways = (
+            f"At stage 0 in 16 bits DeepSpeed's {type(engine.optimizer).__name__} saves fp32 weights and moments in "
+            f"{kept}, which this cannot hand over to other groups, as it can at stage 0 in fp32 and at stages 1 to 3. "
+        )
     return (
         f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so no other optimizer's "
         f"state fits it, nor its own another's, nor that of other kfac.layers. {ways}{files.WEIGHTS_ALONE}"
@@ -147,7 +164,9 @@ def watch_loads(engine: Any) -> None:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if hasattr(engine, "kfac"):  # attached since
             return original(*args, **kwargs)
-        path, client_state, _ = of_any_optimizer(engine, original, *args, **kwargs)
+        path, client_state, moved = of_any_optimizer(engine, original, *args, **kwargs)
+        if moved and engine.global_rank == 0:
+            logger.warning(f"ds_kfac: {AFRESH.format(COUNTS[engine.load_universal_checkpoint()])}")
         return path, client_state
 
     engine.load_checkpoint = load_checkpoint

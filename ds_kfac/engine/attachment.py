@@ -86,8 +86,7 @@ class Attachment:
             job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
-        parts = job.preconditioners if config.rescale_weights else ()
-        self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
+        self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = _groups(engine, job)
         self._wrap(STEP, self._take_model_step)
@@ -374,8 +373,7 @@ def _groups(engine: Any, job: Job) -> dict[str, int]:
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    views = [kfac.engine_view for kfac in job.preconditioners]
-    layouts = [layout for view in views for layout in (view.layout, view.other_params)]
+    layouts = [x for kfac in job.preconditioners for x in (kfac.engine_view.layout, kfac.engine_view.other_params)]
     groups = enumerate(engine.basic_optimizer.param_groups)  # at stage 0 in fp32 the model's, frozen ones among them
     found = {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
     return found | {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}

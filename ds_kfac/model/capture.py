@@ -296,6 +296,8 @@ class Capture(StepSums):
             forward.note_call(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
         call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
+        if columns is not None:
+            call.share = (columns.stop - columns.start) / shape[-1]
         call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)

@@ -77,6 +77,8 @@ class Call:
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         later: whether the layer was called before in the forward, if that is to be known.
+        share: part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows
+            for keys and values than for queries, by one product for both or, as under ZeRO-3, by one each.
         whole_grid: whether its sums have every position of a convolution.
         taken: which of its rows its sums of A and of G have.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
@@ -106,6 +108,7 @@ class Call:
     late: bool = False
     proves: bool = True
     later: bool = False
+    share: float = 1.0
     whole_grid: bool = True
     taken: tuple[Taken, Taken] = EACH, EACH
     arrived: bool = False
@@ -117,12 +120,6 @@ class Call:
     def whole(self) -> bool:
         """Whether its rows may be those of the batch: not an expert's, nor a slice."""
         return self.select is None and self.rows.piece is None
-
-    @property
-    def share(self) -> float:
-        """Part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows for
-        keys and values than for queries, by one product for both or, as under ZeRO-3, by one each."""
-        return 1.0 if self.columns is None else (self.columns.stop - self.columns.start) / self.shape[-1]
 
     def padding(self, mask: Tensor) -> Tensor | None:
         """Which rows of a call are padding, bool of its mask's shape; None if that is not known."""

@@ -64,7 +64,6 @@ KFAC = {
 BF16 = {"communication": {"dtype": "bf16"}}
 ESTIMATED_NODE = partial(patch.object, assembly, "_node", lambda device: (1, 0))
 """As estimated, whatever cores the ranks share here."""
-EVERY_4 = {"refresh_interval": 4}
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 
 

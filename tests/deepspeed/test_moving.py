@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 
 import ds_kfac
+from ds_kfac.checkpoint import moving
 from tests.deepspeed.runs import train, weights
 from tests.models import make_net
 from tests.ranks import run_ranks
@@ -85,8 +87,10 @@ def load_worker(payload) -> dict:
     for saved, (kind, stage) in cases:
         universal = saved[1] > 0
         engine = engine_of(kind, stage, seed=99, checkpoint={"load_universal": universal})
-        engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal" if universal else "tag")
-        found[saved, (kind, stage)] = state(engine)
+        with patch.object(moving.logger, "warning") as warning:
+            engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal" if universal else "tag")
+        texts = [str(call.args[0]) for call in warning.call_args_list]
+        found[saved, (kind, stage)] = {**state(engine), "said": [text for text in texts if "ds_kfac: " in text]}
         train(engine, 1, steps=1, first=4)
         found[saved, (kind, stage)]["next"] = weights(engine)
         if (kind, stage) == (
@@ -182,6 +186,32 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
             goes_on = difference < 1e-4  # rounding of a step; another step is another one by tenths
             assert goes_on == name.startswith("norm."), (case, name, difference)
         assert found["steps of K-FAC"] in (9, None), case
+        (said,) = found["said"]
+        wanted = "warm up again" if then[1] else "those of new parameters"
+        assert (wanted if now[0] == "AdamW" else "K-FAC starts afresh") in said, (case, said)
+
+
+def half_worker(folder: str) -> list[str]:
+    said = []
+    for kind, other in (KINDS, KINDS[::-1]):
+        for name in (kind, other):
+            engine = engine_of(name, 0, bf16={"enabled": True})
+            if name == kind:
+                train(engine, 1, steps=1)
+                engine.save_checkpoint(f"{folder}/{kind}", tag="tag")
+            else:
+                with pytest.raises(RuntimeError) as raised:
+                    engine.load_checkpoint(f"{folder}/{kind}", tag="tag")
+                said.append(str(raised.value))
+            engine.destroy()
+    return said
+
+
+@pytest.mark.distributed
+def test_in_16_bits_at_stage_0_the_error_says_what_does_not_move(tmp_path):
+    for said in run_ranks("tests.deepspeed.test_moving:half_worker", world=1, payload=str(tmp_path))[0]:
+        assert "At stage 0 in 16 bits DeepSpeed's FP16_UnfusedOptimizer saves fp32 weights and moments in lists" in said
+        assert "ds_to_universal" not in said and "load_module_only=True" in said
 
 
 def frozen_worker(payload) -> dict:
