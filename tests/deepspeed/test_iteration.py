@@ -11,7 +11,7 @@ from ds_kfac.assignment import assign
 from ds_kfac.assignment.assign import place_eigen_workers
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature import eigen
-from ds_kfac.plan import plan as planning
+from ds_kfac.plan import common
 from tests.choices import STAGGERED
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
@@ -138,7 +138,7 @@ def shared_worker(_) -> tuple[list[tuple[int, int]], int]:
     with (
         as_on_a_gpu(),
         patch.object(assign, "place_eigen_workers", of_another_layer),
-        patch.multiple(planning, OWN_PART=0.0, OWN_BYTES=0),
+        patch.multiple(common, OWN_PART=0.0, OWN_BYTES=0),
     ):
         model = expert_stacks.make(expert_stacks.Upright)
         engine = build(mode(2), 1, model=model, train_micro_batch_size_per_gpu=ROWS)
