@@ -40,12 +40,12 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (369, 57),
-    "plain step": (85, 22),
-    "capturing step": (132, 29),
+    "plain step": (87, 22),
+    "capturing step": (134, 29),
     "with a refresh": (148, 29),
     "refresh": (19, 5),
     "activation to factor": (83, 16),
-    "gradient to weight": (45, 12),
+    "gradient to weight": (46, 12),
     "save": (37, 11),
     "load": (51, 13),
 }
@@ -53,7 +53,7 @@ MOST: dict[str, tuple[int, int]] = {
 which of several losses is trained; DeepSpeed is asked through the file that knows its versions; layers of one shape and
 copies to the host are files of their own; a load asks which optimizer wrote, attach which recipe is near and which
 experts have As of their own; a step's stages from gradient to weight are functions of their own; factors remember their
-last update, for ``explain``."""
+last update, for ``explain``, and layers that stay without a basis are named."""
 STACK, DEEPEST = 11, 11
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 
