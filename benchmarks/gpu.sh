@@ -154,7 +154,7 @@ F)
     lm=("$PYTHON" -m benchmarks.gpu_lm --out "$KEEP/lm" --sizes "${SIZES:-full}")
     [ -n "${DRY_RUN:-}" ] && "${lm[@]}" --dry-run "${@:2}"
     collect() {
-        for path in "$KEEP"/lm/{runs,report.md,curves.csv,curves_b.png,curves_c.png,corpus/corpus.json}; do
+        for path in "$KEEP"/lm/{runs,report.md,curves.csv,curves_b.png,curves_c.png,curves_d.png,corpus/corpus.json}; do
             [ -e "$path" ] && cp -r "$path" "$work"
         done
     }

@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_lm b --seconds 520            # 350 steps of 524,288 at each method's best rate
     python -m benchmarks.gpu_lm b --rates kfacadamw=2e-3 muon=0.025 adamw=2e-3       # at rates of yours, without a
     python -m benchmarks.gpu_lm c                          # 1,200 steps of 131,072
+    python -m benchmarks.gpu_lm d                          # rates, then 400 steps of 131,072, and 280 and 140 of ours
     python -m benchmarks.gpu_lm report
 
 The corpus is the Python sources of the installed packages; the first call makes it. A call ends by itself within
@@ -17,6 +18,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +32,8 @@ from benchmarks.gpu_lm.plan import (  # noqa: E402
     DEFAULT,
     METHODS,
     PARTS,
+    RATES_OF,
+    SERIES,
     SIZES,
     Job,
     best_jobs,
@@ -43,20 +47,22 @@ BETWEEN = 30.0
 """Seconds that must be left for a run to be begun at full sizes."""
 
 
-def jobs_of(options: argparse.Namespace, losses: dict[Job, float]) -> tuple[list[Job], list[str]]:
+def jobs_of(
+    options: argparse.Namespace, part: str, methods: Sequence[str], losses: dict[Job, float]
+) -> tuple[list[Job], list[str]]:
     """And families for which no rate is known."""
-    if options.part == "a":
-        jobs = rate_jobs(options.methods, options.rates)
+    if part not in RATES_OF:
+        jobs = rate_jobs(methods, options.rates, part)
         return jobs[1:2] if options.one_rate else jobs, []
-    return best_jobs(options.part, options.methods, options.rates, losses, options.seeds)
+    return best_jobs(part, methods, options.rates, losses, options.seeds)
 
 
 def dry_run(options: argparse.Namespace, losses: dict[Job, float]) -> None:
     """Every run of every part with seconds on an H100 at full sizes."""
     sizes, total = SIZES[options.sizes], 0.0
     for name, part in PARTS[options.sizes].items():
-        jobs = rate_jobs(options.methods, options.rates)
-        if name != "a":
+        jobs = rate_jobs(options.methods, options.rates, name)
+        if name in RATES_OF:
             middle = {m: METHODS[m].rates[len(METHODS[m].rates) // 2] for m in options.methods}
             jobs, _ = best_jobs(name, options.methods, {**middle, **options.rates}, losses, options.seeds)
         tokens = part.steps * part.micro_batches * sizes.rows * sizes.context
@@ -70,13 +76,11 @@ def dry_run(options: argparse.Namespace, losses: dict[Job, float]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["corpus", "a", "b", "c", "report"], default="a")
+    parser.add_argument("part", nargs="?", choices=["corpus", "a", "b", "c", "r", "d", "report"], default="a")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
-    parser.add_argument(
-        "--rates", nargs="+", default=[], metavar="METHOD=RATE", help="for b and c, instead of a's best"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="of b and c")
+    parser.add_argument("--rates", nargs="+", default=[], metavar="METHOD=RATE", help="instead of the best of a or r")
+    parser.add_argument("--seeds", type=int, default=1, help="of b, c and d")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which the call has ended")
     parser.add_argument("--save-every", type=float, default=150.0, help="seconds between saves of a run")
     parser.add_argument("--sizes", choices=SIZES, default="full")
@@ -94,31 +98,36 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--rates: {error}; got e.g. kfacadamw=2e-3")
     parts, sizes = PARTS[options.sizes], SIZES[options.sizes]
     steps = {name: part.steps for name, part in parts.items()}
-    losses = {run.job: run.final for run in report.runs_in(options.out, steps)}
+
+    def losses() -> dict[Job, float]:
+        return {run.job: run.final for run in report.runs_in(options.out, steps)}
+
     if options.dry_run:
-        dry_run(options, losses)
+        dry_run(options, losses())
         return 0
     began = time.monotonic()
     corpus = corpora.make(options.out / "corpus", vocabulary=sizes.vocabulary, most=sizes.most, folders=options.folders)
     print(f"corpus {corpus.sha256[:16]}, {corpus.encoding}, files {corpus.files}, tokens {corpus.tokens}, "
           f"{time.monotonic() - began:.1f} s", flush=True)  # fmt: skip
-    failed, done, jobs, unknown = 0, 0, [], []
-    if options.part in parts:
-        jobs, unknown = jobs_of(options, losses)
-        failed, done = run(options, jobs, corpus)
+    failed, unknown = 0, []
+    for part, methods in SERIES.get(options.part, ((options.part, options.methods),) if options.part in parts else ()):
+        jobs, more = jobs_of(options, part, [name for name in methods if name in options.methods], losses())
+        wrong, done = run(options, part, jobs, corpus)
+        failed, unknown = failed + wrong, unknown + more
+        print(f"part {part}: {done} of {len(jobs)} runs finished, {wrong} failed"
+              + ("" if done + wrong == len(jobs) else "; call again to go on"), flush=True)  # fmt: skip
+        if done + wrong < len(jobs):
+            break
     text = report.write(options.out, options.sizes)
     if options.part == "report":
         print(text)
     for family in unknown:
         print(f"{family}: no rate: run part a, or name one with --rates", flush=True)
-    if jobs:
-        print(f"part {options.part}: {done} of {len(jobs)} runs finished, {failed} failed"
-              + ("" if done + failed == len(jobs) else "; call again to go on"), flush=True)  # fmt: skip
     return 1 if failed or unknown else 0
 
 
-def run(options: argparse.Namespace, jobs: list[Job], corpus: corpora.Corpus) -> tuple[int, int]:
-    """Runs that failed, and that are finished."""
+def run(options: argparse.Namespace, name: str, jobs: list[Job], corpus: corpora.Corpus) -> tuple[int, int]:
+    """Runs of a part that failed, and that are finished."""
     import torch
 
     from benchmarks.gpu_lm import train
@@ -127,7 +136,7 @@ def run(options: argparse.Namespace, jobs: list[Job], corpus: corpora.Corpus) ->
     train.join()
     if options.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    sizes, part = SIZES[options.sizes], PARTS[options.sizes][options.part]
+    sizes, part = SIZES[options.sizes], PARTS[options.sizes][name]
     small = options.sizes == "small"
     clock = Clock(options.seconds, BEGAN)
     saving = Saving(options.save_every, 1.0 if small else Saving.reserve)

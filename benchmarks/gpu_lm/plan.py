@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,11 +42,29 @@ PARTS = {
         "a": Part(100, 16, 25, "validation"),
         "b": Part(350, 16, 10, "test"),
         "c": Part(1200, 4, 25, "test"),
+        "r": Part(100, 4, 50, "validation"),
+        "d": Part(400, 4, 20, "test"),
+        "d70": Part(280, 4, 20, "test"),
+        "d35": Part(140, 4, 20, "test"),
     },
     "kills": {"a": Part(2000, 1, 100, "validation")},
-    "small": {"a": Part(6, 2, 3, "validation"), "b": Part(12, 2, 3, "test"), "c": Part(16, 1, 4, "test")},
-}
-"""a: rates. b: large batches. c: batches of a quarter."""
+    "small": {
+        "a": Part(6, 2, 3, "validation"), "b": Part(12, 2, 3, "test"), "c": Part(16, 1, 4, "test"),
+        "r": Part(4, 1, 4, "validation"), "d": Part(10, 1, 5, "test"), "d70": Part(7, 1, 7, "test"),
+        "d35": Part(4, 1, 4, "test"),
+    },
+}  # fmt: skip
+"""a: rates. b: large batches. c: batches of a quarter. r and d: rates and a race that fit into half an hour; d70 and
+d35 are schedules of 0.70 and 0.35 of d's steps."""
+RATES_OF = {"b": "a", "c": "a", "d": "r", "d70": "r", "d35": "r"}
+"""Part -> the one that chooses its rates."""
+SERIES = {
+    "d": (
+        ("r", ("adamw", "muon", "kfacadamw")), ("d", ("muon",)), ("d70", ("kfacadamw",)), ("d", ("adamw",)),
+        ("d35", ("kfacadamw",)), ("d", ("kfacadamw",)),
+    ),
+}  # fmt: skip
+"""Part -> the parts and methods that a call for it makes, one after the other; others are made alone."""
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}
 
@@ -132,14 +150,14 @@ def parsed(name: str) -> Job:
     return Job(part, method, float(rate), int(seed))
 
 
-def rate_jobs(methods: list[str], rates: Mapping[str, float]) -> list[Job]:
-    """Of part a; ``rates``: those of them that are given and need no search."""
-    return [Job("a", name, rate) for name in methods if name not in rates for rate in METHODS[name].rates]
+def rate_jobs(methods: Sequence[str], rates: Mapping[str, float], part: str = "a") -> list[Job]:
+    """Of part a or r; ``rates``: those of them that are given and need no search."""
+    return [Job(part, name, rate) for name in methods if name not in rates for rate in METHODS[name].rates]
 
 
-def best_jobs(part: str, methods: list[str], rates: Mapping[str, float], losses: Mapping[Job, float], seeds: int):
-    """Of parts b and c: each family's method and rate, the given one or that of part a's lowest loss; and families
-    without any."""
+def best_jobs(part: str, methods: Sequence[str], rates: Mapping[str, float], losses: Mapping[Job, float], seeds: int):
+    """Of a part that takes rates: each family's method and rate, the given one or that of the lowest loss in the part
+    that chooses them; and families without any."""
     chosen: dict[str, tuple[str, float] | None] = {}
     given = {METHODS[name].name: (name, rates[name]) for name in reversed(methods) if name in rates}
     for name in methods:
@@ -148,7 +166,8 @@ def best_jobs(part: str, methods: list[str], rates: Mapping[str, float], losses:
             chosen[family] = given[family]
         elif family not in chosen:
             found = {(job.method, job.rate): loss for job, loss in losses.items()
-                     if job.part == "a" and METHODS[job.method].name == family and loss < float("inf")}  # fmt: skip
+                     if job.part == RATES_OF[part] and METHODS[job.method].name == family
+                     and loss < float("inf")}  # fmt: skip
             chosen[family] = min(found, key=found.__getitem__) if found else None
     jobs = [Job(part, *best, seed) for seed in range(seeds) for best in chosen.values() if best]
     return jobs, [family for family, best in chosen.items() if best is None]

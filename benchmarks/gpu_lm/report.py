@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.convergence.results import is_diverged
-from benchmarks.gpu_lm.plan import METHODS, PARTS, Job, parsed
+from benchmarks.gpu_lm.plan import METHODS, PARTS, RATES_OF, Job, parsed
 
 GOALS = (
     ("KFACAdamW", "Muon", "step", 0.70),
@@ -17,6 +17,8 @@ GOALS = (
     ("KFACAdamW", "AdamW", "step", 0.35),
 )
 TARGETS = ("AdamW", "Muon")
+SHORTER = (("d70", "Muon"), ("d35", "AdamW"))
+"""Parts with fewer steps in which KFACAdamW is to reach what another method has at the end of part d."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _said(value: float, form: Callable[[float], str]) -> str:
 
 
 def rates(runs: list[Run]) -> list[str]:
-    """Lines of part a."""
+    """Lines of part a or r."""
     lines = ["| method | rate | last held-out loss | step, s |", "|---|---|---|---|"]
     for run in sorted(runs, key=lambda run: (list(METHODS).index(run.job.method), run.job.rate)):
         mean = run.rows[-1]["seconds"] / len(run.rows)
@@ -118,7 +120,7 @@ def rates(runs: list[Run]) -> list[str]:
 
 
 def races(runs: list[Run], bytes_per_token: float) -> list[str]:
-    """Lines of part b or c."""
+    """Lines of a part with one rate a method."""
     families = by_family(runs)
     heads = [f"{axis} to {name}'s" for name in TARGETS for axis in ("steps", "seconds")]
     heads = ["method", "rate", "seeds", "final loss, nats a token", "nats a byte", "seconds", "memory, GB", *heads]
@@ -141,6 +143,20 @@ def races(runs: list[Run], bytes_per_token: float) -> list[str]:
     return lines
 
 
+def shorter(runs: list[Run]) -> list[str]:
+    """Lines: KFACAdamW at the end of a shorter schedule beside another method at the end of part d."""
+    lines = []
+    for part, target in SHORTER:
+        ours = {run.job.seed: run for run in runs if run.job.part == part and run.family == "KFACAdamW"}
+        for other in (run for run in runs if run.job.part == "d" and run.family == target and run.job.seed in ours):
+            run = ours[other.job.seed]
+            steps, seconds = (run.rows[-1][axis] / other.rows[-1][axis] for axis in ("step", "seconds"))
+            lines.append(f"- seed {run.job.seed}: KFACAdamW {run.final:.4f} after {steps:.2f} of {target}'s steps and "
+                         f"{seconds:.2f} of its seconds, {target} {other.final:.4f}: "
+                         + ("met" if run.final <= other.final else "missed"))  # fmt: skip
+    return ["## Shorter schedules", "", *lines, ""] if lines else []
+
+
 def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
     of = {f"{run.facts['device']}, torch {run.facts['torch']}, DeepSpeed {run.facts['deepspeed']}" for run in runs}
     lines = ["# A language model on Python sources", "", f"Machines: {'; '.join(sorted(of)) or 'none'}.",
@@ -158,8 +174,8 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
             title = f"{settings.steps} steps of {settings.micro_batches} micro-batches, losses of {held_out} data"
             lines += [f"## {part}: {title}", ""]
             per_token = corpus["bytes"][held_out] / corpus["tokens"][held_out]
-            lines += [*(rates(found) if part == "a" else races(found, per_token)), ""]
-    return "\n".join(lines)
+            lines += [*(races(found, per_token) if part in RATES_OF else rates(found)), ""]
+    return "\n".join([*lines, *shorter(runs)])
 
 
 def curves(runs: list[Run], path: Path) -> None:
@@ -205,12 +221,12 @@ def draw(runs: list[Run], path: Path) -> bool:
 
 
 def write(out: Path, sizes: str) -> str:
-    """The page, which is also in ``out`` with the curves; pictures of b and c."""
+    """The page, which is also in ``out`` with the curves; pictures of b, c and d."""
     runs = runs_in(out, {part: settings.steps for part, settings in PARTS[sizes].items()})
     corpus = json.loads((out / "corpus" / "corpus.json").read_text())
     text = page(runs, corpus, sizes)
     (out / "report.md").write_text(text)
     curves(runs, out / "curves.csv")
-    for part in ("b", "c"):
+    for part in ("b", "c", "d"):
         draw([run for run in runs if run.job.part == part], out / f"curves_{part}.png")
     return text

@@ -228,7 +228,9 @@ def train(
 
 
 def join() -> None:
-    """This process is a job of one rank."""
+    """This process is a job of one rank, once."""
+    if torch.distributed.is_initialized():
+        return
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in place.items():
         os.environ.setdefault(name, value)
