@@ -272,13 +272,16 @@ def refresh_offsets(
 
     The heaviest factor first, each goes to the step whose slowest rank it delays least: a step takes as long as that
     rank, so work goes where another rank is as busy anyway, else to the emptiest step. Ranks of a node that share
-    ``node_cores`` cores also delay each other. Captures at a step, D^2 each, stay near their mean on every rank. Other
-    factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the steps past its
-    largest multiple stay empty. ``alone``: a factor is captured by its eigen worker and a few ranks, not by all.
+    ``node_cores`` cores also delay each other. Captures at a step, D^2 each, stay near their mean on every rank; but on
+    a GPU, where the launches of a step with any capture take longer than its work, all are in the same steps, and
+    refreshes at some of these. Other factors of ``work`` are at step 0. If the refresh interval is no multiple of the
+    update interval, the steps past its largest multiple stay empty. ``alone``: a factor is captured by its eigen worker
+    and a few ranks, not by all.
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
-    captures = min(update, steps)
+    captures = 1 if costs.beside and steps >= 2 * update else min(update, steps)
+    apart = update if captures == 1 else 1
     seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in (*work.factors, *factors)}
     squares = {factor.key: factor.side.dim**2 for factor in factors}
     who = {key: eigen_workers[key] if alone else EVERYONE for key in squares}
@@ -299,7 +302,7 @@ def refresh_offsets(
         if key in squares:
             after_it, outcomes = [now[who[key]] + squares[key] for now in captured], []
             fewest = max(limit, min(after_it))
-            for step in (step for step in range(steps) if after_it[step % captures] <= fewest):
+            for step in (step for step in range(0, steps, apart) if after_it[step % captures] <= fewest):
                 # differences make an idle step and one after the slowest rank's work compare as exactly equal
                 longer = max(0.0, *(more - (length[step] - busy[step].get(part, 0.0)) for part, more in parts.items()))
                 after = length[step] + longer

@@ -47,8 +47,8 @@ class Refresher:
     what a training run computes does not depend on timing.
 
     On a GPU the work runs in a stream of its own, after what the submitting stream had queued; elsewhere on one thread
-    with one core. Work may only read tensors that nobody writes: factors and bases are replaced, never changed in
-    place, so those bound at submission are safe.
+    with one core. Work may only read tensors that nobody writes. Factors are replaced, never changed in place. A basis
+    changes in place once the next refresh of its factor, and so the work that reads it, is done (``groups.py``).
 
     Attributes:
         jobs: key -> its submitted work, and the place of the key's result among the work's results.

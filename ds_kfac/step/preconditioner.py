@@ -248,7 +248,7 @@ class KFACPreconditioner:
             numbers, ready = self.summed(draft, table.read(received))
             context = StepContext(self.steps, None, draft.peak_lr)
             scales = self.direction.finish(context, draft.local, (numbers if sums is None else sums).unbind(), ready)
-            self.exchange.write(outbox.here, results, scales)
+            self.exchange.write(outbox, results, scales)
 
     def totals(self, draft: StepDraft) -> tuple[Scalars, MessagePart]:
         """The scalars that travel with the results: the direction's numbers, the metrics' counts, and, if the direction

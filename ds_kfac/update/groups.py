@@ -111,10 +111,14 @@ class LayerGroup:
         self._sides: tuple[Eigenbasis, ...] = ()
         self._slices: list[Any] = []
 
-    def load(self, states: dict[str, LayerState]) -> list[LayerState]:
+    def load(self, states: dict[str, LayerState], *, in_place: bool = False) -> list[LayerState]:
         """The layers' states of this step. What others have put there since the last call, after a refresh eigenbases,
         after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these take its place
-        in ``states``: nothing is in memory twice, once the step was applied."""
+        in ``states``: nothing is in memory twice, once the step was applied.
+
+        Args:
+            in_place: all eigenbases are those of applied steps, so that new ones may take the places of old ones.
+        """
         layers = [states[name] for name in self.names]
         moments = [state.moments for state in layers]
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
@@ -124,9 +128,27 @@ class LayerGroup:
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         if [*map(id, sides)] != [*map(id, self._sides)]:
+            if in_place and self.rotation is not None and all(bases) and len(sides) == len(self._sides):
+                return self._replace_bases(self.rotation, states, layers)
             self.rotation, self._sides = None, ()
             if sides:
                 layers = self._load_bases(states, layers, bases)
+        return layers
+
+    def _replace_bases(
+        self, rotation: Rotation, states: dict[str, LayerState], layers: list[LayerState]
+    ) -> list[LayerState]:
+        """New eigenbases where the old ones of the same layers were: who reads them by their places goes on."""
+        old, new = list[Tensor](), list[Tensor]()
+        for index, state in enumerate(layers):
+            G, A = self._sides[2 * index : 2 * index + 2]
+            for before, now in ((G, state.G), (A, state.A)):
+                if isinstance(now, Eigenbasis) and now is not before:
+                    old += [*before.vectors, before.values]
+                    new += [*now.vectors, now.values]
+            layers[index] = states[self.names[index]] = replace(state, G=G, A=A)
+        torch._foreach_copy_(old, new)
+        rotation.follow()
         return layers
 
     def _load_bases(

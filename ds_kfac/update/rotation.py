@@ -69,14 +69,16 @@ class Rotation:
 
     @classmethod
     def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST, *, maps: int = 1) -> "Rotation":
-        """Of several layers a copy of their eigenvectors, of one layer its own. Several must have dense sides or sides
-        without vectors, and one matrix each."""
+        """Of several layers a copy of their eigenvectors and eigenvalues, of one layer its own. Several must have dense
+        sides or sides without vectors, and one matrix each."""
         sides = [basis.G for basis in bases], [basis.A for basis in bases]
         if len(bases) == 1:
             G, A = (side[0].vectors for side in sides)
         else:
             G, A = (side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),) for side in sides)
-        values_G, values_A = (torch.stack([basis.values for basis in side]) for side in sides)
+        values_G, values_A = (
+            torch.stack([basis.values for basis in side]) if len(side) > 1 else side[0].values for side in sides
+        )
         matrices = len(bases) * maps
         return cls(G, A, values_G.view(matrices, -1), values_A.view(matrices, -1), precision, maps)
 
@@ -88,10 +90,21 @@ class Rotation:
             repeats: how often each matrix's is repeated: for blocks of its rows.
         """
         if (power, repeats) not in self._whitenings:
-            mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            s = (self.values_A / mean + WHITEN_DAMPING) ** -power * self.range_A
-            self._whitenings[power, repeats] = repeated(torch.stack([self.range_A, s], dim=1), repeats)
+            self._whitenings[power, repeats] = self._whitening(power, repeats)
         return self._whitenings[power, repeats]
+
+    def _whitening(self, power: float, repeats: int) -> Tensor:
+        mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        s = (self.values_A / mean + WHITEN_DAMPING) ** -power * self.range_A
+        return repeated(torch.stack([self.range_A, s], dim=1), repeats).contiguous()  # a repeated one is a view
+
+    def follow(self) -> None:
+        """What is derived from eigenvalues, in its place, once they have changed."""
+        for name, vectors, values in (("range_A", self.A, self.values_A), ("range_G", self.G, self.values_G)):
+            if name in self.__dict__ and vectors:
+                self.__dict__[name].copy_(range_mask(vectors, values))
+        for arguments, kept in self._whitenings.items():
+            kept.copy_(self._whitening(*arguments))
 
     @cached_property
     def range_A(self) -> Tensor:

@@ -57,6 +57,7 @@ class GradientExchange:
         owned: layers this rank is a gradient worker of.
         shards: parameter -> the slices of it that this rank holds.
         sent: parameter -> the slices of its result that this rank sends to others.
+        staying: layers of :attr:`owned` of which every gradient lies here, and whose results take its place.
     """
 
     def __init__(
@@ -78,6 +79,20 @@ class GradientExchange:
         for move in self.plan.scatter.moves:
             if move.source == self.rank:
                 self.sent.setdefault(move.param, set()).add((move.start, move.numel))
+        self.staying = {layer.name for layer in self.owned if self._stays(layer)}
+        self._views: dict[Shard, Tensor] = {}
+
+    def _stays(self, layer: LayerSpec) -> bool:
+        whole = self.layout.shards.numels
+        here = all([shard.numel for shard in self.shards.get(param, ())] == [whole[param]] and param not in self.sent
+                   for param in self.plan.of_layer[layer.name])  # fmt: skip
+        return here and self.layout.in_place and (layer.copies == 1 or self.layout.world == 1)
+
+    def view(self, shard: Shard) -> Tensor:
+        """``layout.read``, which takes the host microseconds, once a step."""
+        if (view := self._views.get(shard)) is None:
+            view = self._views[shard] = self.layout.read(shard)
+        return view
 
     def outbox(self) -> "Outbox":
         """For the results of a step."""
@@ -86,11 +101,12 @@ class GradientExchange:
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
         """Whole gradients of :attr:`owned`, [O, I] on the device, in the dtype in which they are stored. Where a whole
         parameter lies here they are DeepSpeed's own memory: do not write to them."""
+        self._views.clear()  # of a step that raised
         flats: dict[int, Tensor] = {}
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
             shards, numel = self.shards.get(param, []), self.layout.shards.numels[param]
             if len(shards) == 1 and shards[0].numel == numel:  # nothing to put together
-                flats[param] = self.layout.read(shards[0]).to(self.device)
+                flats[param] = self.view(shards[0]).to(self.device)
                 continue
             flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
             for shard in shards:
@@ -104,13 +120,25 @@ class GradientExchange:
             matrices[layer.name] = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
         return matrices
 
-    def write(self, here: Shards, received: Arrivals, scales: Mapping[str, Tensor]) -> None:
+    def write(self, outbox: "Outbox", received: Arrivals, scales: Mapping[str, Tensor]) -> None:
         """Put results where the engine's optimizer will find them.
 
         Args:
-            here, received: results of this rank's layers and of others'; overwritten.
+            outbox: results of this rank's layers, overwritten.
+            received: those of others'.
             scales: layer name -> scalar to multiply its result by; 1 if absent.
         """
+        here = outbox.here
+        targets, sources = list[Tensor](), list[Tensor]()
+        for layers, x, matrices in outbox.groups:
+            if (scale := scales.get(layers[0].name)) is not None:
+                torch.mul(x, scale.view(1, 1, 1), out=x)  # by a scalar the product would be in 16 bits
+            for layer, matrix_OI in zip(layers, matrices, strict=True):
+                for param, flat in zip(self.plan.of_layer[layer.name], self.parts(layer, matrix_OI), strict=True):
+                    targets.append(self.view(self.shards[param][0]))
+                    sources.append(flat)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         results = {**here, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
         # fp32 results that lie in place, by their scale: one launch for all of them
@@ -120,7 +148,7 @@ class GradientExchange:
             if not self.layout.in_place:
                 self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
                 continue
-            whole = self.layout.read(shard)
+            whole = self.view(shard)
             if whole.dtype is torch.float32 and scale is not None:
                 _, sources, targets = of_scale.setdefault(id(scale), (scale, [], []))
                 sources.append(values)
@@ -136,6 +164,7 @@ class GradientExchange:
             if elsewhere:
                 torch._foreach_copy_([x for x, _ in elsewhere], [y for _, y in elsewhere])
             torch._foreach_mul_(targets, scale)
+        self._views.clear()  # DeepSpeed's step frees what they are of
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -156,6 +185,8 @@ class Outbox:
 
     Attributes:
         here: what stays here.
+        groups: what stays here, too, of layers that have their results in one tensor of theirs: these layers, the
+            tensor, and its parts.
         part: what other ranks get.
         packed: to be called when ``part`` is in a message: frees it.
     """
@@ -163,6 +194,7 @@ class Outbox:
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
         self.here: Shards = {}
+        self.groups: list[tuple[Sequence[LayerSpec], Tensor, Sequence[Tensor]]] = []
         self._sent = sent = dict[tuple[int, Span], Tensor]()
         self.packed = sent.clear
         # without self: a circle of references would keep a step's results until the next garbage collection
@@ -170,13 +202,18 @@ class Outbox:
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 
-    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
+    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor], group: Tensor | None = None) -> None:
         """Take results in. Their gradients may be overwritten by them.
 
         Args:
-            matrices: of each layer, fp32 of its shape. A parameter that was frozen since attach gets zeros.
+            matrices: of each layer, of its shape. A parameter that was frozen since attach gets zeros.
+            group: the tensor of which they are all parts, in the dtype in which they are to be stored, if that tensor
+                stays as it is until they are written; it is overwritten then.
         """
         exchange, layout = self.exchange, self.exchange.layout
+        if group is not None and all(self._takes_whole(layer) for layer in layers):
+            self.groups.append((layers, group, matrices))
+            return
         targets, sources = list[Tensor](), list[Tensor]()
         parts = [
             (layer, *part)
@@ -201,7 +238,7 @@ class Outbox:
                 if (copied or layout.replicated) and (param, span) in self._sent:
                     self.here[param, shard.start] = self._sent[param, span]
                 elif layout.in_place and not copied:
-                    self.here[param, shard.start] = target = layout.read(shard)
+                    self.here[param, shard.start] = target = exchange.view(shard)
                     targets.append(target)
                     sources.append(flat.narrow(0, *span))
                 else:
@@ -209,6 +246,10 @@ class Outbox:
                     self.here[param, shard.start] = _cut_out(flat, span, dtype)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def _takes_whole(self, layer: LayerSpec) -> bool:
+        exchange = self.exchange
+        return layer.name in exchange.staying and all(p.requires_grad for p in exchange.params[layer.name])
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:

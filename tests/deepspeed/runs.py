@@ -383,6 +383,7 @@ def compare(cases) -> dict:
             "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
             "counts": dict(kfac.metrics.counts),
             "moved": kfac.exchange.plan.gather.total_numel,
+            "replays": getattr(getattr(kfac.direction, "recorded", None), "replays", 0),
         }
         engine.destroy()
     return results

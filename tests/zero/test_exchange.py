@@ -48,7 +48,7 @@ class Rank0:
 
     def step(self, *received: torch.Tensor) -> None:
         arrivals = [(Move(0, 0, len(values), 1, 0), values) for values in received]
-        self.exchange.write(self.outbox.here, arrivals, {"a": torch.tensor(SCALE)})
+        self.exchange.write(self.outbox, arrivals, {"a": torch.tensor(SCALE)})
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])

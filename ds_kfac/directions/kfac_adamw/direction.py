@@ -33,7 +33,8 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, chunks
 from ds_kfac.update.newton_schulz import FULL, orthogonal_factors
+from ds_kfac.update.recorded import RECORDED_NUMEL, RECORDERS, Recorded
 from ds_kfac.update.rotation import chunk_budget, lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
@@ -91,6 +93,12 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
         return 1.0
     head = layer.keeps_direction is None  # it makes the model's outputs
     return max(ratio * BASE / layer.whole_shape[-1], 1.0) if head else ratio
+
+
+def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
+    """Whether a rank's steps of these layers are recorded, on this type of device."""
+    few = 0 < sum(layer.numel for layer in layers) <= RECORDED_NUMEL
+    return few and plan.stacks and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
 LARGEST = 1e15
@@ -160,12 +168,13 @@ class AdamDirection(Direction):
         layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in layers]
         options, vector = self.config.adam, partial(torch.tensor, device=exchange.device)
-        steps, first = dict[str, GroupStep](), 0
+        steps, first, device = dict[str, GroupStep](), 0, exchange.device
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
-            steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, exchange.device)
+            steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, device)
         taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.stacks))
         self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
+        self.steps = [step for chunk in self.chunks for step in chunk]
         self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)
         still = [adam_factor(options, layer, optimizer.adam_ratio) <= 0 for layer in layers]
         self.bound = torch.full_like(self.root, math.inf).masked_fill_(vector(still, dtype=torch.bool), 0.0)
@@ -175,6 +184,11 @@ class AdamDirection(Direction):
             self.target = torch.cat([x.target for x in steps.values()])
             self.full = torch.cat([x.full for x in steps.values()])
             self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
+        self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
+        self.recorded: Recorded[Directions] | None = None
+        if is_recorded(plan, layers, device.type):
+            self.recorded = Recorded(RECORDERS[device.type])
+        self.places: Places | None = None
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
@@ -190,9 +204,59 @@ class AdamDirection(Direction):
         if not self.names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
+        for step in self.steps:
+            step.group.load(states, in_place=context.step > 0)  # before, bases of a step that may be skipped are used
+        unscale = local.clip / self.layout.grad_scale()
+        if self.recorded is None:
+            length = lengths([gradients[name] for name in self.names])
+            found = self._directions(partial(_taken, gradients), length, unscale, void, local.outbox.add)
+        else:
+            found = self._repeated(self.recorded, gradients, unscale, void, local.outbox)
+        local.pending, local.numbers = list(found.pending), list(found.numbers)
+        local.replaced, local.unused = found.replaced, found.unused
+        local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
+        return local
 
+    def _repeated(
+        self, recorded: "Recorded[Directions]", gradients: dict[str, Tensor], unscale: Tensor | float, void: Tensor,
+        outbox: Any,
+    ) -> "Directions":  # fmt: skip
+        """:meth:`_directions` of gradients that are copied to fixed places, where the results take theirs."""
+        if self.places is None:
+            self.places = Places(self.steps, gradients[self.names[0]].dtype, self.exchange)
+        at = self.places
+        torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in self.names])
+        at.unscale.copy_(unscale) if isinstance(unscale, Tensor) else at.unscale.fill_(unscale)
+        at.void.copy_(void)
+
+        def directions() -> Directions:
+            length = lengths(at.gradients)
+            return self._directions(at.taken, length, at.unscale, at.void, at.put)
+
+        groups = self.layout.optimizer.param_groups
+        options = [
+            (*groups[i]["betas"], groups[i]["eps"]) for i in sorted({i[0] for i in self.parameter_groups.values()})
+        ]
+        places = [place for step in self.steps for place in (step.group.rotation, step.group.moments)]
+        found = recorded(directions, places, options)
+        for step in self.steps:
+            x = at.results[step].clone() if at.borrowed else at.results[step]
+            outbox.add(step.group.layers, step.group.by_layer(x), x if at.rounded else None)
+        return found
+
+    def _directions(
+        self, taken: "Taken", length: Tensor, unscale: Tensor | float, void: Tensor, send: "Send"
+    ) -> "Directions":
+        """Every group's steps, each sent as soon as it is there. The host decides on nothing here, and moments stay as
+        they are.
+
+        Args:
+            taken: group -> its gradients [n, O, I] in their dtype, and the address of memory that must stay as it is.
+            length: of each layer's gradient, float64.
+            unscale: brings gradients to their size, clipped.
+            void: bool, whether no gradient is of use.
+        """
         # Flags follow from norms: no pass looks for what is not finite.
-        unscale, length = local.clip / self.layout.grad_scale(), lengths([gradients[name] for name in self.names])
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
@@ -202,52 +266,44 @@ class AdamDirection(Direction):
         overflowed = ~finite & (length != 0)
         replacement = (length / self.root).masked_fill_(~overflowed, 0.0).float()
 
+        pending: list[PendingMoments] = []
         norms: list[Tensor] = []
         sizes: list[Tensor] = []
         for chunk in self.chunks:
             for step in chunk:
-                local.pending.append(self._adam(step, gradients, states, unscale, usable[step.places]))
+                pending.append(self._adam(step, taken, unscale, usable[step.places]))
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
                 norms.append(self._finish(step, bound[step.places], replacement[step.places]))
                 sizes.append(step.sizes[0] if step.normalized else step.full)
-                local.outbox.add(step.group.layers, step.group.by_layer(step.x_nOI))
+                send(step.group.layers, step.group.by_layer(step.x_nOI))
                 del step.x_nOI
 
         norm, size = torch.cat(norms), torch.cat(sizes)
         scale = torch.where(self.normalized, scale_to(self.target, size=size, norm=norm, full=self.full), self.target)
         squared = (norm * scale).square()
         if len(squared) > len(self.names):  # of maps: of layers their sums
-            steps = [step for chunk in self.chunks for step in chunk]
-            parts = zip(steps, squared.split([len(step.target) for step in steps]), strict=True)
+            parts = zip(self.steps, squared.split([len(step.target) for step in self.steps]), strict=True)
             squared = torch.cat(
                 [part.view(-1, step.maps).sum(dim=1) if step.maps > 1 else part for step, part in parts]
             )
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
-        local.replaced = local.replaced + (usable & ~good | ~finite).sum()
-        local.unused = local.unused + (length == 0).sum()
-        local.left_out = dict(zip(self.names, (finite & ~fits).unbind(), strict=True))
         squares = torch.cat([squared[None], length.square() * self.ranges])
-        local.numbers = list((squares / self.copies).sum(dim=1).float().unbind())
-        return local
+        return Directions(
+            pending=pending,
+            numbers=(squares / self.copies).sum(dim=1).float().unbind(),
+            replaced=(usable & ~good | ~finite).sum().float(),
+            unused=(length == 0).sum().float(),
+            left_out=finite & ~fits,
+        )
 
-    def _adam(
-        self,
-        step: GroupStep,
-        gradients: dict[str, Tensor],
-        states: dict[str, LayerState],
-        unscale: Tensor | float,
-        usable: Tensor,
-    ) -> PendingMoments:
+    def _adam(self, step: GroupStep, taken: "Taken", unscale: Tensor | float, usable: Tensor) -> PendingMoments:
         """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
         group = step.group
-        group.load(states)
         options = self.layout.optimizer.param_groups[self.parameter_groups[group.names[0]][0]]
-        stored = {name: gradients.pop(name) for name in group.names}
-        x = group.matrices([*stored.values()]).float()  # [n, O, I]
-        theirs = stored[group.names[0]].data_ptr()  # which may be DeepSpeed's own
-        del stored
+        x, theirs = taken(step)  # [n, O, I]
+        x = x.float()
         if (rotation := group.rotation) is not None:
             x = rotation.rotate(x, overwrite=x.data_ptr() != theirs)
         step.x_nOI, pending = adam_direction(
@@ -340,6 +396,71 @@ class AdamDirection(Direction):
         undo = self.layout.grad_scale() / (scale * local.clip)
         self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
         return dict.fromkeys(self.all_layers, scale)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What the layers' steps are but for the results.
+
+    Attributes:
+        pending: of each group.
+        numbers: of ``LocalResult``.
+        replaced, unused: counts, fp32 scalars.
+        left_out: bool [layers].
+    """
+
+    pending: list[PendingMoments]
+    numbers: tuple[Tensor, ...]
+    replaced: Tensor
+    unused: Tensor
+    left_out: Tensor
+
+
+class Places:
+    """Where a recorded step finds its gradients and puts its results, which take the gradients' places if they may be
+    rounded to their dtype.
+
+    Attributes:
+        unscale, void: see :meth:`AdamDirection._directions`.
+        gradients: of each layer, in the order of ``steps``.
+        matrices, results: of each group, [n, O, I].
+        rounded: whether results are in the dtype in which they are stored.
+        borrowed: whether a result must be copied before others keep it.
+    """
+
+    def __init__(self, steps: Sequence[GroupStep], dtype: torch.dtype, exchange: GradientExchange) -> None:
+        device, layout = exchange.device, exchange.layout
+        self.unscale = torch.ones((), dtype=torch.float64, device=device)
+        self.void = torch.zeros((), dtype=torch.bool, device=device)
+        shapes = {step: (step.group.n, *step.group.layers[0].shape[-2:]) for step in steps}
+        self.matrices = {step: torch.empty(shape, dtype=dtype, device=device) for step, shape in shapes.items()}
+        self.rounded = layout.in_place and exchange.scatter_dtype is dtype is layout.dtype
+        self.borrowed = not layout.in_place
+        self.results = self.matrices
+        if not self.rounded:
+            self.results = {step: torch.empty(shape, device=device) for step, shape in shapes.items()}
+        self.gradients, self._results = (
+            [x for step in steps for x in step.group.by_layer(matrices[step])]
+            for matrices in (self.matrices, self.results)
+        )
+        names = [layer.name for step in steps for layer in step.group.layers]
+        self._result_of = dict(zip(names, self._results, strict=True))
+
+    def taken(self, step: GroupStep) -> tuple[Tensor, int]:
+        x = self.matrices[step]
+        return x, x.data_ptr()
+
+    def put(self, layers: Sequence[LayerSpec], results: Sequence[Tensor]) -> None:
+        torch._foreach_copy_([self._result_of[layer.name] for layer in layers], list(results))
+
+
+def _taken(gradients: dict[str, Tensor], step: GroupStep) -> tuple[Tensor, int]:
+    parts = [gradients.pop(name) for name in step.group.names]
+    return step.group.matrices(parts), parts[0].data_ptr()  # which may be DeepSpeed's own
+
+
+Taken = Callable[[GroupStep], tuple[Tensor, int]]
+Send = Callable[[Sequence[LayerSpec], Sequence[Tensor]], None]
 
 
 def adam_direction(

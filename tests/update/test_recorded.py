@@ -1,0 +1,125 @@
+"""Recorded steps: when they are recorded and when not, and that engines train with them as without."""
+
+import logging
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.update import recorded
+from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
+from tests.close import exact
+from tests.deepspeed.modes import ADAM
+from tests.deepspeed.test_modes import check
+from tests.ranks import run_ranks
+from tests.tape import tape
+
+
+class Doubled:
+    """A function of a tensor in a fixed place, and how often the host ran it."""
+
+    def __init__(self) -> None:
+        self.x, self.runs = torch.zeros(3), 0
+
+    def __call__(self) -> torch.Tensor:
+        self.runs += 1
+        return 2 * self.x
+
+
+def test_a_call_is_recorded_once_its_key_is_steady_and_repeats_with_new_values():
+    function, calls = Doubled(), Recorded(tape)
+    for value in range(7):
+        function.x.fill_(value)
+        exact(calls(function, [function], 1), torch.full((3,), 2.0 * value))
+    assert (function.runs, calls.replays) == (STEADY + 1, 7 - STEADY)
+
+
+def test_another_object_in_a_place_or_another_value_is_recorded_anew():
+    function, calls = Doubled(), Recorded(tape)
+
+    def several(place, value) -> int:
+        before = calls.replays
+        for _ in range(STEADY + 2):
+            calls(function, [place], value)
+        return calls.replays - before
+
+    assert [several(function, 1), several(function, 2), several(object(), 2)] == [2, 2, 2]
+    assert function.runs == 3 * (STEADY + 1)
+
+
+def test_what_changes_all_the_time_is_recorded_a_few_times_only():
+    function, calls = Doubled(), Recorded(tape)
+    for value in range(10 * ATTEMPTS):
+        for _ in range(STEADY + 1):
+            function.x.fill_(value)
+            exact(calls(function, [], value), torch.full((3,), 2.0 * value))
+    assert calls.replays == ATTEMPTS
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once():
+    function, said = Doubled(), list[str]()
+
+    def fails(function):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    calls, handler = Recorded(fails), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    recorded.logger.addHandler(handler)
+    try:
+        for value in range(9):
+            function.x.fill_(value)
+            exact(calls(function, [], 0), torch.full((3,), 2.0 * value))
+    finally:
+        recorded.logger.removeHandler(handler)
+    assert calls.replays == 0 and len(said) == 1
+    assert said[0].endswith("slower: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "large", "none"])
+def test_who_is_recorded(case):
+    config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
+    plan = SimpleNamespace(stacks=case != "alone", config=config)
+    numel = {"large": recorded.RECORDED_NUMEL + 1, "none": 0}.get(case, recorded.RECORDED_NUMEL)
+    layers = [SimpleNamespace(numel=numel)]
+    assert direction.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
+
+
+CASES = [
+    (mode.name, 4) for mode in ADAM
+    if mode.name in ("adam-z0-fp16", "adam-z0-clipped", "adam-z1-offload", "adam-z1-bf16", "adam-z2-fp16", "adam-z3",
+                     "adam-z2-relative_damping", "adam-z2-bf16-clipped", "adam-z2-bf16-accum32", "adam-z1-unrotated")
+]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2])
+def test_engines_with_recorded_steps_match_the_reference(world):
+    results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=CASES)[0]
+    assert len(results) == len(CASES) == 10
+    for case, result in results.items():
+        check(case, result)
+        assert result["replays"] == 3, case  # of four steps
+
+
+@pytest.mark.distributed
+def test_recorded_steps_are_those_of_a_run_without_to_the_bit():
+    """Refreshes in place, a step that is skipped, betas that change, a checkpoint that is loaded."""
+    results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=None)[0]
+    assert results["recorded"] > 20 and results["plain"] == 0
+    for name, (one, other) in results["weights"].items():
+        exact(one, other), name
+
+
+def test_the_tape_leaves_inputs_as_they_were():
+    x = torch.ones(3)
+    replay, result = tape(lambda: x.mul_(2) + 1)
+    exact(x, torch.ones(3))
+    replay()
+    exact(x, torch.full((3,), 2.0)), exact(result, torch.full((3,), 3.0))
+
+
+def test_a_recording_is_made_by_the_device_type():
+    with patch.dict(recorded.RECORDERS, clear=True):
+        assert not direction.is_recorded(SimpleNamespace(stacks=True), [SimpleNamespace(numel=1)], "cuda")
