@@ -83,6 +83,11 @@ def has_kfac(method: str) -> bool:
     return "K-FAC" in method or "KFAC" in method
 
 
+def first_of(method: str) -> int:
+    """The first step that is timed. A factor's first refresh is by eigh, as is every tenth one from then on."""
+    return REFRESH + FIRST if has_kfac(method) else FIRST
+
+
 def config_of(options: argparse.Namespace, method: str, *, stage: int) -> dict[str, Any]:
     """Of an engine; sets how its plan spreads refreshes, too."""
     config: dict[str, Any] = {
@@ -151,10 +156,11 @@ def measure(options: argparse.Namespace, method: str) -> tuple[list[tuple[str, f
     times = []
     get_accelerator().reset_peak_memory_stats()
     with engine_of(options, method, stage=options.stage) as engine:
-        for index in range(FIRST + (options.periods if has_kfac(method) else 1) * REFRESH):
+        first = first_of(method)
+        for index in range(first + (options.periods if has_kfac(method) else 1) * REFRESH):
             name = kind(engine)
             seconds = step(engine, options, index)
-            if index >= FIRST:
+            if index >= first:
                 times.append((name, seconds))
     return times, get_accelerator().max_memory_allocated() / 1e6
 
@@ -164,10 +170,10 @@ def stages(options: argparse.Namespace, method: str) -> dict[str, tuple[float, f
     spent: dict[str, dict[str, list[float]]] = {name: {} for name in STAGES}
     with engine_of(options, method, stage=options.stage, timings=True) as engine:
         metrics = engine.kfac.preconditioner.metrics
-        for index in range(REFRESH + UPDATE + 1):
+        for index in range(2 * REFRESH + UPDATE + 1):
             name, before = kind(engine), dict(metrics.seconds)
             step(engine, options, index)
-            if index > 0:
+            if index > REFRESH:
                 for stage in STAGES:
                     spent[stage].setdefault(name, []).append(metrics.seconds[stage] - before.get(stage, 0.0))
     found = {}
@@ -182,11 +188,11 @@ def trace(options: argparse.Namespace, method: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if options.gpu else [])]
-    seen = set()
+    seen, first = set(), first_of(method)
     with engine_of(options, method, stage=options.stage) as engine:
-        for index in range(UPDATE + 2):
+        for index in range(first + UPDATE + 2):
             name = kind(engine)
-            if index == 0 or name in seen:
+            if index < first or name in seen:
                 step(engine, options, index)
                 continue
             seen.add(name)

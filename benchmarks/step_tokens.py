@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_gpu
 from benchmarks.mean_step import REFRESH, ROW
-from benchmarks.step_gpu import FIRST, GPT2, has_kfac
+from benchmarks.step_gpu import GPT2, first_of, has_kfac
 from ds_kfac.estimate.command import costs_of
 from ds_kfac.estimate.estimates import Estimate
 from ds_kfac.estimate.subject import Subject, Trace
@@ -46,7 +46,7 @@ TOKENS = 32_768, 8_192, 131_072, 524_288
 """Of GPT-2 small, in order of worth; the first one of the medium one, too."""
 PLAIN_STEPS = 10
 ACCUMULATED_FIRST = 2
-"""Steps that are not timed where each has several micro-batches."""
+"""Steps that are not timed where each has several micro-batches; with K-FAC first refreshes, which are by eigh, are."""
 DEFAULT, AT_ONCE = "default", "all at once"
 KINDS = [("AdamW", ""), ("KFACAdamW", DEFAULT), ("K-FAC into AdamW", DEFAULT), ("Muon", ""), ("KFACAdamW", AT_ONCE),
          ("K-FAC into AdamW", AT_ONCE)]  # fmt: skip
@@ -83,7 +83,7 @@ def sizes(options: argparse.Namespace, cell: Cell) -> argparse.Namespace:
 
 def steps_of(options: argparse.Namespace, cell: Cell) -> tuple[int, int]:
     """Steps before those that are timed, and these."""
-    first = ACCUMULATED_FIRST if cell.tokens > options.micro else FIRST
+    first = ACCUMULATED_FIRST if cell.tokens > options.micro else first_of(cell.method)
     return first, REFRESH if has_kfac(cell.method) else PLAIN_STEPS
 
 

@@ -198,7 +198,7 @@ class ReferenceKFAC:
     """
 
     iterates: Any = frozenset({"cuda"})
-    """Device types where KFACAdamW refreshes by a step of the iteration, but for every tenth time."""
+    """Device types where KFACAdamW refreshes by a step of the iteration after the burn-in, but for every tenth time."""
     rows: Tensor | None = None
     terms: float | None = None
     only: Any = None
@@ -207,9 +207,10 @@ class ReferenceKFAC:
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), dense_max=None, longest=16384,
         corrected=None, sharing="expand", fisher="empirical", parts=(),
-        method="eigen",
+        method="eigen", burn_in=0,
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
+        self.burn_in = burn_in
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.corrected = corrected
         self.sharing, self.fisher, self.method = sharing, fisher, method
@@ -280,7 +281,7 @@ class ReferenceKFAC:
         if step % self.refresh_interval == 0:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
-                last = iterate and self.refreshed % 10 and layer.bases
+                last = iterate and step >= self.burn_in and self.refreshed % 10 and layer.bases
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
                 layer.bases = [
                     _iterated(*part, Q) if last else _eigh(*part)
@@ -289,7 +290,7 @@ class ReferenceKFAC:
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor):
                     layer.m = RG @ layer.m @ RA.T
-            self.refreshed += 1
+            self.refreshed += step >= self.burn_in
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
         """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``

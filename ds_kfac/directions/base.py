@@ -197,6 +197,15 @@ class UpdateRule(ABC):
         nothing but the factors. A large layer may then be cut into parts of its outputs."""
         return False
 
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+        """Bytes that a worker of these layers keeps between steps beside its state and :meth:`workspace`.
+
+        Args:
+            device: its type.
+            in_place: see :attr:`ds_kfac.zero.layout.ShardLayout.in_place`.
+        """
+        return 0
+
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         """A worker's layers in the order in which it steps them, as many as are in memory at a time, and the bytes that
         they take beside the gradients, at most.

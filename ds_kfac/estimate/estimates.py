@@ -223,7 +223,8 @@ class Estimate:
         # a history has two values, but its last one is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
-        waiting = self._on_workers(lambda layer: pending * layer.numel)
+        kept = np.array(self._kept())
+        waiting = self._on_workers(lambda layer: pending * layer.numel) + kept
 
         first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _cached={})
         memory["sums"], under_way = self._reduced(self.every, self.layout)
@@ -244,8 +245,15 @@ class Estimate:
         in_turn = [*captured, new + gathers - gathering + np.maximum(exact, gathered), new + working]
         memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
         memory["drafts"] = waiting + new
-        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0)
+        # a recording keeps its workspace, too
+        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0) + np.where(kept, kept + working, 0)
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
+
+    def _kept(self) -> list[int]:
+        """Bytes [W] that recorded steps keep."""
+        device, in_place = "cuda" if self.costs.beside else "cpu", self.subject.in_place
+        owned = [[layer for group in groups for layer in group] for groups in self._layer_groups]
+        return [self.rule.kept(self.plan, layers, device, in_place=in_place) for layers in owned]
 
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W] of the messages with

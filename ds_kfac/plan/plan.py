@@ -351,8 +351,8 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
         return {}, max(at_once)
     offsets, worst = roles.refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
     reasons.append(
-        f"refreshes spread over {work.refresh_interval} steps: predicted {worst * 1e3:.3g} ms in the worst step "
-        f"instead of {max(at_once) * 1e3:.3g} ms"
+        f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: predicted "
+        f"{worst * 1e3:.3g} ms in the worst step instead of {max(at_once) * 1e3:.3g} ms"
     )
     return offsets, worst
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from deepspeed.utils import logger
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
@@ -42,12 +41,15 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 class Recorded(Generic[T]):
     """Calls of a function, recorded once their key has stayed the same.
 
+    Args:
+        warn: is told if the function cannot be recorded; then it goes on as it is.
+
     Attributes:
         replays: how many calls were repetitions.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.replays, self._left = recorder, 0, ATTEMPTS
+    def __init__(self, recorder: Recorder, warn: Callable[[str], None]) -> None:
+        self.recorder, self.warn, self.replays, self._left = recorder, warn, 0, ATTEMPTS
         self.forget()
 
     def forget(self) -> None:
@@ -78,7 +80,7 @@ class Recorded(Generic[T]):
                 self._replay, self._result = self.recorder(function)
             except RuntimeError as problem:
                 self._left = 0
-                logger.warning(
+                self.warn(
                     "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by kernel, which is "
                     f"slower: {str(problem).splitlines()[0]}"
                 )

@@ -117,3 +117,18 @@ def test_ranks_that_share_cores_are_not_all_busy_at_once():
     close([worst for _, worst in found], [seconds, seconds])
     at_once = [[*offsets.values()].count(step) for offsets, _ in found for step in range(4)]
     assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_gpu_all_captures_are_in_the_same_steps_and_refreshes_at_some_of_them(alone):
+    """A step with any capture costs the host more than its captures cost the device."""
+    costs = replace(COSTS, beside=True)
+    layers = [linear_layer(f"l{i}", 200, 1) for i in range(12)]
+    factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
+    home = {factor.key: index % 2 for index, factor in enumerate(factors)}
+    offsets, worst = refresh_offsets(factors, home, times(10, 43, costs), alone=alone)
+    assert Counter(offsets.values()) == {0: 4, 10: 4, 20: 2, 30: 2}
+    close(worst, 2 * costs.decompose(factors[0].side))
+    # an interval of one update has one step for them all, so they are spread over its steps as elsewhere
+    offsets, _ = refresh_offsets(factors, home, times(10, 10, costs), alone=alone)
+    assert len(set(offsets.values())) == (6 if alone else 10)

@@ -21,7 +21,8 @@ from packaging.version import Version
 from torch import nn
 
 import ds_kfac
-from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.config.keys import BurnInConfig
+from ds_kfac.directions.kfac_adamw import group_step
 from ds_kfac.zero import deepspeed_versions
 from tests import spread
 from tests.choices import chosen
@@ -42,7 +43,7 @@ def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
 @contextmanager
 def sized(mode: Mode):
     """KFACAdamW's steps have the mode's size; it is read when an engine is built."""
-    with patch.object(direction, "SIZE", mode.size), patch.object(direction, "BASE", mode.base):
+    with patch.object(group_step, "SIZE", mode.size), patch.object(group_step, "BASE", mode.base):
         yield
 
 
@@ -188,6 +189,7 @@ def reference_options(kfac: dict) -> dict:
         "damping_kind": kfac["damping"]["kind"],
         "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),
         "method": kfac["preconditioner"].get("method", "eigen"),
+        "burn_in": kfac.get("burn_in", {}).get("steps", BurnInConfig().steps),
         "sharing": kfac["factor"].get("weight_sharing", "expand"),
         "fisher": kfac["factor"].get("fisher", "empirical"),
         "dense_max": kfac["factor"].get("dense_max"),

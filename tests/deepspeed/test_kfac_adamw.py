@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
-from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.directions.kfac_adamw import group_step
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
@@ -205,7 +205,7 @@ def first_steps_worker(_) -> float:
             engine, *_ = deepspeed.initialize(model=make_net(), config=settings)
         else:
             settings["optimizer"]["params"]["adam_lr"] = settings["optimizer"]["params"]["lr"]
-            with patch.object(direction, "BASE", 1):
+            with patch.object(group_step, "BASE", 1):
                 engine, *_ = start(settings)
         train(engine, 1, steps=5)
         finals.append(weights(engine))

@@ -148,7 +148,7 @@ def engines(cases: list) -> dict:
         }
         torch.manual_seed(0)
         model = Mlp()
-        sized = patch("ds_kfac.directions.kfac_adamw.direction.SIZE", SIZE)
+        sized = patch("ds_kfac.directions.kfac_adamw.group_step.SIZE", SIZE)
         with contextlib.redirect_stdout(io.StringIO()), sized:
             engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
         before = weights(engine)

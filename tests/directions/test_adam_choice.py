@@ -8,7 +8,7 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config.keys import AdamConfig, parse
 from ds_kfac.curvature.factor import Side
-from ds_kfac.directions.kfac_adamw.direction import SIZE, adam_factor, keeps_direction, step_norm
+from ds_kfac.directions.kfac_adamw.group_step import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import named

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, GroupStep
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.group_step import BASE, GroupStep
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.kfac_adamw.direction import row_blocks
+from ds_kfac.directions.kfac_adamw.group_step import row_blocks
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import block_sizes, blocks_text
 from ds_kfac.model.scan import LayerChoice, scan

@@ -1,13 +1,12 @@
 """Recorded steps: when they are recorded and when not, and that engines train with them as without."""
 
-import logging
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.directions.kfac_adamw import places
 from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
@@ -29,7 +28,7 @@ class Doubled:
 
 
 def test_a_call_is_recorded_once_its_key_is_steady_and_repeats_with_new_values():
-    function, calls = Doubled(), Recorded(tape)
+    function, calls = Doubled(), Recorded(tape, pytest.fail)
     for value in range(7):
         function.x.fill_(value)
         exact(calls(function, [function], 1), torch.full((3,), 2.0 * value))
@@ -37,7 +36,7 @@ def test_a_call_is_recorded_once_its_key_is_steady_and_repeats_with_new_values()
 
 
 def test_another_object_in_a_place_or_another_value_is_recorded_anew():
-    function, calls = Doubled(), Recorded(tape)
+    function, calls = Doubled(), Recorded(tape, pytest.fail)
 
     def several(place, value) -> int:
         before = calls.replays
@@ -50,7 +49,7 @@ def test_another_object_in_a_place_or_another_value_is_recorded_anew():
 
 
 def test_what_changes_all_the_time_is_recorded_a_few_times_only():
-    function, calls = Doubled(), Recorded(tape)
+    function, calls = Doubled(), Recorded(tape, pytest.fail)
     for value in range(10 * ATTEMPTS):
         for _ in range(STEADY + 1):
             function.x.fill_(value)
@@ -64,15 +63,10 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once():
     def fails(function):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    calls, handler = Recorded(fails), logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    recorded.logger.addHandler(handler)
-    try:
-        for value in range(9):
-            function.x.fill_(value)
-            exact(calls(function, [], 0), torch.full((3,), 2.0 * value))
-    finally:
-        recorded.logger.removeHandler(handler)
+    calls = Recorded(fails, said.append)
+    for value in range(9):
+        function.x.fill_(value)
+        exact(calls(function, [], 0), torch.full((3,), 2.0 * value))
     assert calls.replays == 0 and len(said) == 1
     assert said[0].endswith("slower: operation not permitted when stream is capturing")
 
@@ -83,7 +77,7 @@ def test_who_is_recorded(case):
     plan = SimpleNamespace(stacks=case != "alone", config=config)
     numel = {"large": recorded.RECORDED_NUMEL + 1, "none": 0}.get(case, recorded.RECORDED_NUMEL)
     layers = [SimpleNamespace(numel=numel)]
-    assert direction.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
+    assert places.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
 
 
 CASES = [
@@ -122,4 +116,4 @@ def test_the_tape_leaves_inputs_as_they_were():
 
 def test_a_recording_is_made_by_the_device_type():
     with patch.dict(recorded.RECORDERS, clear=True):
-        assert not direction.is_recorded(SimpleNamespace(stacks=True), [SimpleNamespace(numel=1)], "cuda")
+        assert not places.is_recorded(SimpleNamespace(stacks=True), [SimpleNamespace(numel=1)], "cuda")

@@ -33,124 +33,40 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.config.keys import AdamConfig
 from ds_kfac.directions.base import Direction, StepContext
+from ds_kfac.directions.kfac_adamw.group_step import (
+    GroupStep,
+    adam_factor,
+    keeps_direction,
+    row_blocks,
+    same_sides,
+)
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
-from ds_kfac.model.blocks import named
+from ds_kfac.directions.kfac_adamw.places import Directions, Places, Send, Taken, is_recorded
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import LayerGroup, chunks
-from ds_kfac.update.newton_schulz import FULL, orthogonal_factors
-from ds_kfac.update.recorded import RECORDED_NUMEL, RECORDERS, Recorded
+from ds_kfac.update.groups import chunks
+from ds_kfac.update.newton_schulz import orthogonal_factors
+from ds_kfac.update.recorded import RECORDERS, Recorded
 from ds_kfac.update.rotation import chunk_budget, lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
-SIZE = 27.0
-"""Measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate."""
-BASE = 128
-"""That width."""
-ADAM_RATIO = 8.0
-"""adam_lr / lr where adam_lr is left out."""
-
-
-def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Why a layer keeps Adam's direction; None if it is orthogonalized: of a tensor-parallel layer every shard by
-    itself, of one in groups every group, so that a step has the same size per entry as that of a whole layer."""
-    if layer.keeps_direction is not None:
-        return layer.keeps_direction
-    module = layer.module
-    pattern = next((pattern for pattern in options.except_layers if named(pattern, module)), None)
-    return pattern and f"kfac.adam.except_layers {pattern!r}"
-
-
-def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """Frobenius norm, in SIZE, of an orthogonalized step of a layer's matrix, of that of one of its groups, or of a
-    block of so many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
-    O, I = layer.whole_shape[-2:]  # noqa: E741
-    O = O if rows is None else rows * layer.cut[0]  # noqa: E741
-    return (max(O, I) / math.prod(layer.cut)) ** 0.5
-
-
-def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
-    """What multiplies the direction of a layer that keeps Adam's.
-
-    Args:
-        ratio: adam_lr / lr.
-    """
-    if keeps_direction(options, layer) is None:
-        return 1.0
-    head = layer.keeps_direction is None  # it makes the model's outputs
-    return max(ratio * BASE / layer.whole_shape[-1], 1.0) if head else ratio
-
-
-def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether a rank's steps of these layers are recorded, on this type of device."""
-    few = 0 < sum(layer.numel for layer in layers) <= RECORDED_NUMEL
-    return few and plan.stacks and device in RECORDERS and plan.config.ops.backend != "torch"
-
-
 LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
-
-
-class GroupStep:
-    """Layers of one shape on their way through a step, with its constants. A map is a matrix that is orthogonalized by
-    itself: a layer's, that of a group of a grouped convolution, or a block of a fused weight's rows.
-
-    Attributes:
-        group: the layers.
-        places: where its layers are in vectors of this rank's layers.
-        orthogonal: whether directions are orthogonalized.
-        maps: how many a layer has: views of its matrix, all of one shape.
-        blocks: rows of each map, where these are of several shapes or lie apart. After they were scaled, each to its
-            own norm, the layer counts as one map.
-        rows_first: whether the rows leave the eigenbasis before, the columns after orthogonalization: blocks are rows
-            of the weight, not of its rotation.
-        normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's times a factor.
-        target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements; or the factor and 1.
-        x_nOI: the direction as far as it has come, [n, O, I] as in the group.
-        sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
-    """
-
-    x_nOI: Tensor
-    sizes: list[Tensor]
-
-    def __init__(self, group: LayerGroup, places: slice, options: AdamConfig, ratio: float, device: Any) -> None:
-        layer = group.layers[0]
-        self.group, self.places, self.orthogonal = group, places, keeps_direction(options, layer) is None
-        self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
-        if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == layer.shape[-2]:
-            self.maps, self.blocks = len(self.blocks), ()
-        self.normalized = self.orthogonal and not self.blocks
-        self.rows_first = self.orthogonal and bool(layer.blocks)
-
-        def norm_and_full(rows: int | None) -> tuple[float, float]:
-            height = layer.shape[-2] if rows is None else rows
-            return SIZE * step_norm(layer, rows), FULL * (height * layer.shape[-1]) ** 0.5
-
-        constants = adam_factor(options, layer, ratio), 1.0
-        if self.normalized:
-            constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
-        of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), device=device)
-        self.target, self.full = of_maps.T.contiguous()
-        if self.blocks:
-            repeats = layer.shape[-2] // sum(self.blocks)
-            of_blocks = [norm_and_full(repeats * rows) for rows in self.blocks]
-            self.block_target, self.block_full = torch.tensor(of_blocks, device=device).T[..., None]  # [blocks, 1]
 
 
 class AdamDirection(Direction):
@@ -187,7 +103,7 @@ class AdamDirection(Direction):
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded: Recorded[Directions] | None = None
         if is_recorded(plan, layers, device.type):
-            self.recorded = Recorded(RECORDERS[device.type])
+            self.recorded = Recorded(RECORDERS[device.type], logger.warning)
         self.places: Places | None = None
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
@@ -218,9 +134,9 @@ class AdamDirection(Direction):
         return local
 
     def _repeated(
-        self, recorded: "Recorded[Directions]", gradients: dict[str, Tensor], unscale: Tensor | float, void: Tensor,
+        self, recorded: Recorded[Directions], gradients: dict[str, Tensor], unscale: Tensor | float, void: Tensor,
         outbox: Any,
-    ) -> "Directions":  # fmt: skip
+    ) -> Directions:  # fmt: skip
         """:meth:`_directions` of gradients that are copied to fixed places, where the results take theirs."""
         if self.places is None:
             self.places = Places(self.steps, gradients[self.names[0]].dtype, self.exchange)
@@ -245,8 +161,8 @@ class AdamDirection(Direction):
         return found
 
     def _directions(
-        self, taken: "Taken", length: Tensor, unscale: Tensor | float, void: Tensor, send: "Send"
-    ) -> "Directions":
+        self, taken: Taken, length: Tensor, unscale: Tensor | float, void: Tensor, send: Send
+    ) -> Directions:
         """Every group's steps, each sent as soon as it is there. The host decides on nothing here, and moments stay as
         they are.
 
@@ -298,7 +214,7 @@ class AdamDirection(Direction):
             left_out=finite & ~fits,
         )
 
-    def _adam(self, step: GroupStep, taken: "Taken", unscale: Tensor | float, usable: Tensor) -> PendingMoments:
+    def _adam(self, step: GroupStep, taken: Taken, unscale: Tensor | float, usable: Tensor) -> PendingMoments:
         """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
         group = step.group
         options = self.layout.optimizer.param_groups[self.parameter_groups[group.names[0]][0]]
@@ -398,69 +314,9 @@ class AdamDirection(Direction):
         return dict.fromkeys(self.all_layers, scale)
 
 
-@dataclass(frozen=True)
-class Directions:
-    """What the layers' steps are but for the results.
-
-    Attributes:
-        pending: of each group.
-        numbers: of ``LocalResult``.
-        replaced, unused: counts, fp32 scalars.
-        left_out: bool [layers].
-    """
-
-    pending: list[PendingMoments]
-    numbers: tuple[Tensor, ...]
-    replaced: Tensor
-    unused: Tensor
-    left_out: Tensor
-
-
-class Places:
-    """Where a recorded step finds its gradients and puts its results, which take the gradients' places if they may be
-    rounded to their dtype.
-
-    Attributes:
-        unscale, void: see :meth:`AdamDirection._directions`.
-        gradients: of each layer, in the order of ``steps``.
-        matrices, results: of each group, [n, O, I].
-        rounded: whether results are in the dtype in which they are stored.
-        borrowed: whether a result must be copied before others keep it.
-    """
-
-    def __init__(self, steps: Sequence[GroupStep], dtype: torch.dtype, exchange: GradientExchange) -> None:
-        device, layout = exchange.device, exchange.layout
-        self.unscale = torch.ones((), dtype=torch.float64, device=device)
-        self.void = torch.zeros((), dtype=torch.bool, device=device)
-        shapes = {step: (step.group.n, *step.group.layers[0].shape[-2:]) for step in steps}
-        self.matrices = {step: torch.empty(shape, dtype=dtype, device=device) for step, shape in shapes.items()}
-        self.rounded = layout.in_place and exchange.scatter_dtype is dtype is layout.dtype
-        self.borrowed = not layout.in_place
-        self.results = self.matrices
-        if not self.rounded:
-            self.results = {step: torch.empty(shape, device=device) for step, shape in shapes.items()}
-        self.gradients, self._results = (
-            [x for step in steps for x in step.group.by_layer(matrices[step])]
-            for matrices in (self.matrices, self.results)
-        )
-        names = [layer.name for step in steps for layer in step.group.layers]
-        self._result_of = dict(zip(names, self._results, strict=True))
-
-    def taken(self, step: GroupStep) -> tuple[Tensor, int]:
-        x = self.matrices[step]
-        return x, x.data_ptr()
-
-    def put(self, layers: Sequence[LayerSpec], results: Sequence[Tensor]) -> None:
-        torch._foreach_copy_([self._result_of[layer.name] for layer in layers], list(results))
-
-
 def _taken(gradients: dict[str, Tensor], step: GroupStep) -> tuple[Tensor, int]:
     parts = [gradients.pop(name) for name in step.group.names]
     return step.group.matrices(parts), parts[0].data_ptr()  # which may be DeepSpeed's own
-
-
-Taken = Callable[[GroupStep], tuple[Tensor, int]]
-Send = Callable[[Sequence[LayerSpec], Sequence[Tensor]], None]
 
 
 def adam_direction(
@@ -488,25 +344,3 @@ def adam_direction(
     first, second, updates = moments.first_OI, moments.second_OI, moments.updates
     adam_scale_(direction, pending, x, first, second, updates, usable_n, scale, betas=betas, eps=eps)
     return direction, PendingMoments(moments, pending, usable_n, betas)
-
-
-def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them without sizes."""
-    sizes = list(sizes) or [x_OI.shape[-2]]
-    return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
-
-
-def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of those with the same sides, as they are or transposed, at most
-    :data:`ds_kfac.update.rotation.STACKED` elements unless one alone has more."""
-    limit = chunk_budget(batched=True)
-    groups: dict[Hashable, list[int]] = {}
-    full: list[list[int]] = []
-    for index, x in enumerate(maps):
-        sides = tuple(sorted(x.shape[-2:]))
-        group = groups.setdefault(sides, [])
-        if group and sum(maps[other].numel() for other in group) + x.numel() > limit:
-            full.append(group)
-            groups[sides] = group = []
-        group.append(index)
-    return [*full, *groups.values()]

@@ -11,8 +11,10 @@ from torch import nn
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, stepped_by_rows
-from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.group_step import ADAM_RATIO, adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
+from ds_kfac.directions.kfac_adamw.places import kept_bytes
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, blocks_text, named, weight_name
@@ -126,6 +128,9 @@ class KFACAdamWRule(UpdateRule):
         if keeps_direction(config.adam, layer) is not None:
             return 0
         return sum(flops(*sides) for sides in layer.maps)
+
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+        return kept_bytes(plan, layers, device, in_place=in_place)
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         taken = chunks(groups, limit=chunk_budget(batched=plan.stacks))

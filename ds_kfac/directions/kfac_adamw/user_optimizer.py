@@ -15,7 +15,7 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
+from ds_kfac.directions.kfac_adamw.group_step import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
 from ds_kfac.model.scan import LayerChoice, Scan, scan
 from ds_kfac.model.share import other_matrices
