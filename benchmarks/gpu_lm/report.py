@@ -151,9 +151,12 @@ def shorter(runs: list[Run]) -> list[str]:
         for other in (run for run in runs if run.job.part == "d" and run.family == target and run.job.seed in ours):
             run = ours[other.job.seed]
             steps, seconds = (run.rows[-1][axis] / other.rows[-1][axis] for axis in ("step", "seconds"))
-            lines.append(f"- seed {run.job.seed}: KFACAdamW {run.final:.4f} after {steps:.2f} of {target}'s steps and "
-                         f"{seconds:.2f} of its seconds, {target} {other.final:.4f}: "
-                         + ("met" if run.final <= other.final else "missed"))  # fmt: skip
+            there = [run.at(other.final, axis) / other.rows[-1][axis] for axis in ("step", "seconds")]
+            lines.append(f"- seed {run.job.seed}: KFACAdamW (lr {run.job.rate:g}) ends at {run.final:.4f}, after "
+                         f"{steps:.2f} of {target}'s steps and {seconds:.2f} of its seconds; {target} (lr "
+                         f"{other.job.rate:g}) at {other.final:.4f}, where KFACAdamW is after "
+                         f"{_said(there[0], '{:.2f}'.format)} of its steps and {_said(there[1], '{:.2f}'.format)} of "
+                         "its seconds: " + ("met" if run.final <= other.final else "missed"))  # fmt: skip
     return ["## Shorter schedules", "", *lines, ""] if lines else []
 
 
@@ -169,7 +172,7 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
         lines += ["**Runs are of several machines: seconds do not compare.**", ""]
     for part, settings in PARTS[sizes].items():
         found = [run for run in runs if run.job.part == part]
-        if found:
+        if found and part not in dict(SHORTER):
             held_out = settings.held_out
             title = f"{settings.steps} steps of {settings.micro_batches} micro-batches, losses of {held_out} data"
             lines += [f"## {part}: {title}", ""]
@@ -205,13 +208,13 @@ def draw(runs: list[Run], path: Path) -> bool:
         for family, of in by_family(runs).items():
             for number, run in enumerate(of):
                 points = [(row[column], row["held_out_loss"]) for row in run.curve]
-                label = f"{family}, lr {run.job.rate:g}" if number == 0 else None
+                label = f"{family}, lr {run.job.rate:g}, {run.rows[-1]['step']:.0f} steps" if number == 0 else None
                 axis.plot(*zip(*points, strict=True), color=colors[family], label=label)
         axis.set(xlabel=column)
         axis.grid(alpha=0.3)
     ends = [run.final for run in runs if math.isfinite(run.final)]
     if ends:
-        axes[0].set_ylim(min(ends) - 0.05, min(ends) + 1.0)
+        axes[0].set_ylim(min(ends) - 0.05, max(ends) + 1.0)
     axes[0].set(ylabel="held-out loss [nats per token]")
     axes[0].legend(fontsize=8)
     figure.tight_layout()
@@ -228,5 +231,5 @@ def write(out: Path, sizes: str) -> str:
     (out / "report.md").write_text(text)
     curves(runs, out / "curves.csv")
     for part in ("b", "c", "d"):
-        draw([run for run in runs if run.job.part == part], out / f"curves_{part}.png")
+        draw([run for run in runs if run.job.part.startswith(part)], out / f"curves_{part}.png")
     return text

@@ -202,9 +202,9 @@ class OpsConfig(Block):
 
     backend: Literal["triton", "cuda", "torch"] | None = None
     """Implementation of the operations. triton, cuda: on NVIDIA GPUs from compute capability 8.0, each for some
-    operations. torch: plain torch, anywhere. An operation that a backend does not have runs in torch.
-    null: the best backend that runs here, per operation; the attach report lists them. All except torch are compiled at
-    first use. The choice holds for the process: the last attach decides."""
+    operations. torch: plain torch, anywhere, and no CUDA graph. An operation that a backend does not have runs in
+    torch. null: the best backend that runs here, per operation; the attach report lists them. All except torch are
+    compiled at first use. The choice holds for the process: the last attach decides."""
 
 
 class PaddingConfig(Block):
