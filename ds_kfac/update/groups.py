@@ -128,7 +128,7 @@ class LayerGroup:
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         if [*map(id, sides)] != [*map(id, self._sides)]:
-            if in_place and self.rotation is not None and all(bases) and len(sides) == len(self._sides):
+            if in_place and self.rotation is not None and all(bases) and same_form(self._sides, sides):
                 return self._replace_bases(self.rotation, states, layers)
             self.rotation, self._sides = None, ()
             if sides:
@@ -193,6 +193,13 @@ class LayerGroup:
     def any_map(self, flags_n: Tensor) -> Tensor:
         """Of bool [n] a vector of the layers: whether it is so of any of a layer's matrices."""
         return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
+
+
+def same_form(old: Sequence[Eigenbasis], new: Sequence[Eigenbasis]) -> bool:
+    """Whether each new basis fits into the memory of the old one. A side that had no data since a checkpoint of other
+    settings was loaded has no eigenvectors, and gets some."""
+    shapes = [[[v.shape for v in basis.vectors] for basis in bases] for bases in (old, new)]
+    return shapes[0] == shapes[1]
 
 
 def _identity_like(side: Eigenbasis) -> Eigenbasis:

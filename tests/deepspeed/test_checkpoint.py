@@ -35,7 +35,8 @@ def own_state(engine) -> dict:
         factors = [kfac.curvature.factors[key] for key in keys]
         moments = [part.clone() for part in vars(state.moments).values()] if state.moments else ()
         packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
-        found[name] = [*state.A.vectors, *packed, state.terms, state.G.values, *moments]
+        bases = [part.clone() for part in (*state.A.vectors, state.G.values)]  # which later steps may overwrite
+        found[name] = [*bases, *packed, state.terms, *moments]
     return found
 
 
