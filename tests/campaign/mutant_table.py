@@ -695,7 +695,7 @@ _ROWS = [
     ("recorded: a frozen layer's results are written", "zero/exchange.py",
      "and all(p.requires_grad for p in exchange.params[layer.name])", "", "tests/update/test_recorded.py"),
     ("views of gradients outlive their step", "zero/exchange.py",
-     "        self._views.clear()  # DeepSpeed's step frees what they are of\n", "", "tests/deepspeed/test_memory.py"),
+     "        self._views.clear()  # DeepSpeed's step frees what they are of\n", "", "tests/zero/test_exchange.py"),
     # memory
     ("results are kept beside their message", "zero/exchange.py", "self.packed = sent.clear",
      "self.packed = dict", "tests/deepspeed/test_memory.py"),

@@ -80,6 +80,7 @@ def test_in_place_the_own_part_lies_where_the_gradient_was(wire):
     rank.step()
     assert torch.equal(rank.stored, (flat.float() * SCALE).to(wire))
     assert not hasattr(rank, "written")
+    assert not rank.exchange._views, "DeepSpeed's step frees what they are of"
 
 
 @pytest.mark.parametrize("in_place", [False, True])
