@@ -159,7 +159,7 @@ class Proof:
         self.keys = {layer.name: key(layer) for layer in self.layers}
         self._number, self._device = number, device
         self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
-        self._eps = dict[str, float]()
+        self._known = [[0.0] * len(NUMBERS) for _ in self.layers]  # the part of the numbers that the host knows
         self._factors: dict[str, tuple[LayerSpec, Tensor]] = {}  # key -> sum of squares, count, rows
         self._probes: dict[str, Tensor] = {}
         self._sampled = set[str]()  # factors whose sums have a grid of positions
@@ -178,9 +178,12 @@ class Proof:
     def _row(self, layer: LayerSpec) -> Tensor:
         return self._numbers[self._place[layer.name]]
 
+    def _known_of(self, layer: LayerSpec) -> list[float]:
+        return self._known[self._place[layer.name]]
+
     def leave_out(self, layer: LayerSpec) -> None:
         """Do not judge a layer whose gradient a user's hook may change."""
-        self._row(layer)[HOOKED] += 1
+        self._known_of(layer)[HOOKED] += 1
 
     # in the hooks
 
@@ -192,7 +195,7 @@ class Proof:
         call.later = layer.name in call.forward.proven
         call.forward.proven.add(layer.name)
         if "G" in call.sides and not call.recomputed:
-            self._row(layer)[CALLS] += 1
+            self._known_of(layer)[CALLS] += 1
         if not kind.needs_gradients:
             v_nIK = self.probes(call.key_A, layer)
             v_nIK = v_nIK if layer.bias is None else v_nIK[:, :-1]
@@ -211,7 +214,7 @@ class Proof:
         if layer.name not in self._place or (call.probed is None and not made_of_gradients):
             return None
         u_nOK = self.probes(layer.keys[1], layer)
-        row, K = self._row(layer), u_nOK.shape[-1]
+        row, known, K = self._row(layer), self._known_of(layer), u_nOK.shape[-1]
         if isinstance(kind, Convolution):
             probed = kind.gradient_patches(call.module, gradient).times(u_nOK)
         else:
@@ -237,18 +240,21 @@ class Proof:
         row[place + PROBES] += squares
         if others:
             return None
-        row[REACHED] += 1
-        self._eps[layer.name] = max(self._eps.get(layer.name, 0.0), accuracy(gradient.dtype, self._device, kind.images))
+        known[REACHED] += 1
+        known[RANKS], known[EPS] = 1, max(known[EPS], accuracy(gradient.dtype, self._device, kind.images))
         if kind.images or made_of_gradients:
-            row[ROWS] += len(products)
+            known[ROWS] += len(products)
         else:
             zero, mask = (probed == 0).all(dim=-1), call.rows.mask  # u . g == 0 is cheaper to see than g == 0
-            zero = zero if mask is None else zero.reshape(mask.shape)
-            counts = torch.ones_like(zero) if mask is None else mask
-            nth = counts.cumsum(dim=0 if call.rows.examples == 1 else -1)
-            row[ROWS] += counts.sum()
-            row[ZERO] += (counts & zero).sum()
-            row[FIRST] += (counts & zero & (nth == 1)).sum()
+            along = 0 if call.rows.examples == 1 else -1
+            if mask is None:
+                known[ROWS] += zero.numel()
+                first = zero.narrow(along, 0, min(1, zero.shape[along]))
+            else:
+                zero = zero.reshape(mask.shape)
+                row[ROWS] += mask.sum()
+                first = mask & zero & (mask.cumsum(dim=along) == 1)
+            row[ZERO : FIRST + 1] += torch.stack([(zero if mask is None else mask & zero).sum(), first.sum()])
             if mask is not None and layer.part[1] == 1 and (padding := call.padding(mask)) is not None:
                 logarithm = probed.double().square().sum(dim=-1).reshape(mask.shape).log()
                 out, within = padding & ~zero, mask & ~zero
@@ -266,7 +272,7 @@ class Proof:
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples, taken=taken)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
             self._count(call.key_A, call.layer, rows * kept, taken.stride * call.share, count * kept * call.share)
-            self._row(call.layer)[GAVE] += 1
+            self._known_of(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
         """The rows of a call went, times ``gain``, to G, or to an A that is made of gradients."""
@@ -287,17 +293,14 @@ class Proof:
 
     def numbers(self, sums: Mapping[str, BatchSum]) -> Tensor:
         """This rank's numbers, float64 [L, len(NUMBERS)]. ``sums``: key -> its batch sums."""
-        for name, eps in self._eps.items():
-            row = self._numbers[self._place[name]]
-            row[EPS] += eps
-            row[RANKS] += 1
+        self._numbers += torch.tensor(self._known, dtype=torch.float64).to(self._device)
         for key, (layer, (squares, count, rows)) in self._factors.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
             if sum_ is None or key in self._sampled:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
             if side.block == side.dim // layer.groups:  # narrower blocks lack the products between them
-                products = max(self._eps.get(layer.name, 0.0), accuracy(torch.float32, self._device))
+                products = max(self._known_of(layer)[EPS], accuracy(torch.float32, self._device))
                 slack = SLACK * (products + eps_of(torch.float32) * (rows + side.block).sqrt())
                 probes = self.probes(key, layer)
                 moment, spread = second_moment(side, sum_.sum_P, probes)
@@ -306,37 +309,47 @@ class Proof:
             self._row(layer)[WRONG] += wrong
         return self._numbers
 
-    def ratio(self, layer: LayerSpec, total: Tensor, gradient: Tensor, *, divisor: float, world: int, eps: float,
-              floor: float) -> Tensor:  # fmt: skip
-        """Distance between t and u^T dW v, over the tolerance; float64 scalar.
+    def ratios(self, total_LN: Tensor, gradients: Mapping[str, Tensor], *, divisor: float, world: int,
+               eps: float | Tensor, floor: float) -> Tensor:  # fmt: skip
+        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are not in ``gradients``.
 
         Args:
-            total: the layer's numbers, summed over all ranks.
-            gradient: dW, of the layer's shape: the sum over ranks divided by ``divisor``.
+            total_LN: the numbers, summed over all ranks.
+            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by ``divisor``.
             world: number of ranks.
-            eps: relative accuracy of the coarsest dtype that a gradient was rounded to.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to; of all, or of each.
             floor: size below which values underflow in that dtype.
         """
-        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
-        matrix_nOI, K = gradient.reshape(-1, *layer.shape[-2:]), u_nOK.shape[-1]
-        expected_K = torch.zeros(K, dtype=torch.float64, device=self._device)
-        for matrix_OI, u_OK, v_IK in zip(matrix_nOI, u_nOK, v_nIK, strict=True):
-            expected_K += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
-        ranks = total[RANKS].clamp(min=1)
-        n = total[REACHED] / ranks + world
-        sums = (total[ROWS] + sum(layer.shape[-2:])).sqrt()
-        rounding = (total[EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
-        size = K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
-        engines, others = total[T : T + PROBES + 1], total[OTHERS : OTHERS + PROBES + 1]
-        ratios = []
-        for *t, squares in (engines, engines + others):  # without and with gradients of other backwards
-            t_K = torch.stack(t[:K]) / divisor
-            scale = squares.sqrt() / divisor + t_K.norm() + size
-            bound = SLACK * (rounding * scale + floor * (n * layer.numel).sqrt())
-            distance = (t_K - expected_K).norm()
-            ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
-            ratios.append(torch.where(distance.isfinite(), ratio, nan))
-        return torch.stack(ratios).amin()
+        layers = [layer for layer in self.layers if layer.name in gradients]
+        ratios_L = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        if not layers:
+            return ratios_L
+        # probes that a layer has not got are zero on both sides
+        expected_nK = torch.zeros(len(layers), PROBES, dtype=torch.float64, device=self._device)
+        sizes = list[Tensor]()
+        for expected_K, layer in zip(expected_nK, layers, strict=True):
+            u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
+            gradient, K = gradients[layer.name], u_nOK.shape[-1]
+            for matrix_OI, u_OK, v_IK in zip(gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True):
+                expected_K[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
+            sizes.append(K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        places = torch.tensor([self._place[layer.name] for layer in layers], device=self._device)
+        sides = [(sum(layer.shape[-2:]), layer.numel) for layer in layers]
+        lengths, numels = torch.tensor(sides, dtype=torch.float64, device=self._device).unbind(dim=1)
+        total, size = total_LN[places], torch.stack(sizes).double()
+        ranks = total[:, RANKS].clamp(min=1)
+        n = total[:, REACHED] / ranks + world
+        sums = (total[:, ROWS] + lengths).sqrt()
+        rounding = (total[:, EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
+        engines, others = total[:, T : T + PROBES + 1], total[:, OTHERS : OTHERS + PROBES + 1]
+        t = torch.stack([engines, engines + others])  # without and with gradients of other backwards
+        t_K, squares = t[..., :PROBES] / divisor, t[..., PROBES]
+        scale = squares.sqrt() / divisor + t_K.norm(dim=-1) + size
+        bound = SLACK * (rounding * scale + floor * (n * numels).sqrt())
+        distance = (t_K - expected_nK).norm(dim=-1)
+        ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
+        ratio = torch.where(distance.isfinite(), ratio, nan)
+        return ratios_L.index_copy(0, places, ratio.amin(dim=0))
 
 
 def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:

@@ -117,12 +117,9 @@ class Proving:
             "divisor": layout.divisor, "world": layout.world, "eps": eps,
             "floor": max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes),
         }  # fmt: skip
-        ratios = torch.zeros(len(proof.layers), dtype=torch.float64, device=numbers.device)
-        for place, layer in enumerate(proof.layers):
-            if workers[layer.name][0] == layout.rank:
-                ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
         names = [layer.name for layer in proof.layers]
-        ratios = self.channel.sum(ratios, "proof")
+        own = {name: gradients[name] for name in names if workers[name][0] == layout.rank}
+        ratios = self.channel.sum(proof.ratios(numbers, own, **limits), "proof")
         checks = dict(zip(names, row_checks(numbers, ratios, [*map(used, names)]), strict=True))
         unfit = {name: str(check) for name, check in checks.items() if check.is_finite and not check.fits}
         failed = set(unfit)

@@ -293,7 +293,7 @@ _ROWS = [
      "self.rows.add_input(call, x, self.sums.setdefault(call.key_A, call.waiting))", _PROOF),
     ("proof: a bound that all is within", "model/proof.py",
      "return (self.ratio <= 1 or bool(self.hooked)) and", "return", _PROOF),
-    ("proof: no rounding of long sides", "model/proof.py", "t_K.norm() + size", "t_K.norm()", _PROOF),
+    ("proof: no rounding of long sides", "model/proof.py", "t_K.norm(dim=-1) + size", "t_K.norm(dim=-1)", _PROOF),
     ("proof: G's rows are one", "model/proof.py", "(rows + side.block).sqrt()", "count.clamp(min=1).sqrt()", _PROOF),
     ("proof: probes of a layer, not of its A", "model/proof.py", "narrow = layer.A.dim < NARROW * layer.groups",
      "narrow = min(layer.shape[-2:]) < NARROW", _PROOF),

@@ -46,11 +46,9 @@ def proven(
         numbers = proof.numbers(capture.sums)
     finally:
         capture.remove()
-    ratios = torch.zeros(len(proof.layers), dtype=torch.float64, device=device)
-    for place, layer in enumerate(proof.layers):
-        eps = eps_of(parameters[layer.weight].dtype)
-        gradient = matrix_of(layer, parameters)
-        ratios[place] = proof.ratio(layer, numbers[place], gradient, divisor=1, world=1, eps=eps, floor=0)
+    eps = torch.tensor([eps_of(parameters[layer.weight].dtype) for layer in proof.layers], device=device)
+    gradients = {layer.name: matrix_of(layer, parameters) for layer in proof.layers}
+    ratios = proof.ratios(numbers, gradients, divisor=1, world=1, eps=eps.double(), floor=0)
     names = [layer.name for layer in proof.layers]
     return dict(zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True))
 

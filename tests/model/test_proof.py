@@ -376,5 +376,5 @@ def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32
         total[proof.EPS], total[proof.ROWS] = proof.accuracy(torch.float32, torch.device(device)), rows
         gradient = tf32(g).T @ tf32(a)
         eps = proof.eps_of(torch.float32)
-        ratios.append(float(own.ratio(layer, total, gradient, divisor=1, world=1, eps=eps, floor=0)))
+        ratios.append(float(own.ratios(total[None], {"layer": gradient}, divisor=1, world=1, eps=eps, floor=0)))
     assert ratios[0] < 0.5 and ratios[1] > 2, ratios
