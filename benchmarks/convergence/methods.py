@@ -248,10 +248,13 @@ def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: 
         "warmup_min_ratio": LAST_RATIO,
         "cos_min_ratio": LAST_RATIO,
     }
+    own = METHODS[method](rate)
+    if stage and own.get("optimizer", {}).get("type") == "Muon":
+        own["gradient_clipping"] = 0.0  # DeepSpeed would clip orthogonalized updates, see docs/migrate/muon.md
     return {
         "train_micro_batch_size_per_gpu": rows,
         "steps_per_print": 1_000_000_000,
         "zero_optimization": {"stage": stage},
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
-        **METHODS[method](rate),
+        **own,
     }

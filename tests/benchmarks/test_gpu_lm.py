@@ -2,6 +2,7 @@
 the report counts steps and seconds right."""
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.convergence.methods import deepspeed_config
 from benchmarks.gpu_lm import corpus, report
-from benchmarks.gpu_lm.plan import METHODS, PARTS, SIZES, Job, best_jobs, fingerprint, parsed, rate_jobs
+from benchmarks.gpu_lm.plan import METHODS, PARTS, SIZES, Job, best_jobs, config, fingerprint, parsed, rate_jobs
 from benchmarks.gpu_lm.report import Run, ratio
 from tests.close import close
 
@@ -184,6 +186,18 @@ def test_b_takes_each_familys_best_of_a_or_the_given_rate():
     assert jobs == [Job("b", "muon", 0.1), Job("b", "kfacadamw", 1e-3)] and not unknown
     assert [job.method for job in rate_jobs(["adamw", "muon"], {"muon": 0.1})] == ["adamw"] * 3
     assert all(parsed(Job("b", method, 0.0125, 3).name) == Job("b", method, 0.0125, 3) for method in METHODS)
+
+
+def test_no_muon_is_clipped_where_deepspeed_clips_its_updates():
+    """At ZeRO 1 to 3 (docs/migrate/muon.md); it took 0.003 of Muon's rate once."""
+    for name in METHODS:
+        settings = config(Job("b", name, 1e-3), SIZES["small"], PARTS["small"]["b"])
+        is_muon = settings.get("optimizer", {}).get("type") == "Muon"
+        assert settings["gradient_clipping"] == (0.0 if is_muon and settings["zero_optimization"]["stage"] else 1.0)
+    ours = [json.loads(path.read_text()) for path in (ROOT / "configs").glob("*muon*.json")]
+    assert ours and all(own["zero_optimization"]["stage"] and not own["gradient_clipping"] for own in ours)
+    for stage in (0, 1):
+        assert deepspeed_config("muon", 0.02, rows=1, steps=9, stage=stage)["gradient_clipping"] == 1.0 - stage
 
 
 def made(method: str, points: list[tuple[int, float, float]], seed: int = 0) -> Run:
