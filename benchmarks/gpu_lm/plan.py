@@ -113,18 +113,17 @@ class Method:
 
 METHODS = {
     "adamw": Method("AdamW", adamw, (1e-3, 2e-3, 4e-3), 0.005),
-    "muon": Method("Muon", muon, (0.0125, 0.025, 0.05), 0.048),
+    "muon": Method("Muon", muon, (0.00625, 0.0125, 0.025), 0.048),
     "kfacadamw": Method("KFACAdamW", kfacadamw, (1e-3, 2e-3, 4e-3), 0.044),
     "unrotated": Method(
         "without curvature", lambda rate: {**kfacadamw(rate), "kfac": {"adam": {"rotate": False}}},
         (1e-3, 2e-3, 4e-3), 0.024,
     ),
-    "muon_table": Method("Muon", muon, (0.05,), 0.048, table=0.03),
+    "muon_table": Method("Muon", muon, (0.0125,), 0.048, table=0.03),
     "muon_half": Method("Muon", lambda rate: muon(rate, rate / 2), (0.025,), 0.048),
     "soap": Method("SOAP", soap, (1.5e-3, 3e-3, 6e-3), 0.2),
 }  # fmt: skip
-"""muon_table: the token table at a rate of its own, the best of 0.004, 0.03, 0.1 and 0.3 for 5 M parameters on a CPU
-(0.7 in public, for models that normalize what the table gives); muon_half: heads and tables at half of the matrices'
+"""muon_table: the token table at a rate of its own (0.7 in public, for models that normalize what it gives). muon_half: heads and tables at half of the matrices'
 rate, as in benchmarks/convergence."""
 DEFAULT = ["adamw", "muon", "kfacadamw", "unrotated", "muon_table", "muon_half"]
 MICRO_BATCH, EVALUATED, START = 0.0895, 0.03, 20.0
