@@ -60,8 +60,8 @@ RATES_OF = {"b": "a", "c": "a", "d": "r", "d70": "r", "d35": "r"}
 """Part -> the one that chooses its rates."""
 SERIES = {
     "d": (
-        ("r", ("adamw", "muon", "muon_table", "kfacadamw")), ("d", ("muon", "muon_table")), ("d70", ("kfacadamw",)),
-        ("d", ("adamw",)), ("d35", ("kfacadamw",)), ("d", ("kfacadamw",)),
+        ("r", ("adamw", "adamw_table", "muon", "muon_table", "kfacadamw")), ("d", ("muon", "muon_table")),
+        ("d70", ("kfacadamw",)), ("d", ("adamw", "adamw_table")), ("d35", ("kfacadamw",)), ("d", ("kfacadamw",)),
     ),
 }  # fmt: skip
 """Part -> the parts and methods that a call for it makes, one after the other; others are made alone."""
@@ -119,13 +119,14 @@ METHODS = {
         "without curvature", lambda rate: {**kfacadamw(rate), "kfac": {"adam": {"rotate": False}}},
         (1e-3, 2e-3, 4e-3), 0.024,
     ),
+    "adamw_table": Method("AdamW", adamw, (1e-3, 2e-3), 0.005, table=0.03),
     "muon_table": Method("Muon", muon, (0.0125,), 0.048, table=0.03),
     "muon_half": Method("Muon", lambda rate: muon(rate, rate / 2), (0.025,), 0.048),
     "soap": Method("SOAP", soap, (1.5e-3, 3e-3, 6e-3), 0.2),
 }  # fmt: skip
-"""muon_table: the token table at a rate of its own (0.7 in public, for models that normalize what it gives). muon_half: heads and tables at half of the matrices'
-rate, as in benchmarks/convergence."""
-DEFAULT = ["adamw", "muon", "kfacadamw", "unrotated", "muon_table", "muon_half"]
+""".._table: the token table at a rate of its own (0.7 in public, for models that normalize what it gives). muon_half:
+heads and tables at half of the matrices' rate, as in benchmarks/convergence."""
+DEFAULT = ["adamw", "muon", "kfacadamw", "unrotated", "adamw_table", "muon_table", "muon_half"]
 MICRO_BATCH, EVALUATED, START = 0.0895, 0.03, 20.0
 """Seconds on an H100: forward and backward of 32 x 1024 tokens (step_gpu.py's AdamW, vocabulary 50,304); guessed: a
 forward, a run's start."""
