@@ -106,6 +106,14 @@ def test_recorded_steps_are_those_of_a_run_without_to_the_bit():
         exact(one, other), name
 
 
+@pytest.mark.distributed
+def test_gradients_of_several_dtypes_keep_theirs():
+    weights, replays = run_ranks("tests.deepspeed.recorded:mixed", world=1)[0]
+    assert replays == 5
+    for one, other in weights.values():
+        exact(one, other)
+
+
 def test_the_tape_leaves_inputs_as_they_were():
     x = torch.ones(3)
     replay, result = tape(lambda: x.mul_(2) + 1)
