@@ -1,6 +1,8 @@
 """Runs whose steps are recorded and replayed."""
 
+import gc
 import tempfile
+import weakref
 
 import torch
 
@@ -69,3 +71,19 @@ def mixed(_):
             engine.destroy()
     (recorded, count), (plain, _) = found
     return {name: (values, plain[name]) for name, values in recorded.items()}, count
+
+
+def loaded(_):
+    """Whether moments and recording of before a load are still there after it."""
+    with taped(), tempfile.TemporaryDirectory() as folder:
+        engine = runs.build(BY_NAME["adam-z1"], 1)
+        runs.train(engine, 1, steps=4)
+        engine.save_checkpoint(folder)
+        direction = engine.kfac.preconditioner.direction
+        old = [weakref.ref(group.moments) for group in direction.layer_groups]
+        assert direction.recorded.replays == 3
+        engine.load_checkpoint(folder)
+        gc.collect()
+        found = [kept() is not None for kept in old]
+        engine.destroy()
+        return found

@@ -114,6 +114,12 @@ def test_gradients_of_several_dtypes_keep_theirs():
         exact(one, other)
 
 
+@pytest.mark.distributed
+def test_a_load_frees_what_was_recorded_before_it():
+    """Else moments would be in memory twice while the loaded ones are put together."""
+    assert not any(run_ranks("tests.deepspeed.recorded:loaded", world=1)[0])
+
+
 def test_the_tape_leaves_inputs_as_they_were():
     x = torch.ones(3)
     replay, result = tape(lambda: x.mul_(2) + 1)

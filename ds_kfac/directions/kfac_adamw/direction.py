@@ -110,6 +110,11 @@ class AdamDirection(Direction):
         orthogonal = keeps_direction(self.config.adam, layer) is None
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
+    def forget(self) -> None:
+        super().forget()
+        if self.recorded is not None:
+            self.recorded.forget()
+
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
