@@ -1,5 +1,6 @@
 """Recorded steps: when they are recorded and when not, and that engines train with them as without."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -69,6 +70,35 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once():
         exact(calls(function, [], 0), torch.full((3,), 2.0 * value))
     assert calls.replays == 0 and len(said) == 1
     assert said[0].endswith("slower: operation not permitted when stream is capturing")
+
+
+def test_an_error_without_a_message_is_told_by_its_name():
+    said = list[str]()
+
+    def fails(function):
+        raise RuntimeError
+
+    calls, function = Recorded(fails, said.append), Doubled()
+    for _ in range(STEADY + 1):
+        calls(function, [], 0)
+    assert len(said) == 1 and said[0].endswith("slower: RuntimeError")
+
+
+def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
+    """torch's context manager ends the capture before it leaves the stream, and does not leave it if that raises."""
+    current = ["default"]
+
+    @contextmanager
+    def graph(*args, **kwargs):
+        current[0] = "capture"
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    fakes = {"graph": graph, "CUDAGraph": SimpleNamespace, "current_stream": lambda: current[0]}
+    with patch.multiple(torch.cuda, **fakes, set_stream=lambda stream: current.__setitem__(0, stream)):
+        with pytest.raises(RuntimeError, match="previous error"):
+            recorded.cuda_graph(lambda: None)
+    assert current == ["default"]
 
 
 @pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "large", "none"])
