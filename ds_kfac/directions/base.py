@@ -68,6 +68,11 @@ class Direction:
         """Layers of one shape with equal keys may be stepped in one batch."""
         return layer.copies
 
+    def forget(self) -> None:
+        """The layers' states are new ones: keep nothing of the old."""
+        for group in self.layer_groups:
+            group.forget()
+
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         """The first half, of this rank's layers. Here one by one: :meth:`layer` steps those that have a basis, the
         others keep their gradients.

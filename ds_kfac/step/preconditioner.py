@@ -360,8 +360,7 @@ class KFACPreconditioner:
                 self.state[layer.name] = self._empty(layer)
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.proving.restart(resumed=self.steps > 0)
-        for group in self.direction.layer_groups:
-            group.forget()
+        self.direction.forget()
         self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)

@@ -27,10 +27,15 @@ launches take, and the memory that a graph keeps would be more than a GiB."""
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
     """The recorder for GPUs. Waits for the device, once."""
-    graph = torch.cuda.CUDAGraph()
-    # other threads, such as NCCL's watchdog, go on asking for events
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = function()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # other threads, such as NCCL's watchdog, go on asking for events
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()
+    finally:
+        # where the end of a capture raises torch stays in the capture's stream, and training would go on there, not
+        # ordered with what DeepSpeed runs in the default stream
+        torch.cuda.set_stream(stream)
     return graph.replay, result
 
 
@@ -80,9 +85,10 @@ class Recorded(Generic[T]):
                 self._replay, self._result = self.recorder(function)
             except RuntimeError as problem:
                 self._left = 0
+                why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
                     "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by kernel, which is "
-                    f"slower: {str(problem).splitlines()[0]}"
+                    f"slower: {why}"
                 )
                 return function()
         self._replay()

@@ -1,11 +1,14 @@
 """Runs whose steps are recorded and replayed."""
 
+import gc
 import tempfile
+import weakref
 
 import torch
 
 from tests.deepspeed import runs
 from tests.deepspeed.modes import BY_NAME
+from tests.models import Net
 from tests.tape import taped
 
 
@@ -46,3 +49,45 @@ def _eventful(name: str, steady: int):
         found = {name: values.clone() for name, values in runs.weights(engine).items()}
         engine.destroy()
         return found, replays[0]
+
+
+class Mixed(Net):
+    """Its largest matrix, whose gradient comes first, is in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle.to(torch.bfloat16)
+        self.middle.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+        self.middle.register_forward_hook(lambda module, args, output: output.float())
+
+
+def mixed(_):
+    """Weights of a model of two dtypes, recorded and launched as it is."""
+    found = []
+    for steady in (1, 1_000_000):
+        with taped(steady) as replays:
+            torch.manual_seed(0)
+            engine = runs.build(BY_NAME["adam-z0-noclip"], 1, model=Mixed())
+            if steady > 1:
+                engine.kfac.preconditioner.direction.recorded = None
+            runs.train(engine, 1, steps=6)
+            found.append((runs.weights(engine), replays[0]))
+            engine.destroy()
+    (recorded, count), (plain, _) = found
+    return {name: (values, plain[name]) for name, values in recorded.items()}, count
+
+
+def loaded(_):
+    """Whether moments and recording of before a load are still there after it."""
+    with taped(), tempfile.TemporaryDirectory() as folder:
+        engine = runs.build(BY_NAME["adam-z1"], 1)
+        runs.train(engine, 1, steps=4)
+        engine.save_checkpoint(folder)
+        direction = engine.kfac.preconditioner.direction
+        old = [weakref.ref(group.moments) for group in direction.layer_groups]
+        assert direction.recorded.replays == 3
+        engine.load_checkpoint(folder)
+        gc.collect()
+        found = [kept() is not None for kept in old]
+        engine.destroy()
+        return found

@@ -1,5 +1,6 @@
 """Recorded steps: when they are recorded and when not, and that engines train with them as without."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -71,6 +72,35 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once():
     assert said[0].endswith("slower: operation not permitted when stream is capturing")
 
 
+def test_an_error_without_a_message_is_told_by_its_name():
+    said = list[str]()
+
+    def fails(function):
+        raise RuntimeError
+
+    calls, function = Recorded(fails, said.append), Doubled()
+    for _ in range(STEADY + 1):
+        calls(function, [], 0)
+    assert len(said) == 1 and said[0].endswith("slower: RuntimeError")
+
+
+def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
+    """torch's context manager ends the capture before it leaves the stream, and does not leave it if that raises."""
+    current = ["default"]
+
+    @contextmanager
+    def graph(*args, **kwargs):
+        current[0] = "capture"
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    fakes = {"graph": graph, "CUDAGraph": SimpleNamespace, "current_stream": lambda: current[0]}
+    with patch.multiple(torch.cuda, **fakes, set_stream=lambda stream: current.__setitem__(0, stream)):
+        with pytest.raises(RuntimeError, match="previous error"):
+            recorded.cuda_graph(lambda: None)
+    assert current == ["default"]
+
+
 @pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "large", "none"])
 def test_who_is_recorded(case):
     config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
@@ -105,6 +135,20 @@ def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
     assert results["recorded"] > 20 and results["plain"] == 0
     for name, (one, other) in results["weights"].items():
         exact(one, other), name
+
+
+@pytest.mark.distributed
+def test_gradients_of_several_dtypes_keep_theirs():
+    weights, replays = run_ranks("tests.deepspeed.recorded:mixed", world=1)[0]
+    assert replays == 5
+    for one, other in weights.values():
+        exact(one, other)
+
+
+@pytest.mark.distributed
+def test_a_load_frees_what_was_recorded_before_it():
+    """Else moments would be in memory twice while the loaded ones are put together."""
+    assert not any(run_ranks("tests.deepspeed.recorded:loaded", world=1)[0])
 
 
 def test_the_tape_leaves_inputs_as_they_were():

@@ -110,6 +110,11 @@ class AdamDirection(Direction):
         orthogonal = keeps_direction(self.config.adam, layer) is None
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
+    def forget(self) -> None:
+        super().forget()
+        if self.recorded is not None:
+            self.recorded.forget()
+
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
@@ -138,8 +143,9 @@ class AdamDirection(Direction):
         outbox: Any,
     ) -> Directions:  # fmt: skip
         """:meth:`_directions` of gradients that are copied to fixed places, where the results take theirs."""
-        if self.places is None:
-            self.places = Places(self.steps, gradients[self.names[0]].dtype, self.exchange)
+        dtypes = [gradients[name].dtype for name in self.names]
+        if self.places is None or self.places.dtypes != dtypes:
+            self.places = Places(self.steps, dtypes, self.exchange)
         at = self.places
         torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in self.names])
         at.unscale.copy_(unscale) if isinstance(unscale, Tensor) else at.unscale.fill_(unscale)
@@ -150,14 +156,12 @@ class AdamDirection(Direction):
             return self._directions(at.taken, length, at.unscale, at.void, at.put)
 
         groups = self.layout.optimizer.param_groups
-        options = [
-            (*groups[i]["betas"], groups[i]["eps"]) for i in sorted({i[0] for i in self.parameter_groups.values()})
-        ]
+        options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
         places = [place for step in self.steps for place in (step.group.rotation, step.group.moments)]
-        found = recorded(directions, places, options)
+        found = recorded(directions, [at, *places], options)
         for step in self.steps:
             x = at.results[step].clone() if at.borrowed else at.results[step]
-            outbox.add(step.group.layers, step.group.by_layer(x), x if at.rounded else None)
+            outbox.add(step.group.layers, step.group.by_layer(x), x if step in at.rounded else None)
         return found
 
     def _directions(

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -57,23 +59,28 @@ class Places:
 
     Attributes:
         unscale, void: see :meth:`AdamDirection._directions`.
+        dtypes: of each layer's gradient, as it arrives; a group's are in one that holds them all.
         gradients: of each layer, in the order of ``steps``.
         matrices, results: of each group, [n, O, I].
-        rounded: whether results are in the dtype in which they are stored.
+        rounded: groups whose results are in the dtype in which they are stored.
         borrowed: whether a result must be copied before others keep it.
     """
 
-    def __init__(self, steps: Sequence[GroupStep], dtype: torch.dtype, exchange: GradientExchange) -> None:
-        device, layout = exchange.device, exchange.layout
+    def __init__(self, steps: Sequence[GroupStep], dtypes: list[torch.dtype], exchange: GradientExchange) -> None:
+        device, layout, each = exchange.device, exchange.layout, iter(dtypes)
+        self.dtypes = dtypes
         self.unscale = torch.ones((), dtype=torch.float64, device=device)
         self.void = torch.zeros((), dtype=torch.bool, device=device)
         shapes = {step: (step.group.n, *step.group.layers[0].shape[-2:]) for step in steps}
-        self.matrices = {step: torch.empty(shape, dtype=dtype, device=device) for step, shape in shapes.items()}
-        self.rounded = layout.in_place and exchange.scatter_dtype is dtype is layout.dtype
+        kept = {step: reduce(torch.promote_types, islice(each, len(step.group.layers))) for step in steps}
+        self.matrices = {step: torch.empty(shapes[step], dtype=kept[step], device=device) for step in steps}
+        fits = layout.in_place and exchange.scatter_dtype is layout.dtype
+        self.rounded = {step for step, dtype in kept.items() if fits and dtype is layout.dtype}
         self.borrowed = not layout.in_place
-        self.results = self.matrices
-        if not self.rounded:
-            self.results = {step: torch.empty(shape, device=device) for step, shape in shapes.items()}
+        self.results = {
+            step: x if step in self.rounded else torch.empty(shapes[step], device=device)
+            for step, x in self.matrices.items()
+        }
         self.gradients, self._results = (
             [x for step in steps for x in step.group.by_layer(matrices[step])]
             for matrices in (self.matrices, self.results)
