@@ -108,7 +108,8 @@ class LayerGroup:
         """Take everything from the layers' states again, at the next :meth:`load`."""
         self.rotation: Rotation | None = None
         self.moments: Any = None
-        self._sides: tuple[Eigenbasis, ...] = ()
+        self._sides: tuple[Eigenbasis, ...] = ()  # of the layers that have a basis, whose indices are _based
+        self._based: tuple[int, ...] = ()
         self._slices: list[Any] = []
 
     def load(self, states: dict[str, LayerState], *, in_place: bool = False) -> list[LayerState]:
@@ -127,10 +128,11 @@ class LayerGroup:
             layers = self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
+        based = tuple(index for index, basis in enumerate(bases) if basis)
         if [*map(id, sides)] != [*map(id, self._sides)]:
-            if in_place and self.rotation is not None and all(bases) and same_form(self._sides, sides):
+            if in_place and self.rotation is not None and based == self._based and same_form(self._sides, sides):
                 return self._replace_bases(self.rotation, states, layers)
-            self.rotation, self._sides = None, ()
+            self.rotation, self._sides, self._based = None, (), based
             if sides:
                 layers = self._load_bases(states, layers, bases)
         return layers
@@ -140,8 +142,8 @@ class LayerGroup:
     ) -> list[LayerState]:
         """New eigenbases where the old ones of the same layers were: who reads them by their places goes on."""
         old, new = list[Tensor](), list[Tensor]()
-        for index, state in enumerate(layers):
-            G, A = self._sides[2 * index : 2 * index + 2]
+        for place, index in enumerate(self._based):
+            state, (G, A) = layers[index], self._sides[2 * place : 2 * place + 2]
             for before, now in ((G, state.G), (A, state.A)):
                 if isinstance(now, Eigenbasis) and now is not before:
                     old += [*before.vectors, before.values]

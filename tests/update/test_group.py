@@ -145,3 +145,30 @@ def test_identity_sides_have_no_vectors(states):
     group = LayerGroup(LAYERS)
     own = group.load(states)
     assert group.rotation.G == () and all(one.G.vectors == () for one in own)
+
+
+@pytest.mark.parametrize("without", ["", "b"])
+def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(states, without):
+    """Whatever was derived from eigenvalues follows, and a basis of another form makes new places."""
+    if without:
+        states[without] = state("abc".index(without), basis=False)
+    group = LayerGroup(LAYERS)
+    group.load(states)
+    rotation = group.rotation
+    whitening, place = rotation.whitening(0.25), states["a"].A.vectors[0].data_ptr()
+    new = random_basis(ROWS, COLUMNS, seed=9)
+    states["a"] = replace(states["a"], A=new.A, G=new.G)
+    group.load(states, in_place=True)
+    assert group.rotation is rotation and states["a"].A.vectors[0].data_ptr() == place
+    exact(rotation.A[0][0], new.A.vectors[0][0]), exact(rotation.G[0][0], new.G.vectors[0][0])
+    if without:
+        exact(rotation.A[0][1], torch.eye(COLUMNS))
+    fresh = LayerGroup(LAYERS)
+    fresh.load(dict(states))
+    assert rotation.whitening(0.25) is whitening
+    exact(whitening, fresh.rotation.whitening(0.25))
+    states["a"] = replace(states["a"], G=Eigenbasis((), torch.ones(ROWS)))
+    if not without:
+        states |= {name: replace(states[name], G=Eigenbasis((), torch.ones(ROWS))) for name in "bc"}
+        group.load(states, in_place=True)
+        assert group.rotation is not rotation and not group.rotation.G
