@@ -30,11 +30,14 @@ VARIATIONS = {
     "heads": {"adam": {"blocks": {"qkv": 12}}},
     "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
     "no_burn_in": {"burn_in": {"steps": 0}},
+    "i20": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 100}},
+    "i20_40": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 40}},
 }  # fmt: skip
 """KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G (with
 Nesterov's momentum). unrotated: no
 curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
-is a gate with what it gates. heads: each head's queries, keys and values by themselves."""
+is a gate with what it gates. heads: each head's queries, keys and values by themselves. i20, i20_40: factors every 20
+and eigenbases every 100 or 40 steps."""
 KFAC_ADAMW_VARIATIONS = {
     "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
 }
