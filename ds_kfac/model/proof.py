@@ -249,7 +249,7 @@ class Proof:
             along = 0 if call.rows.examples == 1 else -1
             if mask is None:
                 known[ROWS] += zero.numel()
-                first = zero.narrow(along, 0, min(1, zero.shape[along]))
+                first = zero.narrow(along, 0, min(1, zero.shape[along])) if zero.ndim else zero  # a single row
             else:
                 zero = zero.reshape(mask.shape)
                 row[ROWS] += mask.sum()
