@@ -4,7 +4,7 @@ import csv
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,10 @@ class Runs:
 
     def rows(self, job: Job) -> list[dict[str, float]] | None:
         """Of a finished run."""
-        if job not in self._read and self.path(job).exists():
-            self._read[job] = read(self.path(job))
-        return self._read.get(job)
+        packed = replace(job, rate=float(f"{job.rate:g}"))  # as rates are written
+        if packed not in self._read and self.path(job).exists():
+            self._read[packed] = read(self.path(job))
+        return self._read.get(packed)
 
     def error(self, job: Job) -> float:
         """At the end, on the validation part; infinite if it diverged."""

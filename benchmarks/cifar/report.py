@@ -14,13 +14,19 @@ GOALS = 0.6, 0.8
 """Parts of SGD's epochs and of its seconds in which its final accuracy is to be reached."""
 
 
+def sweep(runs: Runs, method: str, batch: int, parts: Sequence[float]) -> tuple[dict[float, float], Job | None]:
+    """:func:`swept` over the shortest schedule, or over the longest if nothing is there of that."""
+    errors, job = swept(runs, method, batch, parts)
+    return (errors, job) if errors else swept(runs, method, batch, [max(parts)])
+
+
 def finished(
     runs: Runs, batch: int, parts: Sequence[float], seeds: Sequence[int]
 ) -> dict[str, dict[float, list[Rows]]]:
     """Method -> part -> runs at the rate that its sweep, or what there is of it, found best, one a seed."""
     found: dict[str, dict[float, list[Rows]]] = {}
     for method in METHODS:
-        rate = best_rate(swept(runs, method, batch, parts)[0])
+        rate = best_rate(sweep(runs, method, batch, parts)[0])
         if rate is None:
             continue
         for part in sorted(parts, reverse=True):
@@ -63,7 +69,7 @@ def page(runs: Runs, about: Mapping[str, Any], batch: int, parts: Sequence[float
             "of SGD's seconds"]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, by_part in found.items():
-        errors, job = swept(runs, method, batch, parts)
+        errors, job = sweep(runs, method, batch, parts)
         edge = job is None and best_rate(errors) in (min(errors), max(errors))
         rate = f"{best_rate(errors):g}" + ("*" if edge else "" if job is None else " (sweep not done)")
         accuracies = [_accuracies(by_part.get(part, [])) for part in ordered]

@@ -164,3 +164,21 @@ def test_a_dry_run_says_what_is_left_and_makes_nothing(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("kfac_kaisa_lr0.2_part1_seed0: 4 steps, ") and lines[0].endswith("assumed)")
     assert lines[-1].startswith("3 runs, ") and not list(tmp_path.iterdir())
+
+
+def test_a_packed_run_is_found_by_its_rate_also_if_that_has_more_digits_than_are_written(tmp_path):
+    """At batch 512 Adam's rates are a root of 2 apart: the table lost their runs once they were packed."""
+    job = Job("kfacadamw", 0.0025 * 0.5**0.5, 1.0, 0)
+    runs = Runs(tmp_path)
+    end(runs, job, 0.5)
+    runs.pack()
+    runs.path(job).unlink()
+    assert Runs(tmp_path).rows(job)[-1]["test_accuracy"] == 0.5
+
+
+def test_where_the_shortest_schedule_has_no_sweep_the_longest_chooses_the_rate(tmp_path):
+    runs = Runs(tmp_path)
+    for rate, accuracy in zip((0.4, 0.8, 1.6), (0.5, 0.6, 0.4), strict=True):
+        end(runs, Job("sgd", rate, 1.0, 0), accuracy)
+    found = report.finished(runs, BATCH, PARTS, SEEDS)
+    assert [rows[-1]["test_accuracy"] for rows in found["sgd"][1.0]] == [0.6] and 0.5 not in found["sgd"]
