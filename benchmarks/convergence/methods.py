@@ -186,6 +186,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
     **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
     **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
+    "adamw_table8": lambda rate: {**adamw(rate), TABLE_RATE: 8.0},
     **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
     **{f"{name}_ramp": ramped(name) for name in RAMPED},
     **{f"{name}_adam_{ratio}": slow_adam(name, ratio) for name in TRAINED for ratio in ADAM_RATIOS},
@@ -213,6 +214,7 @@ RATES: dict[str, list[float]] = {
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
     **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
+    "adamw_table8": [5e-4, 1e-3, 2e-3],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
 """Where a sweep starts; it extends itself while the best is at an edge."""
