@@ -214,7 +214,7 @@ RATES: dict[str, list[float]] = {
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
     **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
-    "adamw_table8": [5e-4, 1e-3, 2e-3],
+    "adamw_table8": [5e-4, 1e-3, 2e-3, 4e-3],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
 """Where a sweep starts; it extends itself while the best is at an edge."""
