@@ -134,9 +134,10 @@ def varied(name: str) -> Callable[[float], dict]:
     return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
 
 
-def slow_table(method: str) -> Callable[[float], dict]:
-    """A method ``<method>_slow_table``: bytes' embeddings at a quarter of adam_lr, so at 2 lr."""
-    return lambda rate: {**METHODS[method](rate), TABLE_RATE: 0.25}
+def table_at(method: str, ratio: float) -> Callable[[float], dict]:
+    """A method whose bytes' embeddings have ``ratio`` times the rate that they would have. ``<method>_slow_table``: a
+    quarter of adam_lr, so 2 lr."""
+    return lambda rate: {**METHODS[method](rate), TABLE_RATE: ratio}
 
 
 def decayed(method: str, decay: float) -> Callable[[float], dict]:
@@ -185,8 +186,8 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_relative": kfac_relative,
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
     **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
-    **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
-    "adamw_table8": lambda rate: {**adamw(rate), TABLE_RATE: 8.0},
+    **{f"{name}_slow_table": table_at(name, 0.25) for name in ("kfacadamw", "kfacadamw_unrotated")},
+    "adamw_table8": table_at("adamw", 8.0),
     **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
     **{f"{name}_ramp": ramped(name) for name in RAMPED},
     **{f"{name}_adam_{ratio}": slow_adam(name, ratio) for name in TRAINED for ratio in ADAM_RATIOS},

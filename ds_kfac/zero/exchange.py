@@ -128,18 +128,17 @@ class GradientExchange:
             received: those of others'.
             scales: layer name -> scalar to multiply its result by; 1 if absent.
         """
-        here = outbox.here
-        targets, sources = list[Tensor](), list[Tensor]()
+        gradients, replacements = list[Tensor](), list[Tensor]()
         for layers, x, matrices in outbox.groups:
             if (scale := scales.get(layers[0].name)) is not None:
                 torch.mul(x, scale.view(1, 1, 1), out=x)  # by a scalar the product would be in 16 bits
             for layer, matrix_OI in zip(layers, matrices, strict=True):
                 for param, flat in zip(self.plan.of_layer[layer.name], self.parts(layer, matrix_OI), strict=True):
-                    targets.append(self.view(self.shards[param][0]))
-                    sources.append(flat)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        results = {**here, **{(move.param, move.start): values for move, values in received}}
+                    gradients.append(self.view(self.shards[param][0]))
+                    replacements.append(flat)
+        if gradients:
+            torch._foreach_copy_(gradients, replacements)
+        results = {**outbox.here, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
         # fp32 results that lie in place, by their scale: one launch for all of them
         of_scale: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}

@@ -60,7 +60,7 @@ from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.recorded import RECORDERS, Recorded
 from ds_kfac.update.rotation import chunk_budget, lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange, LocalResult, Outbox
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
@@ -126,21 +126,22 @@ class AdamDirection(Direction):
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
         for step in self.steps:
-            step.group.load(states, in_place=context.step > 0)  # before, bases of a step that may be skipped are used
+            # the first step has its own bases, also if it is skipped; later ones those of applied steps
+            step.group.load(states, in_place=context.step > 0)
         unscale = local.clip / self.layout.grad_scale()
         if self.recorded is None:
             length = lengths([gradients[name] for name in self.names])
             found = self._directions(partial(_taken, gradients), length, unscale, void, local.outbox.add)
         else:
             found = self._repeated(self.recorded, gradients, unscale, void, local.outbox)
-        local.pending, local.numbers = list(found.pending), list(found.numbers)
+        local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
         local.replaced, local.unused = found.replaced, found.unused
         local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
         return local
 
     def _repeated(
         self, recorded: Recorded[Directions], gradients: dict[str, Tensor], unscale: Tensor | float, void: Tensor,
-        outbox: Any,
+        outbox: Outbox,
     ) -> Directions:  # fmt: skip
         """:meth:`_directions` of gradients that are copied to fixed places, where the results take theirs."""
         dtypes = [gradients[name].dtype for name in self.names]

@@ -81,12 +81,12 @@ class Places:
             step: x if step in self.rounded else torch.empty(shapes[step], device=device)
             for step, x in self.matrices.items()
         }
-        self.gradients, self._results = (
+        self.gradients, results = (
             [x for step in steps for x in step.group.by_layer(matrices[step])]
             for matrices in (self.matrices, self.results)
         )
         names = [layer.name for step in steps for layer in step.group.layers]
-        self._result_of = dict(zip(names, self._results, strict=True))
+        self._result_of = dict(zip(names, results, strict=True))
 
     def taken(self, step: GroupStep) -> tuple[Tensor, int]:
         x = self.matrices[step]
