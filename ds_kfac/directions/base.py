@@ -1,7 +1,7 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, final
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.resolve import adaptive, resolve
+from ds_kfac.directions.places import RecordedStep
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
@@ -31,11 +32,13 @@ class StepContext:
         step: applied steps so far.
         norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         peak_lr: parameter group -> largest learning rate so far.
+        fresh: layers with eigenbases that arrived in this step, and go if it is skipped.
     """
 
     step: int
     norm: Tensor | None
     peak_lr: Mapping[int, Any]
+    fresh: Collection[str] = ()
 
 
 class Direction:
@@ -49,12 +52,14 @@ class Direction:
             optimizer of its own: DeepSpeed then clips nothing.
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
         precision: of their products.
+        recorded: what repeats the layers' step, if it is recorded.
         parameter_groups: layer name -> parameter groups of its parameters.
         last: squared norm of the last step's directions over all layers and ranks, a device scalar, and the rate of
             the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
     """
 
     clips = True
+    recorded: RecordedStep | None = None
     last: tuple[Tensor, Any] | None = None
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
@@ -72,6 +77,8 @@ class Direction:
         """The layers' states are new ones: keep nothing of the old."""
         for group in self.layer_groups:
             group.forget()
+        if self.recorded is not None:
+            self.recorded.forget()
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         """The first half, of this rank's layers. Here one by one: :meth:`layer` steps those that have a basis, the

@@ -8,6 +8,9 @@ Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,13 +18,14 @@ from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import Direction, StepContext, UpdateRule
+from ds_kfac.directions.places import Places, StepTensors, kept_bytes, recorded_step
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.groups import LayerGroup
+from ds_kfac.update.groups import LayerGroup, group_by_shape
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
-from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments
+from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments, PendingEigenvalues
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -29,86 +33,150 @@ DECAY = 0.95
 """Weight of the past in corrected eigenvalues, per step."""
 
 
+@dataclass(frozen=True)
+class Preconditioned:
+    """What the layers' steps are but for the results.
+
+    Attributes:
+        pending: second moments, of each group that has some.
+        dots: <V, gradient> of each layer, or of each of its parameters; 0 of a layer that has no eigenbasis.
+        replaced, limited: counts, fp32 scalars.
+    """
+
+    pending: list[PendingEigenvalues]
+    dots: Tensor
+    replaced: Tensor
+    limited: Tensor
+
+
 class KFACGradient(Direction):
-    """V = (F + damping)^-1 gradient, at the scale of kl-clip."""
+    """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in the order of
+    ``layer_groups``."""
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         super().__init__(plan, layout, exchange)
         self.clip_lr, self.metrics = plan.clip_lr, metrics
+        self.all_layers = [layer for group in self.layer_groups for layer in group.layers]
+        one = torch.ones((), device=exchange.device)
+        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.all_layers))}
+        self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
         self.set_clip(context, local)
-        quadratic = torch.zeros_like(local.replaced)
+        if not self.all_layers:
+            local.numbers = [torch.zeros_like(local.replaced)]
+            return local
         for group in self.layer_groups:
-            whole = {name: gradients.pop(name).float() for name in group.names}
-            if context.norm is not None:
-                whole = {name: gradient * local.clip for name, gradient in whole.items()}
-            ready = [state.preconditioner is not None for state in group.load(local.states)]
-            results: Sequence[Tensor] = [whole[name] for name in group.names]
-            if any(ready):
-                results, part = self._precondition(context, group, whole, ready, local)
-                quadratic += part
-            local.outbox.add(group.layers, results)
-        local.numbers = [quadratic]
+            group.load(states, fresh=context.fresh)
+        ready = [states[layer.name].preconditioner is not None for layer in self.all_layers]
+        rates = self._rates(context)
+        # where a weight's and its bias' rates differ the sum is made of their parts
+        split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
+        inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
+        if context.norm is not None:
+            inputs["clip"] = local.clip
+        if self.config.preconditioner.eigenvalues == "corrected":  # of raw gradients, as factors are
+            terms = torch.stack([states[layer.name].terms for layer in self.all_layers])
+            inputs["terms"] = terms / (self.layout.grad_scale() * local.clip) ** 2
+        how = tuple(ready), split
+        compute = partial(self._directions, states, *how)
+        if self.recorded is None:
+            found = compute(StepTensors(self.layer_groups, gradients, local.outbox), **inputs)
+        else:
+            found = self.recorded(compute, gradients, local.outbox, inputs, how)
+        local.pending, local.replaced, local.limited = list(found.pending), found.replaced, found.limited
+        entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
+        local.numbers = [weighted_by_rates(found.dots, entries) / self.layout.grad_scale() ** 2]
         return local
 
+    def _rates(self, context: StepContext) -> list[list[Any]]:
+        """Of each layer's parameters, those that kl-clip goes by."""
+        groups = self.layout.optimizer.param_groups
+        of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
+        return [[of_group[group] for group in self.parameter_groups[layer.name]] for layer in self.all_layers]
+
+    def _directions(
+        self, states: Mapping[str, LayerState], ready: Sequence[bool], split: bool,
+        tensors: StepTensors | Places, damping: float | Tensor, clip: Tensor | None = None, terms: Tensor | None = None,
+    ) -> Preconditioned:  # fmt: skip
+        """Every group's results, each put where it belongs as soon as it is there.
+
+        Args:
+            states: whose inverses are read; eigenbases are read from the groups.
+            ready: which layers have an eigenbasis or inverses.
+            split: whether ``dots`` are of each parameter.
+            clip: multiplies all gradients.
+            terms: see :meth:`CorrectedEigenvalues.divide`.
+        """
+        pending: list[PendingEigenvalues] = []
+        dots: list[Tensor] = []
+        replaced = limited = torch.zeros((), device=self.exchange.device)
+        first = 0
+        for group in self.layer_groups:
+            places = slice(first, first := first + len(group.layers))
+            gradient = tensors.take(group)[0].float()
+            if clip is not None:
+                gradient = gradient * clip
+            V, dot = gradient, gradient.new_zeros(group.n)
+            if any(ready[places]):
+                on = group.flags(ready[places], gradient.device)
+                inverses = None if group.rotation else states[group.names[0]].preconditioner
+                terms_n = None if terms is None else repeated(terms[places], group.maps)
+                V, dot, finite, new, over = self._precondition(group, inverses, gradient, on, damping, terms_n)
+                replaced = replaced + group.any_map(~finite if on is None else ~finite & on).sum()
+                if new is not None:
+                    pending.append(new)
+                    limited = limited + group.any_map(over).sum()
+            dots.append(self._dots(group, ready[places], V, gradient, dot, split))
+            tensors.put(group, V)
+            del V, gradient  # before those of the next group are there
+        return Preconditioned(pending, torch.cat(dots), replaced, limited)
+
     def _precondition(
-        self,
-        context: StepContext,
-        group: LayerGroup,
-        gradients: Mapping[str, Tensor],
-        ready: Sequence[bool],
-        local: LocalResult,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """Results of a group's layers, and their part of kl-clip's sum. A layer that is not ``ready`` keeps its
-        gradient and its moments, and is not in the sum."""
-        gradient, rotation = group.matrices([gradients[name] for name in group.names]), group.rotation
+        self, group: LayerGroup, inverses: Any, gradient: Tensor, on: Tensor | None,
+        damping: float | Tensor, terms_n: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, PendingEigenvalues | None, Tensor]:  # fmt: skip
+        """V of a group's matrices, or the gradient where it is not finite or they are not ``on``; <V, gradient> [n], 0
+        where not ``on``; whether V is finite; new second moments; and whether gradients were scaled down for them.
+
+        Args:
+            inverses: damped ones, of a layer that is alone; None: by the group's eigenbases.
+            on: bool [n]; None: all are.
+        """
         norm = norms(gradient.flatten(-2)).float()
-        on = None
-        if not all(ready):
-            yes, no = norm.new_ones((), dtype=torch.bool), norm.new_zeros((), dtype=torch.bool)
-            on = repeated(torch.stack([yes if of_layer else no for of_layer in ready]), group.maps)
+        if on is not None:
             norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
-        damping: dict[str, Any] = {
-            "damping": self.config.damping.at(context.step),
-            "damping_kind": self.config.damping.kind,
-        }
-        if rotation is None:  # damped inverses, of layers that are alone
-            inverses = local.states[group.names[0]].preconditioner
-            V, dot = inverses.precondition(
-                gradients[group.names[0]], damping=damping["damping"], precision=self.precision
-            )
+        new, over = None, torch.zeros_like(norm, dtype=torch.bool)
+        damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
+        if group.rotation is None:
+            (of_layer,) = group.by_layer(gradient)
+            V, dot = inverses.precondition(of_layer, damping=damping, precision=self.precision)
             V, dot = V.view_as(gradient), dot.view(-1)
-        elif isinstance(group.moments, CorrectedEigenvalues):
-            terms = repeated(torch.stack([local.states[name].terms for name in group.names]), group.maps)
-            V, dot, corrected, limited = precondition_corrected(
-                gradient,
-                rotation,
-                group.moments,
-                norm_n=norm,
-                terms_n=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
-                decay=DECAY,
-                **damping,
+        elif terms_n is not None:
+            V, dot, new, over = precondition_corrected(
+                gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
             )
-            local.limited = local.limited + group.any_map(limited).sum()
-            group.keep(local.states, corrected)
         else:
-            V, dot = precondition(gradient, rotation, **damping)
+            V, dot = precondition(gradient, group.rotation, **damped)
         V, finite = finite_or(V, gradient, on)
         dot = torch.where(finite, dot, norm.square())
-        if on is None:
-            replaced = group.any_map(~finite)
-        else:
-            replaced, dot = group.any_map(~finite & on), dot.masked_fill(~on, 0.0)
-        local.replaced = local.replaced + replaced.sum()
-        results = group.by_layer(V)
-        products = [
-            (layer, result, gradients[layer.name])
-            for layer, result, of_layer in zip(group.layers, results, ready, strict=True)
-            if of_layer
-        ]
-        return results, self._quadratic(context, products, dot) / group.layers[0].copies
+        return V, dot if on is None else dot.masked_fill(~on, 0.0), finite, new, over
+
+    def _dots(
+        self, group: LayerGroup, ready: Sequence[bool], V: Tensor, gradient: Tensor, dot: Tensor, split: bool
+    ) -> Tensor:
+        """<V, gradient> of each of the group's layers, by that of each matrix; or of each of their parameters."""
+        if split:
+            pairs = zip(group.layers, ready, group.by_layer(V), group.by_layer(gradient), strict=True)
+            sums = [
+                [part.sum() for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))]
+                for layer, on, x, y in pairs
+            ]
+            dot = torch.stack(list(chain.from_iterable(sums)))
+        elif group.maps > 1:
+            dot = dot.view(-1, group.maps).sum(dim=1)
+        return dot / group.layers[0].copies
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -124,27 +192,20 @@ class KFACGradient(Direction):
         scales = torch.where(torch.stack([*prepared.values()]), nu, torch.ones_like(nu))
         return dict(zip(prepared, scales.unbind(), strict=True))
 
-    def _quadratic(
-        self, context: StepContext, layers: Sequence[tuple[LayerSpec, Tensor, Tensor]], dot: Tensor
-    ) -> Tensor:
-        """lr^2 <V, gradient> of the unscaled gradients, summed; weight and bias may have different rates.
 
-        Args:
-            layers: with V and the gradient of each.
-            dot: <V, gradient> of each matrix, all that is needed where all rates are one.
-        """
-        groups, scale = self.layout.optimizer.param_groups, self.layout.grad_scale()
-        of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
-        rates = [[of_group[group] for group in self.parameter_groups[layer.name]] for layer, *_ in layers]
-        first = rates[0][0]
-        numbers = not any(isinstance(rate, Tensor) for of_layer in rates for rate in of_layer)
-        if all(rate is first or (numbers and rate == first) for of_layer in rates for rate in of_layer):
-            return dot.sum() * first**2 / scale**2
-        total = torch.zeros((), device=dot.device)
-        for (layer, V, gradient), of_layer in zip(layers, rates, strict=True):
-            for part, rate in zip(self.exchange.parts(layer, V * gradient), of_layer, strict=True):
-                total = total + part.sum() * rate**2
-        return total / scale**2
+def same(one: Any, other: Any) -> bool:
+    """Whether two rates are equal as far as the host knows: tensors are not read."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
+
+def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
+    """The sum of rate^2 dot."""
+    if all(same(rate, rates[0]) for rate in rates):
+        return dots.sum() * rates[0] ** 2
+    of_rate: dict[Any, list[Tensor]] = {}
+    for rate, dot in zip(rates, dots.unbind(), strict=True):  # a tensor is hashed by its identity
+        of_rate.setdefault(rate, []).append(dot)
+    return torch.stack([torch.stack(some).sum() * rate**2 for rate, some in of_rate.items()]).sum()
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], scheduler: Any = None) -> dict[int, Any]:
@@ -169,7 +230,7 @@ def precondition(
     gradient_nOI: Tensor,
     rotation: Rotation,
     *,
-    damping: float,
+    damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor]:
     """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
@@ -206,9 +267,9 @@ def precondition_corrected(
     norm_n: Tensor,
     terms_n: Tensor | float,
     decay: float,
-    damping: float,
+    damping: float | Tensor,
     damping_kind: str = "tikhonov",
-) -> tuple[Tensor, Tensor, CorrectedEigenvalues, Tensor]:
+) -> tuple[Tensor, Tensor, PendingEigenvalues, Tensor]:
     """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
 
     Args:
@@ -216,16 +277,17 @@ def precondition_corrected(
         terms_n: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
         decay: of the second moment.
 
-    Returns V, <V, gradient> [n], the new second moment, and whether the gradient was scaled down for it, bool [n].
+    Returns V, <V, gradient> [n], the new second moment, which waits for the commit, and whether the gradient was scaled
+    down for it, bool [n].
     """
 
     def damp(mean: Callable[[], Tensor]) -> Tensor | float:
         return damping if damping_kind == "tikhonov" else damping * rotation.layer_mean(mean())
 
-    scaled_nOI, dot_n, corrected, limited_n = corrected.divide(
+    scaled_nOI, dot_n, new, limited_n = corrected.divide(
         _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damp
     )
-    return rotation.restore(scaled_nOI, overwrite=True), dot_n, corrected, limited_n
+    return rotation.restore(scaled_nOI, overwrite=True), dot_n, new, limited_n
 
 
 def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
@@ -286,6 +348,15 @@ class KFACGradientRule(UpdateRule):
         if not method.rotates:
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, kl-clip {clip}; then {optimizer}"
+
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+        """Steps whose eigenbases are new are not the recorded one, and so have temporaries of their own."""
+        kept = kept_bytes(plan, layers, device, in_place=in_place)
+        if not kept:
+            return 0
+        groups = group_by_shape(layers, key=lambda layer: layer.copies)
+        corrected = 4 * self.moments_count(plan.config) * sum(layer.numel for layer in layers)
+        return kept + corrected + max(nbytes for _, nbytes in self.workspace(plan, groups))
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

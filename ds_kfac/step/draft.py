@@ -1,6 +1,6 @@
 """What a step starts from, and what it computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,3 +72,7 @@ class StepDraft:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)
+
+    def fresh(self, state: Mapping[str, LayerState]) -> set[str]:
+        """Layers with a decomposition in :attr:`states` that is not in ``state``, which is that of applied steps."""
+        return {name for name, now in self.states.items() if now.A is not state[name].A or now.G is not state[name].G}

@@ -5,7 +5,7 @@ Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], th
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.update.rotation import Rotation, chunk_budget
+from ds_kfac.update.rotation import Rotation, chunk_budget, repeated
 from ds_kfac.update.state import LayerState
 
 S = TypeVar("S", bound=Any)
@@ -94,31 +94,40 @@ class LayerGroup:
     Attributes:
         layers, names: the layers.
         maps: matrices of a layer, n in all: the groups of a grouped convolution, else 1.
-        rotation: into the eigenbases. None until a layer has one, and with a method that has none; a layer that has
-            none yet, beside others that have, is rotated by the identity.
+        rotation: into the eigenbases of this step. None until a layer has one, and with a method that has none; a
+            layer that has none yet, beside others that have, is rotated by the identity.
+        stays: whether eigenbases of applied steps must stay in their places, where a recorded step reads them.
         moments: of all matrices, [n, ..]; None if the update rule keeps none.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], precision: Precision = HIGHEST) -> None:
         self.layers, self.names, self.precision = tuple(layers), tuple(layer.name for layer in layers), precision
         self.maps, self.n = layers[0].groups, len(layers) * layers[0].groups
+        self.stays = False
         self.forget()
 
     def forget(self) -> None:
         """Take everything from the layers' states again, at the next :meth:`load`."""
         self.rotation: Rotation | None = None
+        self._home: Rotation | None = None  # its tensors have the eigenbases of applied steps
         self.moments: Any = None
         self._sides: tuple[Eigenbasis, ...] = ()  # of the layers that have a basis, whose indices are _based
         self._based: tuple[int, ...] = ()
         self._slices: list[Any] = []
 
-    def load(self, states: dict[str, LayerState], *, in_place: bool = False) -> list[LayerState]:
+    @property
+    def at_home(self) -> bool:
+        """Whether :attr:`rotation` is where that of the last step was."""
+        return self.rotation is self._home
+
+    def load(self, states: dict[str, LayerState], *, fresh: Collection[str] | None = None) -> list[LayerState]:
         """The layers' states of this step. What others have put there since the last call, after a refresh eigenbases,
         after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these take its place
         in ``states``: nothing is in memory twice, once the step was applied.
 
         Args:
-            in_place: all eigenbases are those of applied steps, so that new ones may take the places of old ones.
+            fresh: layers with eigenbases that go if this step is skipped; None: maybe all. The others' are those of
+                applied steps, so that new ones may take the places of old ones.
         """
         layers = [states[name] for name in self.names]
         moments = [state.moments for state in layers]
@@ -129,13 +138,18 @@ class LayerGroup:
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         based = tuple(index for index, basis in enumerate(bases) if basis)
-        if [*map(id, sides)] != [*map(id, self._sides)]:
-            if in_place and self.rotation is not None and based == self._based and same_form(self._sides, sides):
-                return self._replace_bases(self.rotation, states, layers)
-            self.rotation, self._sides, self._based = None, (), based
-            if sides:
-                layers = self._load_bases(states, layers, bases)
-        return layers
+        self.rotation = self._home
+        if [*map(id, sides)] == [*map(id, self._sides)]:
+            return layers
+        if self._home is not None and based == self._based and same_form(self._sides, sides):
+            if fresh is not None and not any(name in fresh for name in self.names):
+                return self._replace_bases(self._home, states, layers)
+            if self.stays:
+                self.rotation = self._rotation(bases)
+                return layers
+        self.rotation = self._home = None  # its memory first
+        self._sides, self._based = (), based
+        return self._load_bases(states, layers, bases) if sides else layers
 
     def _replace_bases(
         self, rotation: Rotation, states: dict[str, LayerState], layers: list[LayerState]
@@ -156,9 +170,7 @@ class LayerGroup:
     def _load_bases(
         self, states: dict[str, LayerState], layers: list[LayerState], bases: Sequence[LayerBasis | None]
     ) -> list[LayerState]:
-        some = next(basis for basis in bases if basis)
-        whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
-        self.rotation = rotation = Rotation.of(whole, self.precision, maps=self.maps)
+        self.rotation = self._home = rotation = self._rotation(bases)
         if len(layers) > 1:
             halves = ((rotation.G, rotation.values_G), (rotation.A, rotation.values_A))
             for index, basis in enumerate(bases):
@@ -169,6 +181,11 @@ class LayerGroup:
         ready = [basis for state in layers if (basis := state.basis)]
         self._sides = tuple(side for basis in ready for side in (basis.G, basis.A))
         return layers
+
+    def _rotation(self, bases: Sequence[LayerBasis | None]) -> Rotation:
+        some = next(basis for basis in bases if basis)
+        whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
+        return Rotation.of(whole, self.precision, maps=self.maps)
 
     def keep(self, states: dict[str, LayerState], moments: Any) -> list[LayerState]:
         """The layers' states with slices of these moments of all matrices, which replace them in ``states``."""
@@ -191,6 +208,13 @@ class LayerGroup:
     def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:
         """Views, each of its layer's shape."""
         return x_nOI.unflatten(0, (-1, self.maps)).unbind() if self.maps > 1 else x_nOI.unbind()
+
+    def flags(self, of_layers: Sequence[bool], device: torch.device) -> Tensor | None:
+        """Of each matrix, bool [n]; None if all are true."""
+        if all(of_layers):
+            return None
+        yes, no = (torch.full((), value, dtype=torch.bool, device=device) for value in (True, False))
+        return repeated(torch.stack([yes if on else no for on in of_layers]), self.maps)
 
     def any_map(self, flags_n: Tensor) -> Tensor:
         """Of bool [n] a vector of the layers: whether it is so of any of a layer's matrices."""

@@ -71,7 +71,7 @@ class CorrectedEigenvalues(Moments):
         terms_n: Tensor | float,
         decay: float,
         damping: Callable[[Callable[[], Tensor]], Tensor | float],
-    ) -> tuple[Tensor, Tensor, "CorrectedEigenvalues", Tensor]:
+    ) -> tuple[Tensor, Tensor, "PendingEigenvalues", Tensor]:
         """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates, decay), as for factors,
         and divide it by the new S + damping, in one pass. As a batch in a factor, a gradient counts in S
         for at most :data:`ds_kfac.curvature.factor.SPIKE` times the average.
@@ -82,8 +82,8 @@ class CorrectedEigenvalues(Moments):
             terms_n: brings a squared gradient to the units of the Fisher.
             damping: mean eigenvalue [n], as a function -> what is added to all eigenvalues.
 
-        Returns the quotient, its inner product with ``rotated_nOI`` [n], the new moments, and whether the gradient was
-        scaled down for S, bool [n].
+        Returns the quotient, its inner product with ``rotated_nOI`` [n], the new S, which waits for the commit, and
+        whether the gradient was scaled down for it, bool [n].
         """
         size = terms_n * norm_n.square()
         usable = torch.isfinite(size)
@@ -97,7 +97,7 @@ class CorrectedEigenvalues(Moments):
             return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
 
         added = damping(mean)
-        added = added[:, None, None] if isinstance(added, Tensor) else added
+        added = added.view(-1, 1, 1) if isinstance(added, Tensor) else added
         keep, weight = torch.where(usable, keep, 1.0)[:, None, None], ((1 - keep) * terms)[:, None, None]
         quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
         second, dots = torch.empty_like(self.second_OI), []
@@ -108,11 +108,24 @@ class CorrectedEigenvalues(Moments):
             divided = torch.div(x, torch.add(new, added, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
-        return quotient, torch.stack(dots).sum(dim=0), CorrectedEigenvalues(second, updates), over > 1
+        pending = PendingEigenvalues(self, CorrectedEigenvalues(second, updates))
+        return quotient, torch.stack(dots).sum(dim=0), pending, over > 1
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
         return replace(self, second_OI=basis.squared().restore(self.second_OI).contiguous())
+
+
+@dataclass(frozen=True)
+class PendingEigenvalues:
+    """New eigenvalues that take the old ones' places once their step was applied."""
+
+    moments: CorrectedEigenvalues
+    new: CorrectedEigenvalues
+
+    def commit(self) -> None:
+        """Change the moments, in place. Call it once."""
+        torch._foreach_copy_([*vars(self.moments).values()], [*vars(self.new).values()])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.update.rotation import AT_ONCE
-from ds_kfac.update.state import LayerState, PendingMoments
+from ds_kfac.update.state import LayerState, PendingEigenvalues, PendingMoments
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter
 
@@ -269,7 +269,7 @@ class LocalResult:
         unused: how many layers' gradients were exactly zero, where the direction asks.
         limited: how many layers' gradients were scaled down for their running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
-        pending: gradients that moments of ``states`` take in once the step was applied.
+        pending: what moments of ``states`` take in once the step was applied.
         clip: factor that clipped the gradients in the results.
     """
 
@@ -280,7 +280,7 @@ class LocalResult:
         self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
         self.clip: Tensor | float = 1.0
         self.left_out: dict[str, Tensor] = {}
-        self.pending: list[PendingMoments] = []
+        self.pending: list[PendingMoments | PendingEigenvalues] = []
 
     def commit(self) -> dict[str, LayerState]:
         """:attr:`states`, now that the step was applied, with its gradients in their moments."""

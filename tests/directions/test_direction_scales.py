@@ -259,6 +259,7 @@ def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(ei
     exact(local.outbox["b"], gradients["b"])
     for name in "ac":
         close(local.outbox[name], whole.outbox[name], sums=2 * SUMS)
+    local.commit()
     assert local.unprepared == ["b"] and int(local.replaced) == 0 and states["b"].preconditioner is None
     if eigenvalues == "corrected":
         assert not states["b"].moments.updates and not states["b"].moments.second_OI.any()

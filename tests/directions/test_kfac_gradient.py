@@ -65,7 +65,7 @@ def test_corrected_eigenvalues_do_not_see_the_loss_scale():
     """They are of squared gradients, so the scale enters squared; the result carries it once."""
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     one, scaled = (local(k * gradient, (0.3, 0.3), scale=k, eigenvalues="corrected") for k in (1.0, 1024.0))
-    second, expected = scaled.states["layer"].moments.second_OI, one.states["layer"].moments.second_OI
+    second, expected = scaled.pending[0].new.second_OI, one.pending[0].new.second_OI
     assert float(expected.max()) > 0
     exact(second, expected)
     close(scaled.outbox["layer"], 1024.0 * one.outbox["layer"], sums=5 * 8)

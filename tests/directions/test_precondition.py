@@ -80,7 +80,8 @@ def test_corrected_eigenvalues_take_the_place_of_products(kind):
     gradient, old = torch.randn(5, 7, generator=generator), torch.rand(5, 7, generator=generator)
     both, before = rotation(spd(5), spd(7)), CorrectedEigenvalues(old[None], torch.tensor([9.0]))
     options = {"damping": 0.1, "damping_kind": kind, "decay": 0.8, "terms_n": torch.tensor([3.0])}
-    V, dot, after, _ = precondition_corrected(gradient[None], both, before, norm_n=gradient.norm()[None], **options)
+    V, dot, pending, _ = precondition_corrected(gradient[None], both, before, norm_n=gradient.norm()[None], **options)
+    after = pending.new
     Q_G, Q_A, g = both.G[0][0].double(), both.A[0][0].double(), gradient.double()
     second = 0.8 * old.double() + 0.2 * 3 * (Q_G.T @ g @ Q_A) ** 2
     damping = 0.1 * second.mean() if kind == "relative" else 0.1
@@ -97,7 +98,8 @@ def test_a_gradient_that_overflows_leaves_corrected_eigenvalues_alone(bad):
     gradient[2, 3] = bad
     before = CorrectedEigenvalues(torch.rand(1, 5, 7), torch.tensor([3.0]))
     options = {"damping": 0.1, "damping_kind": "relative", "decay": 0.8, "terms_n": 3.0}
-    _, _, after, _ = precondition_corrected(gradient[None], both, before, norm_n=gradient.norm()[None], **options)
+    _, _, pending, _ = precondition_corrected(gradient[None], both, before, norm_n=gradient.norm()[None], **options)
+    after = pending.new
     assert torch.equal(after.second_OI, before.second_OI) and after.updates == 3
 
 

@@ -54,7 +54,7 @@ def make(case: str, device: torch.device):
         group["lr"], now = lr, StepContext(3, None, {})
         local = direction.local(now, dict(zip(states, gradients, strict=True)), dict(states))
         scales = direction.finish(now, local, local.numbers, prepared)
-        moments = [state.moments.second_OI for state in local.states.values() if state.moments]
+        moments = [pending.new.second_OI for pending in local.pending]
         return [*local.outbox.values(), *moments, *list(scales.values())[:1], local.replaced]
 
     return step

@@ -82,6 +82,30 @@ def test_what_a_skipped_step_drops_is_put_together_again(states):
     assert (group.rotation.A[0][0] - new.A.vectors[0][0]).norm() > 0.1
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_new_eigenbases_take_the_places_of_old_ones_once_their_step_was_applied(states, stays):
+    group = LayerGroup(LAYERS)
+    group.stays = stays
+    group.load(states, fresh=group.names)
+    applied, home = dict(states), group.rotation
+    old, new = home.A[0].clone(), random_basis(ROWS, COLUMNS, seed=7)
+    states["b"] = replace(states["b"], A=new.A)
+    group.load(states, fresh={"b"})
+    assert group.at_home is not stays and group.rotation is not home
+    exact(group.rotation.A[0][1], new.A.vectors[0][0])
+    exact(home.A[0], old)
+    if not stays:
+        return
+    skipped = dict(applied)
+    group.load(skipped, fresh=())
+    assert group.at_home and group.rotation is home
+    exact(home.A[0], old)
+    own = group.load(states, fresh=())
+    assert group.at_home and group.rotation is home
+    exact(home.A[0][1], new.A.vectors[0][0])
+    assert own[1].A.vectors[0].data_ptr() == home.A[0][1].data_ptr()
+
+
 def test_a_layer_alone_is_a_group_of_views_of_its_own(states):
     before, group = dict(states), LayerGroup(LAYERS[:1])
     (state,) = group.load(states)
@@ -158,7 +182,7 @@ def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(
     whitening, place = rotation.whitening(0.25), states["a"].A.vectors[0].data_ptr()
     new = random_basis(ROWS, COLUMNS, seed=9)
     states["a"] = replace(states["a"], A=new.A, G=new.G)
-    group.load(states, in_place=True)
+    group.load(states, fresh=())
     assert group.rotation is rotation and states["a"].A.vectors[0].data_ptr() == place
     exact(rotation.A[0][0], new.A.vectors[0][0]), exact(rotation.G[0][0], new.G.vectors[0][0])
     if without:
@@ -170,5 +194,5 @@ def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(
     states["a"] = replace(states["a"], G=Eigenbasis((), torch.ones(ROWS)))
     if not without:
         states |= {name: replace(states[name], G=Eigenbasis((), torch.ones(ROWS))) for name in "bc"}
-        group.load(states, in_place=True)
+        group.load(states, fresh=())
         assert group.rotation is not rotation and not group.rotation.G

@@ -31,7 +31,7 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
 def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
     return moments.divide(
         rotated[None], norm_n=rotated.norm()[None], terms_n=1.0, decay=decay, damping=lambda mean: 0.1
-    )[2]
+    )[2].new
 
 
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
@@ -62,6 +62,7 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     quotient, dot, after, limited = moments.divide(spike[None], **options)
     share = SPIKE * usual / float(spike.square().sum()) if settled else 2.0
     assert bool(limited) is settled
+    after = after.new
     keep = min(0.9, 1 - 1 / (float(moments.updates) + 1))
     expected = keep * moments.second_OI[0] + (1 - keep) * share * spike.square()
     close(after.second_OI[0], expected, sums=2 * 3)
@@ -88,6 +89,16 @@ def test_adams_moments_change_at_the_commit():
         pending.commit()
         exact([moments.first_OI, moments.second_OI, moments.updates], before)
         assert moments.updates.tolist() == [step + 1, 0] and not moments.first_OI[1].any()
+
+
+def test_corrected_eigenvalues_change_at_the_commit():
+    moments = CorrectedEigenvalues.empty((1, 2, 3))
+    options = {"norm_n": torch.ones(1), "terms_n": 1.0, "decay": 0.9, "damping": lambda mean: 0.1}
+    pending = moments.divide(torch.ones(1, 2, 3), **options)[2]
+    assert not moments.second_OI.any() and not moments.updates
+    pending.commit()
+    exact(moments.second_OI, torch.ones(1, 2, 3))
+    assert moments.updates == 1
 
 
 def test_what_is_not_usable_changes_nothing():

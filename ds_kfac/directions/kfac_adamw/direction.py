@@ -34,11 +34,11 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.directions.base import Direction, StepContext
@@ -50,23 +50,40 @@ from ds_kfac.directions.kfac_adamw.group_step import (
     same_sides,
 )
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
-from ds_kfac.directions.kfac_adamw.places import Directions, Places, Send, Taken, is_recorded
+from ds_kfac.directions.places import Places, StepTensors, recorded_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.update.recorded import RECORDERS, Recorded
-from ds_kfac.update.rotation import chunk_budget, lengths, repeated
+from ds_kfac.update.rotation import chunk_budget, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
-from ds_kfac.zero.exchange import GradientExchange, LocalResult, Outbox
+from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What the layers' steps are but for the results.
+
+    Attributes:
+        pending: of each group.
+        numbers: of ``LocalResult``.
+        replaced, unused: counts, fp32 scalars.
+        left_out: bool [layers].
+    """
+
+    pending: list[PendingMoments]
+    numbers: tuple[Tensor, ...]
+    replaced: Tensor
+    unused: Tensor
+    left_out: Tensor
 
 
 class AdamDirection(Direction):
@@ -101,19 +118,12 @@ class AdamDirection(Direction):
             self.full = torch.cat([x.full for x in steps.values()])
             self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
-        self.recorded: Recorded[Directions] | None = None
-        if is_recorded(plan, layers, device.type):
-            self.recorded = Recorded(RECORDERS[device.type], logger.warning)
-        self.places: Places | None = None
+        inputs = {"unscale": vector(1.0, dtype=torch.float64), "void": vector(False)}
+        self.recorded = recorded_step(plan, [step.group for step in self.steps], exchange, inputs)
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
-
-    def forget(self) -> None:
-        super().forget()
-        if self.recorded is not None:
-            self.recorded.forget()
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
@@ -126,57 +136,29 @@ class AdamDirection(Direction):
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
         for step in self.steps:
-            # the first step has its own bases, also if it is skipped; later ones those of applied steps
-            step.group.load(states, in_place=context.step > 0)
-        unscale = local.clip / self.layout.grad_scale()
+            step.group.load(states, fresh=context.fresh)
+        inputs: dict[str, Any] = {"unscale": local.clip / self.layout.grad_scale(), "void": void}
         if self.recorded is None:
-            length = lengths([gradients[name] for name in self.names])
-            found = self._directions(partial(_taken, gradients), length, unscale, void, local.outbox.add)
+            tensors = StepTensors([step.group for step in self.steps], gradients, local.outbox)
+            found = self._directions(tensors, **inputs)
         else:
-            found = self._repeated(self.recorded, gradients, unscale, void, local.outbox)
+            groups = self.layout.optimizer.param_groups
+            options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
+            found = self.recorded(self._directions, gradients, local.outbox, inputs, options)
         local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
         local.replaced, local.unused = found.replaced, found.unused
         local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
         return local
 
-    def _repeated(
-        self, recorded: Recorded[Directions], gradients: dict[str, Tensor], unscale: Tensor | float, void: Tensor,
-        outbox: Outbox,
-    ) -> Directions:  # fmt: skip
-        """:meth:`_directions` of gradients that are copied to fixed places, where the results take theirs."""
-        dtypes = [gradients[name].dtype for name in self.names]
-        if self.places is None or self.places.dtypes != dtypes:
-            self.places = Places(self.steps, dtypes, self.exchange)
-        at = self.places
-        torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in self.names])
-        at.unscale.copy_(unscale) if isinstance(unscale, Tensor) else at.unscale.fill_(unscale)
-        at.void.copy_(void)
-
-        def directions() -> Directions:
-            length = lengths(at.gradients)
-            return self._directions(at.taken, length, at.unscale, at.void, at.put)
-
-        groups = self.layout.optimizer.param_groups
-        options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
-        places = [place for step in self.steps for place in (step.group.rotation, step.group.moments)]
-        found = recorded(directions, [at, *places], options)
-        for step in self.steps:
-            x = at.results[step].clone() if at.borrowed else at.results[step]
-            outbox.add(step.group.layers, step.group.by_layer(x), x if step in at.rounded else None)
-        return found
-
-    def _directions(
-        self, taken: Taken, length: Tensor, unscale: Tensor | float, void: Tensor, send: Send
-    ) -> Directions:
-        """Every group's steps, each sent as soon as it is there. The host decides on nothing here, and moments stay as
-        they are.
+    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> Directions:
+        """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
+        moments stay as they are.
 
         Args:
-            taken: group -> its gradients [n, O, I] in their dtype, and the address of memory that must stay as it is.
-            length: of each layer's gradient, float64.
             unscale: brings gradients to their size, clipped.
             void: bool, whether no gradient is of use.
         """
+        length = tensors.lengths()
         # Flags follow from norms: no pass looks for what is not finite.
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
@@ -192,12 +174,12 @@ class AdamDirection(Direction):
         sizes: list[Tensor] = []
         for chunk in self.chunks:
             for step in chunk:
-                pending.append(self._adam(step, taken, unscale, usable[step.places]))
+                pending.append(self._adam(step, tensors, unscale, usable[step.places]))
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
                 norms.append(self._finish(step, bound[step.places], replacement[step.places]))
                 sizes.append(step.sizes[0] if step.normalized else step.full)
-                send(step.group.layers, step.group.by_layer(step.x_nOI))
+                tensors.put(step.group, step.x_nOI)
                 del step.x_nOI
 
         norm, size = torch.cat(norms), torch.cat(sizes)
@@ -219,11 +201,13 @@ class AdamDirection(Direction):
             left_out=finite & ~fits,
         )
 
-    def _adam(self, step: GroupStep, taken: Taken, unscale: Tensor | float, usable: Tensor) -> PendingMoments:
+    def _adam(
+        self, step: GroupStep, tensors: StepTensors | Places, unscale: Tensor | float, usable: Tensor
+    ) -> PendingMoments:
         """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
         group = step.group
         options = self.layout.optimizer.param_groups[self.parameter_groups[group.names[0]][0]]
-        x, theirs = taken(step)  # [n, O, I]
+        x, theirs = tensors.take(group)  # [n, O, I]
         x = x.float()
         if (rotation := group.rotation) is not None:
             x = rotation.rotate(x, overwrite=x.data_ptr() != theirs)
@@ -317,11 +301,6 @@ class AdamDirection(Direction):
         undo = self.layout.grad_scale() / (scale * local.clip)
         self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
         return dict.fromkeys(self.all_layers, scale)
-
-
-def _taken(gradients: dict[str, Tensor], step: GroupStep) -> tuple[Tensor, int]:
-    parts = [gradients.pop(name) for name in step.group.names]
-    return step.group.matrices(parts), parts[0].data_ptr()  # which may be DeepSpeed's own
 
 
 def adam_direction(

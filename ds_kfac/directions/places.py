@@ -1,0 +1,163 @@
+"""Where a step of this rank's layers takes its gradients and puts its results: as they come, or, where the step is
+recorded (``ds_kfac/update/recorded.py``), always in the same places."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import torch
+from deepspeed.utils import logger
+from torch import Tensor
+
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.plan.plan import Plan
+from ds_kfac.update.groups import LayerGroup
+from ds_kfac.update.recorded import RECORDED_NUMEL, RECORDERS, Recorded
+from ds_kfac.update.rotation import lengths
+from ds_kfac.zero.exchange import GradientExchange, Outbox
+
+T = TypeVar("T")
+
+
+def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
+    """Whether a rank's steps of these layers are recorded, on this type of device."""
+    few = 0 < sum(layer.numel for layer in layers) <= RECORDED_NUMEL
+    return few and plan.stacks and device in RECORDERS and plan.config.ops.backend != "torch"
+
+
+def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients, and results that may
+    not take their places."""
+    if not is_recorded(plan, layers, device):
+        return 0
+    arriving, leaving = plan.gradient_dtypes
+    each = arriving.itemsize + (0 if in_place and leaving is arriving else torch.float32.itemsize)
+    return each * sum(layer.numel for layer in layers)
+
+
+class StepTensors:
+    """Gradients as they come, and results that go to the outbox at once.
+
+    Args:
+        gradients: layer name -> matrix, emptied.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], gradients: dict[str, Tensor], outbox: Outbox) -> None:
+        self.groups, self.gradients, self.outbox = groups, gradients, outbox
+
+    def lengths(self) -> Tensor:
+        """Norms of the gradients of all layers in the order of the groups, float64. Call it before :meth:`take`."""
+        return lengths([self.gradients[name] for group in self.groups for name in group.names])
+
+    def take(self, group: LayerGroup) -> tuple[Tensor, int]:
+        """The group's gradients [n, O, I] in their dtype, and the address of memory that must stay as it is: it may be
+        DeepSpeed's own. Once."""
+        parts = [self.gradients.pop(name) for name in group.names]
+        return group.matrices(parts), parts[0].data_ptr()
+
+    def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
+        """The group's results. Once."""
+        self.outbox.add(group.layers, group.by_layer(x_nOI))
+
+
+class Places:
+    """:class:`StepTensors` of a recorded step. Results take the gradients' places if they may be rounded to their
+    dtype.
+
+    Attributes:
+        dtypes: of each layer's gradient, as it arrives; a group's are in one that holds them all.
+        gradients: of each layer, in the order of the groups.
+        matrices, results: of each group, [n, O, I].
+        rounded: groups whose results are in the dtype in which they are stored.
+        borrowed: whether a result must be copied before others keep it.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], dtypes: list[torch.dtype], exchange: GradientExchange) -> None:
+        device, layout, each = exchange.device, exchange.layout, iter(dtypes)
+        self.dtypes = dtypes
+        shapes = {group: (group.n, *group.layers[0].shape[-2:]) for group in groups}
+        kept = {group: reduce(torch.promote_types, islice(each, len(group.layers))) for group in groups}
+        self.matrices = {group: torch.empty(shapes[group], dtype=kept[group], device=device) for group in groups}
+        fits = layout.in_place and exchange.scatter_dtype is layout.dtype
+        self.rounded = {group for group, dtype in kept.items() if fits and dtype is layout.dtype}
+        self.borrowed = not layout.in_place
+        self.results = {
+            group: x if group in self.rounded else torch.empty(shapes[group], device=device)
+            for group, x in self.matrices.items()
+        }
+        self.gradients = [x for group in groups for x in group.by_layer(self.matrices[group])]
+
+    def lengths(self) -> Tensor:
+        return lengths(self.gradients)
+
+    def take(self, group: LayerGroup) -> tuple[Tensor, int]:
+        x = self.matrices[group]
+        return x, x.data_ptr()
+
+    def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
+        self.results[group].copy_(x_nOI)
+
+
+class RecordedStep(Generic[T]):
+    """A step of these groups that is recorded once it is the same as the one before.
+
+    Args:
+        inputs: name -> place of a number or vector that changes from step to step.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
+        self.groups, self.exchange, self.inputs = groups, exchange, inputs
+        self.recorded: Recorded[T] = Recorded(RECORDERS[exchange.device.type], logger.warning)
+        self.places: Places | None = None
+        for group in groups:
+            group.stays = True
+
+    @property
+    def replays(self) -> int:
+        return self.recorded.replays
+
+    def forget(self) -> None:
+        """Free what the recording keeps: layers' states are new ones."""
+        self.recorded.forget()
+
+    def __call__(
+        self,
+        compute: Callable[..., T],
+        gradients: dict[str, Tensor],
+        outbox: Outbox,
+        inputs: Mapping[str, Tensor | float],
+        values: Any = (),
+    ) -> T:
+        """``compute(step tensors, **inputs)``: it decides nothing on the host, leaves moments as they are, and puts a
+        result for each group.
+
+        Args:
+            values: what else decides on what it computes, compared.
+        """
+        if not all(group.at_home for group in self.groups):  # eigenbases that go if the step is skipped
+            return compute(StepTensors(self.groups, gradients, outbox), **inputs)
+        names = [name for group in self.groups for name in group.names]
+        dtypes = [gradients[name].dtype for name in names]
+        if self.places is None or self.places.dtypes != dtypes:
+            self.places = Places(self.groups, dtypes, self.exchange)
+        at = self.places
+        torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in names])
+        places = {name: self.inputs[name] for name in inputs}
+        for name, value in inputs.items():
+            place = places[name]
+            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+        read = [at, *(part for group in self.groups for part in (group.rotation, group.moments))]
+        found = self.recorded(partial(compute, at, **places), read, (*places, values))
+        for group in self.groups:
+            x = at.results[group].clone() if at.borrowed else at.results[group]
+            outbox.add(group.layers, group.by_layer(x), x if group in at.rounded else None)
+        return found
+
+
+def recorded_step(
+    plan: Plan, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]
+) -> RecordedStep | None:
+    """None where steps are launched as they are."""
+    layers = [layer for group in groups for layer in group.layers]
+    return RecordedStep(groups, exchange, inputs) if is_recorded(plan, layers, exchange.device.type) else None
