@@ -139,6 +139,8 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "finetuning": FineTuning(GPTConfig(width=128, blocks=3), rows=16, steps=40, base_steps=300),
     "finetuning_long": FineTuning(GPTConfig(width=128, blocks=4), rows=16, steps=60, base_steps=3000),
     "finetuning_lora": FineTuning(GPTConfig(width=128, blocks=4), rows=16, steps=60, base_steps=3000, rank=8),
+    "finetuning_large": FineTuning(GPTConfig(width=256, blocks=4), rows=16, steps=60, base_steps=4000),
+    "finetuning_large_lora": FineTuning(GPTConfig(width=256, blocks=4), rows=16, steps=60, base_steps=4000, rank=8),
     **IMAGE_TASKS,
     **AUTOENCODER_TASKS,
     **REWARD_TASKS,

@@ -57,7 +57,7 @@ class KFACGradient(Direction):
         super().__init__(plan, layout, exchange)
         self.clip_lr, self.metrics = plan.clip_lr, metrics
         self.all_layers = [layer for group in self.layer_groups for layer in group.layers]
-        one = torch.ones((), device=exchange.device)
+        one = torch.ones((), dtype=torch.float32, device=exchange.device)
         inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.all_layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
@@ -111,7 +111,7 @@ class KFACGradient(Direction):
         """
         pending: list[PendingEigenvalues] = []
         dots: list[Tensor] = []
-        replaced = limited = torch.zeros((), device=self.exchange.device)
+        replaced = limited = torch.zeros((), dtype=torch.float32, device=self.exchange.device)
         first = 0
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))

@@ -83,7 +83,7 @@ class Places:
         self.rounded = {group for group, dtype in kept.items() if fits and dtype is layout.dtype}
         self.borrowed = not layout.in_place
         self.results = {
-            group: x if group in self.rounded else torch.empty(shapes[group], device=device)
+            group: x if group in self.rounded else torch.empty(shapes[group], dtype=torch.float32, device=device)
             for group, x in self.matrices.items()
         }
         self.gradients = [x for group in groups for x in group.by_layer(self.matrices[group])]
