@@ -140,7 +140,7 @@ class KFACGradient(Direction):
         numbers = not any(isinstance(rate, Tensor) for of_layer in rates for rate in of_layer)
         if all(rate is first or (numbers and rate == first) for of_layer in rates for rate in of_layer):
             return dot.sum() * first**2 / scale**2
-        total = torch.zeros((), device=dot.device)
+        total = torch.zeros((), device=dot.device, dtype=torch.float32)
         for (layer, V, gradient), of_layer in zip(layers, rates, strict=True):
             for part, rate in zip(self.exchange.parts(layer, V * gradient), of_layer, strict=True):
                 total = total + part.sum() * rate**2
@@ -159,8 +159,12 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
             found += map(float, [*planned, *(group[key] for key in ("initial_lr", "max_lr") if key in group)])
         peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
         for rate in found:
-            tensors = isinstance(peak, Tensor) or isinstance(rate, Tensor)
-            peak = torch.maximum(torch.as_tensor(peak), torch.as_tensor(rate)) if tensors else max(peak, rate)
+            if isinstance(peak, Tensor) or isinstance(rate, Tensor):
+                device = next(x.device for x in (peak, rate) if isinstance(x, Tensor))
+                options: Any = {"dtype": torch.float32, "device": device}
+                peak = torch.maximum(*(torch.as_tensor(x, **options) for x in (peak, rate)))
+            else:
+                peak = max(peak, rate)
         peaks[index] = peak
     return peaks
 

@@ -260,7 +260,7 @@ class KFACPreconditioner:
         numbers = [*local.checked(self.rule), *counts]
         if self.flagged:
             ready = {name for name, state in local.states.items() if state.preconditioner is not None}
-            flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+            flags = torch.arange(2, device=self.device, dtype=torch.float32).unbind()  # 0 and 1
             numbers += [flags[layer.name in ready] for layer in self.flagged]
         of_rank, n = torch.stack(numbers), len(numbers)
         if n not in self._totals:

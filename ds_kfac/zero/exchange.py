@@ -276,7 +276,7 @@ class LocalResult:
     def __init__(self, states: dict[str, LayerState], exchange: GradientExchange) -> None:
         self.outbox, self.states = exchange.outbox(), states
         self.numbers: list[Tensor] = []
-        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device)
+        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device, dtype=torch.float32)
         self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
         self.clip: Tensor | float = 1.0
         self.left_out: dict[str, Tensor] = {}
@@ -323,7 +323,7 @@ class LayerWarner:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._without = Counter[str]()
-        self._counts = torch.zeros(len(self.names), device=device)
+        self._counts = torch.zeros(len(self.names), device=device, dtype=torch.float32)
         self._warned: set[str] = set()
         self._copy: HostCopy | None = None
 

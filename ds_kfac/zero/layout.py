@@ -128,7 +128,8 @@ class ShardLayout(ABC):
             self.store(around, gradient)
             return
         if around not in self._staged:
-            self._staged[around] = torch.empty(around.numel, device=gradient.device), [around.numel]
+            staged = torch.empty(around.numel, device=gradient.device, dtype=torch.float32)
+            self._staged[around] = staged, [around.numel]
         staged, missing = self._staged[around]
         staged.narrow(0, start, shard.numel).copy_(gradient)
         missing[0] -= shard.numel

@@ -197,7 +197,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         return values.add_(start).remainder_(MODULUS).add_(1).float()  # in place: a vocabulary's embedding is large
 
     def is_ours(param: nn.Parameter) -> Tensor:
-        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device)
+        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device, dtype=torch.float32)
 
     headline = (
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
@@ -217,7 +217,10 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         part = MessagePart("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
         (received,) = deliver([part], channel, engine.device)
         owned = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
-        full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in owned}
+        full = {
+            param: torch.zeros(layout.shards.numels[param], device=engine.device, dtype=torch.float32)
+            for param in owned
+        }
         arrived = {(move.param, move.start): piece for move, piece in received}
         for (param, start), piece in (pieces | arrived).items():
             if param in full:

@@ -123,7 +123,7 @@ class AdamDirection(Direction):
             void = ~(context.norm.float() < math.inf)
             local.clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
-            local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
+            local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
             return local
         for step in self.steps:
             # the first step has its own bases, also if it is skipped; later ones those of applied steps
@@ -256,7 +256,7 @@ class AdamDirection(Direction):
             maps += parts
             owners += [step] * len(parts)
             del parts
-        sizes = [torch.empty(0)] * len(maps)
+        sizes = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(maps)
         for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
             whitenings: list[Tensor | None] = [None] * len(indices)
             if self.config.adam.rotate:  # S is the same whether rows are rotated or not

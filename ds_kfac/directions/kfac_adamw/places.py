@@ -78,7 +78,7 @@ class Places:
         self.rounded = {step for step, dtype in kept.items() if fits and dtype is layout.dtype}
         self.borrowed = not layout.in_place
         self.results = {
-            step: x if step in self.rounded else torch.empty(shapes[step], device=device)
+            step: x if step in self.rounded else torch.empty(shapes[step], device=device, dtype=torch.float32)
             for step, x in self.matrices.items()
         }
         self.gradients, results = (
