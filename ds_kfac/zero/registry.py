@@ -204,7 +204,10 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
     )
     mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
-    added = 1.0 if layout.in_place and layout.dtype is not torch.float32 else 0.5
+    results = {layout.dtype} if layout.in_place else {torch.float32}
+    if isinstance(layout, Replicated) and not layout.masters:
+        results = {param.dtype for param in layout.params}
+    added = 1.0 if results & {torch.bfloat16, torch.float16} else 0.5
     try:
         with failing_together(headline, layout.group) as problems:
             problems += _zero3_chunks(layout)
