@@ -33,6 +33,7 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -65,6 +66,11 @@ from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""
+APART = (
+    "ds_kfac: WARNING: KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
+    "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
+    "group, not only for the first (docs/troubleshooting.md)"
+)
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
 
@@ -100,6 +106,9 @@ class AdamDirection(Direction):
             self.target = torch.cat([x.target for x in steps.values()])
             self.full = torch.cat([x.full for x in steps.values()])
             self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
+        users = getattr(getattr(optimizer, "users", None), "param_groups", ())
+        split = [(numbers[0], other) for group in users if (numbers := group.taken[1]) for other in numbers[1:]]
+        self.parts = [(key, *pair) for key in ("lr", "weight_decay") for pair in split]
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded: Recorded[Directions] | None = None
         if is_recorded(plan, layers, device.type):
@@ -117,6 +126,11 @@ class AdamDirection(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
+        for key, first, other in self.parts:
+            value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
+            if not isinstance(value, Tensor) and value != others:
+                self._tell_of_parts(key)
+                break
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         if context.norm is not None:
@@ -218,6 +232,14 @@ class AdamDirection(Direction):
             unused=(length == 0).sum().float(),
             left_out=finite & ~fits,
         )
+
+    def _tell_of_parts(self, key: str) -> None:
+        """Warn once that parts of one of the user's groups have come to have different rates, as by a program that sets
+        those of ``param_groups[0]``, which were all parameters' before KFACAdamW split the group."""
+        self.parts = []
+        if self.layout.rank == 0:
+            values = [group[key] for group in self.optimizer.param_groups]
+            print(APART.format(key=key, values=values), file=sys.stderr, flush=True)
 
     def _adam(self, step: GroupStep, taken: Taken, unscale: Tensor | float, usable: Tensor) -> PendingMoments:
         """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
