@@ -102,6 +102,7 @@ class GradientExchange:
         """Whole gradients of :attr:`owned`, [O, I] on the device, in the dtype in which they are stored. Where a whole
         parameter lies here they are DeepSpeed's own memory: do not write to them."""
         self._views.clear()  # of a step that raised
+        self.layout.staged.clear()
         flats: dict[int, Tensor] = {}
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
             shards, numel = self.shards.get(param, []), self.layout.shards.numels[param]

@@ -76,7 +76,7 @@ class ShardLayout(ABC):
         self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
         self.own = self.whole.on(self.rank)
-        self._staged: dict[Shard, tuple[Tensor, list[int]]] = {}
+        self.staged: dict[Shard, tuple[Tensor, list[int]]] = {}
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
@@ -128,13 +128,13 @@ class ShardLayout(ABC):
         if shard.numel == around.numel:
             self.store(around, gradient)
             return
-        if around not in self._staged:
-            self._staged[around] = gradient.new_empty(around.numel), [around.numel]
-        staged, missing = self._staged[around]
+        if around not in self.staged:
+            self.staged[around] = gradient.new_empty(around.numel), [around.numel]
+        staged, missing = self.staged[around]
         staged.narrow(0, start, shard.numel).copy_(gradient)
         missing[0] -= shard.numel
         if not missing[0]:
-            self.store(around, self._staged.pop(around)[0])
+            self.store(around, self.staged.pop(around)[0])
 
     @cached_property
     def around(self) -> Mapping[Shard, tuple[Shard, int]]:
