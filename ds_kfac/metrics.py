@@ -57,8 +57,9 @@ class Metrics:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
         self.kl: Tensor | None = None
-        self.summary = torch.zeros(len(SUMMARY), device=device)
-        self._accumulates = torch.tensor([float(so_far) for so_far in SUMMARY.values()], device=device)
+        self.summary = torch.zeros(len(SUMMARY), device=device, dtype=torch.float32)
+        so_far = [float(each) for each in SUMMARY.values()]
+        self._accumulates = torch.tensor(so_far, dtype=torch.float32, device=device)
         self.step_counts: Counter[str] = Counter()
         self.step_summary = torch.zeros_like(self.summary)
 

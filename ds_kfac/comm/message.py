@@ -340,7 +340,7 @@ class Scalars:
     def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> MessagePart:
         """The message part with this rank's scalars: fp32, on the device."""
         scalars = [values[name].float().reshape(()) for name in self.names[self.rank]]
-        self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device)
+        self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[int, Tensor]:

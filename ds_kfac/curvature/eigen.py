@@ -265,7 +265,7 @@ _LOADING = threading.Lock()
 
 @functools.cache
 def _loaded(device: torch.device) -> None:
-    torch.linalg.eigh(torch.ones(1, 1, 1, device=device))
+    torch.linalg.eigh(torch.ones(1, 1, 1, device=device, dtype=torch.float32))
 
 
 def load_solvers(device: torch.device) -> None:

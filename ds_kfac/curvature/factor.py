@@ -190,7 +190,11 @@ class KroneckerFactor:
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
         """A factor before its first batch: zero, as an identity would take hundreds of updates to fade."""
-        return cls(side, torch.zeros(side.numel, device=device), torch.zeros((), device=device))
+        return cls(
+            side,
+            torch.zeros(side.numel, device=device, dtype=torch.float32),
+            torch.zeros((), device=device, dtype=torch.float32),
+        )
 
     def usable(self) -> Tensor:
         """Bool scalar: whether it can be decomposed. An identity can; zero, non-finite or no data cannot.
@@ -281,7 +285,7 @@ def averaged(
     Returns the new factors, and fp32 [n]: by how much each batch was scaled down, 1 for most.
     """
     if not factors:
-        return [], torch.ones(0)
+        return [], torch.ones(0, dtype=torch.float32, device="cpu")
     numbers = torch.stack(list(counts))
     diagonals = [
         factor.side.diagonal_of(x_P)
@@ -366,7 +370,7 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
 def _differences(new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side]) -> Tensor:
     """|new - old|_F, fp32 [n]; NaN where there is no old value."""
     present = [index for index, old in enumerate(old_P) if old is not None]
-    norms = [torch.full((), float("nan"), device=new.device) for new in new_P]
+    norms = [torch.full((), float("nan"), device=new.device, dtype=torch.float32) for new in new_P]
     if present:
         changed = torch._foreach_sub([new_P[index] for index in present], [old for old in old_P if old is not None])
         for index, norm in zip(present, frobenius(changed, [sides[index] for index in present]), strict=True):
@@ -378,6 +382,6 @@ def _norms(history: History, device: torch.device) -> Tensor:
     """The history's norms, fp32 [2]; computed if they are missing, as after loading a checkpoint without them."""
     if history.norms is not None:
         return history.norms.to(device)
-    none = torch.full((), float("nan"), device=device)
+    none = torch.full((), float("nan"), device=device, dtype=torch.float32)
     values = (history.last, history.before)
     return torch.stack([none if x is None else frobenius([x], [history.side])[0] for x in values])

@@ -79,10 +79,10 @@ def packed(inverse: DampedInverse) -> Tensor:
     directions, below zero, and fp16 would overflow where a factor is small.
     """
     if not inverse.blocks:
-        return inverse.diagonal if inverse.diagonal is not None else torch.empty(0)
+        return inverse.diagonal if inverse.diagonal is not None else torch.empty(0, dtype=torch.float32, device="cpu")
     matrices = [matrix for blocks in inverse.blocks for matrix in blocks]
     ends = list(accumulate(packed_numel(len(matrix)) for matrix in matrices))
-    out = torch.empty(ends[-1], device=matrices[0].device)
+    out = torch.empty(ends[-1], device=matrices[0].device, dtype=torch.float32)
     symmetric_pack_into_(out, [0, *ends[:-1]], matrices)
     return out
 

@@ -124,7 +124,7 @@ class _Eigen(Method):
         return side.basis_numel + side.dim
 
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
-        return Eigenbasis((), torch.ones(side.dim, device=device))
+        return Eigenbasis((), torch.ones(side.dim, device=device, dtype=torch.float32))
 
     decompose, of_layer = staticmethod(refresh_all), LayerBasis  # type: ignore[assignment]  # it has no options
 

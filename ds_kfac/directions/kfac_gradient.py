@@ -220,8 +220,12 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
             found += map(float, [*planned, *(group[key] for key in ("initial_lr", "max_lr") if key in group)])
         peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
         for rate in found:
-            tensors = isinstance(peak, Tensor) or isinstance(rate, Tensor)
-            peak = torch.maximum(torch.as_tensor(peak), torch.as_tensor(rate)) if tensors else max(peak, rate)
+            if isinstance(peak, Tensor) or isinstance(rate, Tensor):
+                device = next(x.device for x in (peak, rate) if isinstance(x, Tensor))
+                options: Any = {"dtype": torch.float32, "device": device}
+                peak = torch.maximum(*(torch.as_tensor(x, **options) for x in (peak, rate)))
+            else:
+                peak = max(peak, rate)
         peaks[index] = peak
     return peaks
 

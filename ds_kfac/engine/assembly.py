@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
     return EngineFacts(
         world=layout.world,
         held=None if layout.replicated else held_by_layer(view.layers, layout.shards),
-        parameters=layout.params[0].dtype,
+        parameters=reduce(torch.promote_types, map(attrgetter("dtype"), layout.params)),
         gradients=layout.dtype,
         moments=view.rule.moments_count(config),
         device=torch.device(layout.engine.device),

@@ -89,7 +89,7 @@ class Attachment:
         self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = _groups(engine, job)
-        self._wrap(STEP, self._take_model_step)
+        self._wrap(STEP, torch.inference_mode(False)(self._take_model_step))  # what it keeps is changed in hooks
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
         if config.checkpoint.grams:
@@ -265,12 +265,13 @@ class Attachment:
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             drafts = self.job.step()
         scaler = kfac.layout.grad_scaler
-        scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
+        scale = scaler_scale(scaler) if scaler else 0.0
+        scale = scale.clone() if isinstance(scale, torch.Tensor) else scale
         with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
             result = original(*args, **kwargs)
         # a GradScaler skips the step without telling the engine; only its falling scale shows that. Reading the scale
         # costs no wait: the scaler has synchronised already
-        skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
+        skipped = bool(scaler) and bool(scaler_scale(scaler) < scale)
         applied = engine.was_step_applied() and not skipped
         self.job.commit(drafts, applied=applied)
         if applied and any(draft.verdict is not None for draft in drafts):
@@ -391,7 +392,7 @@ def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
         yield
         return
     engine = kfac.layout.engine
-    kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, device=kfac.device))
+    kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, dtype=torch.float32, device=kfac.device))
     norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
     with kfac.layout.unclipped():
         yield

@@ -139,7 +139,7 @@ def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) 
         raise FactorsError(
             f"--data {arguments.data}: {len(tokens)} tokens, fewer than one sequence of {arguments.length}"
         )
-    windows = torch.tensor(tokens[: count * arguments.length]).view(count, arguments.length)[rank::ranks]
+    windows = torch.tensor(tokens[: count * arguments.length], device="cpu").view(count, arguments.length)[rank::ranks]
     return [{"input_ids": part, "labels": part} for part in windows.split(arguments.batch) if len(part)]
 
 

@@ -85,13 +85,13 @@ def kronfluence(factors: Factors, layers: list[str], out: Path, options: Mapping
         rows = factors.count(layer, "A")
         for side, word in (("A", "activation"), ("G", "gradient")):
             put(f"{word}_covariance", layer, factors.factor(layer, side) * factors.count(layer, side))
-            put(f"num_{word}_covariance_processed", layer, torch.tensor([round(rows)]))
+            put(f"num_{word}_covariance_processed", layer, torch.tensor([round(rows)], device="cpu"))
             basis = factors.eigenbasis(layer, side)
             put(f"{word}_eigenvectors", layer, basis.vectors[0][0])
             put(f"{word}_eigenvalues", layer, basis.values)
         if factors.has(layer, "corrected.sequence"):
             put("lambda_matrix", layer, factors.corrected(layer, "sequence") * sequences)
-            put("num_lambda_processed", layer, torch.tensor([round(sequences)]))
+            put("num_lambda_processed", layer, torch.tensor([round(sequences)], device="cpu"))
     if "lambda_matrix" in tables and len(tables["lambda_matrix"]) < len(layers):
         raise FactorsError("convert: some layers have eigenvalues per sequence, others not; kronfluence needs all")
     for file, table in tables.items():

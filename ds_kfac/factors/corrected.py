@@ -89,7 +89,7 @@ class Corrected:
                 of_layer.setdefault(call.layer.name, []).append((call, gradient))
         for layer in reversed(self.layers):  # in a backward's order: the first layer's rows give the number of terms
             basis = LayerBasis(*(self._basis(layer, side) for side in "GA"))
-            batch = [torch.zeros(layer.shape, device=self.device) for _ in KINDS]
+            batch = [torch.zeros(layer.shape, device=self.device, dtype=torch.float32) for _ in KINDS]
             pairs, ordered = self._pairs(of_layer.get(layer.name, ()), seed, examples, positions)
             for x_NTI, g_NTO in pairs:
                 token, sequence = squares(x_NTI, g_NTO, basis, sequences=ordered)
@@ -151,11 +151,11 @@ class Corrected:
         """Eigenvectors of a side, broadcast from the rank that has them. Collective."""
         shape, key = getattr(layer, side), self.keys[layer.name].get(side)
         if key is None or shape.block < 2:
-            return Eigenbasis((), torch.ones(0, device=self.device))
+            return Eigenbasis((), torch.ones(0, device=self.device, dtype=torch.float32))
         if key in self.bases:
             vectors = tuple(x.to(self.device) for x in self.bases[key].vectors)
         else:
-            vectors = tuple(torch.empty(n, b, b, device=self.device) for n, b in shape.groups)
+            vectors = tuple(torch.empty(n, b, b, device=self.device, dtype=torch.float32) for n, b in shape.groups)
         for tensor in vectors:
             dist.broadcast(tensor, self.homes[key], group=self.group)
-        return Eigenbasis(vectors, torch.ones(0, device=self.device))
+        return Eigenbasis(vectors, torch.ones(0, device=self.device, dtype=torch.float32))

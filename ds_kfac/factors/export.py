@@ -103,7 +103,10 @@ def begin_from(job: Job, factors: Factors) -> None:
                 if side == "G" and fisher != kfac.config.factor.fisher:
                     raise FactorsError(f"G is of fisher {fisher!r}, this run's is {kfac.config.factor.fisher!r}")
                 if kfac.curvature.eigen_workers[key] == kfac.rank:
-                    packed, seen = factors.packed(layer, side).to(home), torch.full((), SEEN, device=device)
+                    packed, seen = (
+                        factors.packed(layer, side).to(home),
+                        torch.full((), SEEN, device=device, dtype=torch.float32),
+                    )
                     history = History(spec.side) if kfac.plan.adaptive else None
                     held[key] = KroneckerFactor(spec.side, packed, seen, history), None
             schedule = kfac.curvature.state_dict()["schedule"]

@@ -192,7 +192,7 @@ class Factors:
         """A factor as one matrix, fp32 [D, D], zero between blocks; the identity if the side is that."""
         shape = self.side(layer, side)
         if shape.block == 0:
-            return torch.eye(shape.dim)
+            return torch.eye(shape.dim, dtype=torch.float32, device="cpu")
         blocks = shape.blocks(self.packed(layer, side))
         return torch.block_diag(*(matrix for group in blocks for matrix in group))
 
@@ -204,7 +204,7 @@ class Factors:
         """A factor's eigenbasis. FactorsError if there is none, as for a zero factor."""
         shape = self.side(layer, side)
         if shape.block == 0:
-            return Eigenbasis((), torch.ones(shape.dim))
+            return Eigenbasis((), torch.ones(shape.dim, dtype=torch.float32, device="cpu"))
         key = self._key(layer, side)
         vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(len(shape.groups) if shape.block > 1 else 0))
         return Eigenbasis(vectors, self._tensor(f"{key}/values"))

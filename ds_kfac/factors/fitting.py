@@ -274,7 +274,9 @@ class _Fitting:
                 packed = (sums.pop(key) / count.clamp(min=1)).float()
                 tensors |= {key: packed, f"{key}/count": count}
                 if bool(packed.any()):  # G is zero if the layers above pass no gradient
-                    factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))
+                    factor = KroneckerFactor(
+                        self.specs[key].side, packed, torch.ones((), device=self.device, dtype=torch.float32)
+                    )
                     request = Request(factor)
                     basis = refresh_all([request])[0].basis
                     if basis is None:

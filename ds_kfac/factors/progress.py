@@ -157,7 +157,7 @@ class Progress:
         """Save the sums of this many batches. Collective; raises FactorsError on every rank if it fails on one."""
         number = self._save + 1
         with failing_together("ds_kfac: could not save", self.channel.group, FactorsError):
-            write_shard(self._shard(number), {**sums(), MARK: torch.tensor(mark)})
+            write_shard(self._shard(number), {**sums(), MARK: torch.tensor(mark, device="cpu")})
         self._put(self.phase, batches, seen, number)
 
     def begin(self, phase: str) -> None:

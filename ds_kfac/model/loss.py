@@ -342,7 +342,7 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
-        uniform = torch.rand(flat.shape, generator=generator, device=flat.device).clamp_(min=1e-20)
+        uniform = torch.rand(flat.shape, generator=generator, device=flat.device, dtype=torch.float32).clamp_(min=1e-20)
         drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
     return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
 
@@ -355,7 +355,10 @@ def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
     """
     prediction = prediction_tensor(output).float()
     variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * variance**0.5
+    noise = (
+        torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
+        * variance**0.5
+    )
     return F.mse_loss(prediction, prediction.detach() + noise)
 
 
@@ -364,7 +367,7 @@ def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     the Gaussian's variance is 1/2."""
     prediction = prediction_tensor(output).float()
     outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * 0.5**0.5
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32) * 0.5**0.5
     return F.mse_loss(prediction, prediction.detach() + noise) * outputs
 
 

@@ -113,7 +113,7 @@ class Places:
         if place is None or output._base is not None or place.chosen is not None or arguments.get("dim", 0) != 0:
             return False
         if isinstance(index, list) and all(type(i) is int for i in index):
-            index = torch.tensor(index)
+            index = torch.tensor(index, device=place.param.device)
         if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:  # uint8 is a mask
             return False
         index = index.nonzero().flatten() if index.dtype is torch.bool else index

@@ -171,7 +171,7 @@ class Proof:
             narrow = layer.A.dim < NARROW * layer.groups
             shape = layer.groups, side.dim // layer.groups, 1 if narrow else PROBES
             generator = torch.Generator().manual_seed(crc32(f"{key} {self._number}".encode()))
-            probes_nDK = torch.randn(shape, generator=generator).to(self._device)
+            probes_nDK = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self._device)
             self._probes[key] = probes_nDK.mT.contiguous().mT  # column-major: a quarter of the time on CPUs
         return self._probes[key]
 
@@ -293,7 +293,7 @@ class Proof:
 
     def numbers(self, sums: Mapping[str, BatchSum]) -> Tensor:
         """This rank's numbers, float64 [L, len(NUMBERS)]. ``sums``: key -> its batch sums."""
-        self._numbers += torch.tensor(self._known, dtype=torch.float64).to(self._device)
+        self._numbers += torch.tensor(self._known, dtype=torch.float64, device=self._device)
         for key, (layer, (squares, count, rows)) in self._factors.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
             if sum_ is None or key in self._sampled:

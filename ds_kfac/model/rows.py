@@ -54,7 +54,9 @@ class BatchSum:
 
     @classmethod
     def empty(cls, numel: int, device: torch.device) -> "BatchSum":
-        return cls(torch.zeros(numel, device=device), torch.zeros((), device=device))
+        return cls(
+            torch.zeros(numel, device=device, dtype=torch.float32), torch.zeros((), device=device, dtype=torch.float32)
+        )
 
 
 @dataclass(eq=False)
@@ -176,7 +178,7 @@ def input_rows(
     reduced = weight_sharing == "reduce"
     x_NTD, mask = _positions(x.detach(), mask, examples == 1 and reduced)  # else each row is by itself, in any order
     if reduced and mask is None:
-        rows, counts = x_NTD.float().mean(dim=1), torch.ones(len(x_NTD), 1, device=x.device)
+        rows, counts = x_NTD.float().mean(dim=1), torch.ones(len(x_NTD), 1, device=x.device, dtype=torch.float32)
     elif reduced and mask is not None:
         positions = mask.sum(dim=1)
         rows = (x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)
@@ -186,7 +188,7 @@ def input_rows(
         if mask is not None:
             mask = taken.of(mask.reshape(-1, 1))
             rows = rows * mask
-        counts = torch.ones(len(rows), 1, device=x.device) if mask is None else mask.float()
+        counts = torch.ones(len(rows), 1, device=x.device, dtype=torch.float32) if mask is None else mask.float()
     return rows, counts, (len(rows) if mask is None else counts.sum()) * taken.stride
 
 

@@ -44,9 +44,9 @@ class Piece(NamedTuple):
 
     def rows(self, N: int, T: int) -> Tensor:
         """int64, the index of each row in the flattened [N, T]."""
-        places = torch.tensor(self.offset)
+        places = torch.tensor(self.offset, device="cpu")
         for size, step in zip(self.size, self.stride, strict=True):
-            places = places.unsqueeze(-1) + step * torch.arange(size)
+            places = places.unsqueeze(-1) + step * torch.arange(size, device="cpu")
         places = places.flatten()
         return places % N * T + places // N if self.transposed else places
 

@@ -103,7 +103,7 @@ Call = tuple[tuple, dict[str, Any]]
 
 
 def _whole(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed), device="cpu").float()
 
 
 def probes(op: str, dtype: torch.dtype) -> list[Call]:
@@ -112,24 +112,28 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     numels = [packed_numel(side) for side in sides]
     squares, starts, end = [(x := _whole(side, side)) + x.T for side in sides], [3, 7 + numels[0]], 9 + sum(numels)
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))
-    counts, updates = [torch.tensor(3.0)] * 2, [torch.tensor(float(k)) for k in range(2)]
+    fp32: Any = {"dtype": torch.float32, "device": "cpu"}
+    counts, updates = [torch.tensor(3.0, **fp32)] * 2, [torch.tensor(float(k), **fp32) for k in range(2)]
     calls: dict[str, list[Call]] = {
-        "symmetric_pack_into_": [((torch.zeros(end, dtype=dtype), starts, squares), {})],
+        "symmetric_pack_into_": [((torch.zeros(end, dtype=dtype, device="cpu"), starts, squares), {})],
         "symmetric_unpack_from": [((_whole(end).to(dtype), starts, sides), {})],
         "ema_update_": [((averages, sums, counts, updates, [0.75, 0.5]), {})],
     }
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
-        ones = {"ones_column": torch.ones(rows, 1), "scale": 2.0}
+        ones = {"ones_column": torch.ones(rows, 1, **fp32), "scale": 2.0}
         matrices = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
-        counted, flags = torch.tensor([7.0, 3.0]), torch.tensor([True, False])
+        counted, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
         betas = {"betas": (0.75, 0.875)}
-        out, waiting = (torch.zeros(2, rows, side) for _ in range(2))
+        out, waiting = (torch.zeros(2, rows, side, **fp32) for _ in range(2))
         # norms, sizes, targets, full sizes, bounds and replacements; the second matrix is replaced
-        norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]]).T.contiguous()
+        norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]], **fp32).T.contiguous()
         of_shape: dict[str, Call] = {
-            "syrk_accumulate_": ((torch.ones(packed_numel(side + 1)), x.to(dtype)), ones),
-            "adam_scale_": ((out, waiting, *matrices, counted, flags, torch.tensor(0.5)), {**betas, "eps": 0.125}),
+            "syrk_accumulate_": ((torch.ones(packed_numel(side + 1), **fp32), x.to(dtype)), ones),
+            "adam_scale_": (
+                (out, waiting, *matrices, counted, flags, torch.tensor(0.5, **fp32)),
+                {**betas, "eps": 0.125},
+            ),
             "adam_fold_": ((matrices[1], matrices[2], counted, matrices[0], flags), betas),
             "finish_direction_": ((matrices[0], norm, size if rows > side else None, *vectors, 0.5), {}),
         }
@@ -229,7 +233,7 @@ def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device,
 def check_alive(device: torch.device) -> None:
     """Raise if a kernel has broken the GPU's context: nothing runs in this process any more, and the next one will not
     use the op. Waits for the device."""
-    torch.zeros((), device=device).item()
+    torch.zeros((), dtype=torch.float32, device=device).item()
 
 
 def identity(device: torch.device) -> str:

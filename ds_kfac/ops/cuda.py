@@ -68,7 +68,7 @@ class CudaOps:
 
     def symmetric_unpack_from(self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
         self._check_flat("symmetric_unpack_from", packed, starts, dims)
-        matrices = [torch.empty(dim, dim, device=packed.device) for dim in dims]
+        matrices = [torch.empty(dim, dim, device=packed.device, dtype=torch.float32) for dim in dims]
         self._launch(
             "unpack", [packed, *matrices], packed.data_ptr(), KINDS[packed.dtype], len(dims), pointers(matrices),
             integers(dims), integers(starts), integers(dims),
@@ -93,7 +93,7 @@ class CudaOps:
         if not tensors:
             return torch.empty(0, dtype=torch.bool, device=self.device_type)
         used = torch.empty(len(numels), dtype=torch.bool, device=averages_P[0].device)
-        weights = torch.empty(len(numels), device=used.device)
+        weights = torch.empty(len(numels), device=used.device, dtype=torch.float32)
         self._launch(
             "ema_update", tensors, used.data_ptr(), weights.data_ptr(), len(numels), pointers(averages_P),
             pointers(sums_P), integers(numels), pointers(counts), pointers(updates),

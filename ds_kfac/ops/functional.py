@@ -86,7 +86,7 @@ def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[
     """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype."""
     matrices = []
     for start, dim in zip(starts, dims, strict=True):
-        lower_DD = torch.zeros(dim, dim, device=packed.device)
+        lower_DD = torch.zeros(dim, dim, device=packed.device, dtype=torch.float32)
         for first in range(0, dim, BLOCK_ROWS):
             stop = min(first + BLOCK_ROWS, dim)
             index = _lower_index(first, stop, packed.device)

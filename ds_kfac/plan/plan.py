@@ -334,7 +334,7 @@ def _wire(assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, 
         return DTYPES[config.communication.dtype]
     seconds = sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors) / work.update_interval
     part = seconds / (seconds + max(assignment.loads)) if facts.world > 1 else 0.0
-    if facts.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
+    if facts.parameters.itemsize > 2 or part <= COSTLY_TRAFFIC:
         return torch.float32
     reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
     return torch.bfloat16
@@ -368,7 +368,7 @@ def stacks(device: torch.device, method: Method) -> bool:
 def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
     model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
-    return gradients, torch.float32 if parameters is torch.float32 else torch.bfloat16
+    return gradients, torch.bfloat16 if parameters.itemsize == 2 else torch.float32
 
 
 def clip_lr(scheduled: bool) -> str:

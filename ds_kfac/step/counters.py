@@ -78,7 +78,7 @@ def health(kfac: KFACPreconditioner) -> dict[str, float]:
         weights = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
         weight = sum(norm.double().square() for norm in torch._foreach_norm(weights)) / sum(x.numel() for x in weights)
         step = squared.double() / sum(layer.numel for layer in kfac.layers)
-        values["step_to_weight"] = float(lr) * float((step / torch.as_tensor(weight).to(step)).sqrt())
+        values["step_to_weight"] = float(lr) * float((step / weight).sqrt())
     bases = [state.basis.A for state in kfac.state.values() if state.basis and state.basis.A.vectors]
     if bases:
         spreads = torch.stack([basis.values.max() / basis.values.mean() for basis in bases])

@@ -335,7 +335,7 @@ class FactorUpdates:
             if key in self.factors:
                 result = draft.results.get(key)
                 draft.outcomes[key] = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
-                values["fresh", key] = torch.full((), draft.outcomes[key], device=self.device)
+                values["fresh", key] = torch.full((), draft.outcomes[key], device=self.device, dtype=torch.float32)
         return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:

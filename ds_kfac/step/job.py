@@ -49,19 +49,25 @@ class Job:
     def step(self) -> list[StepDraft]:
         """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
 
-        Returns a draft for each domain, for :meth:`commit`.
+        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, a step may follow that is
+        none of this one's gradients.
         """
-        drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
-        pairs = list(zip(self.preconditioners, drafts, strict=True))
-        for kfac, draft in pairs:
-            kfac.precondition(draft)
-        if self.everywhere and drafts[0].local.numbers:
-            parts = [torch.stack(draft.local.numbers) / kfac.plan.workers for kfac, draft in pairs]
-            with self.preconditioners[0].metrics.stage("relayout"):
-                sums = self.channel.sum(torch.stack(parts).sum(dim=0))
-        for kfac, draft in pairs:
-            kfac.finish(draft, sums)
-        return drafts
+        try:
+            drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
+            pairs = list(zip(self.preconditioners, drafts, strict=True))
+            for kfac, draft in pairs:
+                kfac.precondition(draft)
+            if self.everywhere and drafts[0].local.numbers:
+                parts = [torch.stack(draft.local.numbers) / kfac.plan.workers for kfac, draft in pairs]
+                with self.preconditioners[0].metrics.stage("relayout"):
+                    sums = self.channel.sum(torch.stack(parts).sum(dim=0))
+            for kfac, draft in pairs:
+                kfac.finish(draft, sums)
+            return drafts
+        except BaseException:
+            for kfac in self.preconditioners:
+                kfac.resume(settles=False)
+            raise
 
     def commit(self, drafts: Sequence[StepDraft], *, applied: bool) -> None:
         """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective."""

@@ -86,7 +86,7 @@ class Delivery:
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
-            return torch.zeros(move.numel, device=device) if basis is None else flat(basis)
+            return torch.zeros(move.numel, device=device, dtype=torch.float32) if basis is None else flat(basis)
 
         parts = zip(self.method.parts, self.plans(keys), self.dtypes, strict=True)
         return tuple(MessagePart(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)

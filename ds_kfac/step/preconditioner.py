@@ -260,7 +260,7 @@ class KFACPreconditioner:
         numbers = [*local.checked(self.rule), *counts]
         if self.flagged:
             ready = {name for name, state in local.states.items() if state.preconditioner is not None}
-            flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+            flags = torch.arange(2, device=self.device, dtype=torch.float32).unbind()  # 0 and 1
             numbers += [flags[layer.name in ready] for layer in self.flagged]
         of_rank, n = torch.stack(numbers), len(numbers)
         if n not in self._totals:
@@ -313,12 +313,13 @@ class KFACPreconditioner:
         self.metrics.end(applied=applied)
         self.resume()
 
-    def resume(self) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed."""
+    def resume(self, *, settles: bool = True) -> None:
+        """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed. Collective, but
+        after a step that raised (``settles`` False): the next one takes its place, without what its hooks have seen."""
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
-        if self.due.capture:
+        if self.due.capture and settles:
             self.settle()
         accompanies = self.accompanies(self.steps)
         if self.due.capture or accompanies or self.capture.active:

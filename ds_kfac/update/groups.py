@@ -229,5 +229,5 @@ def same_form(old: Sequence[Eigenbasis], new: Sequence[Eigenbasis]) -> bool:
 
 
 def _identity_like(side: Eigenbasis) -> Eigenbasis:
-    eye = tuple(torch.eye(v.shape[-1], device=v.device).expand_as(v) for v in side.vectors)
+    eye = tuple(torch.eye(v.shape[-1], device=v.device, dtype=torch.float32).expand_as(v) for v in side.vectors)
     return Eigenbasis(eye, torch.ones_like(side.values))

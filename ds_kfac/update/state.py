@@ -35,7 +35,7 @@ class Moments:
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
         parts = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
-        return cls(*(torch.zeros(part, device=device) for part in parts))
+        return cls(*(torch.zeros(part, device=device, dtype=torch.float32) for part in parts))
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +209,9 @@ class LayerState:
             return None if side.block else method.identity(side, device)
 
         zeros = None if moments is None else moments.empty(layer.shape, device)
-        return cls(torch.ones((), device=device), method, identity(layer.A), identity(layer.G), zeros)
+        return cls(
+            torch.ones((), device=device, dtype=torch.float32), method, identity(layer.A), identity(layer.G), zeros
+        )
 
     @cached_property
     def preconditioner(self) -> Any:

@@ -135,6 +135,13 @@ def sent_in(parameter: Any) -> torch.dtype:
     return parameter.dtype if module is None else module.get_comm_dtype(parameter)
 
 
+def reduced_in(engine: Any) -> set[torch.dtype]:
+    """dtypes that gradients are added up in: the config's ``communication_data_type``, and ZeRO's own, which is that of
+    the first parameter that it was given, though ZeRO-1 and 2 make all parameters alike."""
+    dtypes = getattr(engine, "communication_data_type", None), getattr(engine.optimizer, "dtype", None)
+    return {dtype for dtype in dtypes if isinstance(dtype, torch.dtype)}
+
+
 def autocast(engine: Any) -> torch.dtype | None:
     """dtype of torch_autocast, since 0.17.6; None: off."""
     enabled = getattr(engine, "torch_autocast_enabled", lambda: False)()

@@ -102,6 +102,7 @@ class GradientExchange:
         """Whole gradients of :attr:`owned`, [O, I] on the device, in the dtype in which they are stored. Where a whole
         parameter lies here they are DeepSpeed's own memory: do not write to them."""
         self._views.clear()  # of a step that raised
+        self.layout.staged.clear()
         flats: dict[int, Tensor] = {}
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
             shards, numel = self.shards.get(param, []), self.layout.shards.numels[param]
@@ -276,7 +277,7 @@ class LocalResult:
     def __init__(self, states: dict[str, LayerState], exchange: GradientExchange) -> None:
         self.outbox, self.states = exchange.outbox(), states
         self.numbers: list[Tensor] = []
-        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device)
+        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device, dtype=torch.float32)
         self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
         self.clip: Tensor | float = 1.0
         self.left_out: dict[str, Tensor] = {}
@@ -323,7 +324,7 @@ class LayerWarner:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._without = Counter[str]()
-        self._counts = torch.zeros(len(self.names), device=device)
+        self._counts = torch.zeros(len(self.names), device=device, dtype=torch.float32)
         self._warned: set[str] = set()
         self._copy: HostCopy | None = None
 

@@ -5,7 +5,8 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -75,7 +76,7 @@ class ShardLayout(ABC):
         self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
         self.own = self.whole.on(self.rank)
-        self._staged: dict[Shard, tuple[Tensor, list[int]]] = {}
+        self.staged: dict[Shard, tuple[Tensor, list[int]]] = {}
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
@@ -127,13 +128,13 @@ class ShardLayout(ABC):
         if shard.numel == around.numel:
             self.store(around, gradient)
             return
-        if around not in self._staged:
-            self._staged[around] = torch.empty(around.numel, device=gradient.device), [around.numel]
-        staged, missing = self._staged[around]
+        if around not in self.staged:
+            self.staged[around] = gradient.new_empty(around.numel), [around.numel]
+        staged, missing = self.staged[around]
         staged.narrow(0, start, shard.numel).copy_(gradient)
         missing[0] -= shard.numel
         if not missing[0]:
-            self.store(around, self._staged.pop(around)[0])
+            self.store(around, self.staged.pop(around)[0])
 
     @cached_property
     def around(self) -> Mapping[Shard, tuple[Shard, int]]:
@@ -159,9 +160,8 @@ class ShardLayout(ABC):
     def rounded_to(self) -> set[torch.dtype]:
         """dtypes that gradients may be rounded to before they are stored. With torch_autocast ZeRO sends a Linear's
         gradient in 16 bits, even if the model runs it in fp32."""
-        wire = getattr(self.engine, "communication_data_type", None)
         dtypes = {self.dtype, *(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}
-        return dtypes | ({wire} if isinstance(wire, torch.dtype) else set())
+        return dtypes | deepspeed_versions.reduced_in(self.engine)
 
     @property
     def quantized(self) -> bool:
@@ -278,7 +278,7 @@ def scaler_scale(scaler: Any) -> Tensor | float:
 class Replicated(ShardLayout):
     """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast."""
 
-    replicated = True
+    replicated, masters = True, False  # fp32 masters, which take fp32 gradients
     clipping = ("", "clip_fp32_gradients", lambda: None)
 
     def __init__(self, engine, *values, **named) -> None:
@@ -291,7 +291,7 @@ class Replicated(ShardLayout):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        return self.params[0].dtype
+        return reduce(torch.promote_types, map(attrgetter("dtype"), self.params))
 
     def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
         used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # stored() would make zeros
@@ -304,7 +304,7 @@ class Replicated(ShardLayout):
     def store(self, shard: Shard, gradient: Tensor) -> None:
         if (param := self.params[shard.param]).grad is not None:  # DeepSpeed skips a parameter without a gradient
             # by .data: torch refuses to assign an fp32 gradient to a 16-bit parameter
-            param.grad.data = gradient.view(param.shape)
+            param.grad.data = gradient.view(param.shape).to(gradient.dtype if self.masters else param.dtype)
 
     def install(self, known: KnownGradient) -> None:
         if not self._before:
@@ -324,7 +324,7 @@ class Replicated(ShardLayout):
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too: fp32 masters, 16-bit ``p.grad``."""
 
-    clipping = ShardLayout.clipping
+    clipping, masters = ShardLayout.clipping, True
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)

@@ -197,14 +197,17 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         return values.add_(start).remainder_(MODULUS).add_(1).float()  # in place: a vocabulary's embedding is large
 
     def is_ours(param: nn.Parameter) -> Tensor:
-        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device)
+        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device, dtype=torch.float32)
 
     headline = (
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
         "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
     )
     mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
-    added = 1.0 if layout.in_place and layout.dtype is not torch.float32 else 0.5
+    results = {layout.dtype} if layout.in_place else {torch.float32}
+    if isinstance(layout, Replicated) and not layout.masters:
+        results = {param.dtype for param in layout.params}
+    added = 1.0 if results & {torch.bfloat16, torch.float16} else 0.5
     try:
         with failing_together(headline, layout.group) as problems:
             problems += _zero3_chunks(layout)
@@ -217,7 +220,10 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         part = MessagePart("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
         (received,) = deliver([part], channel, engine.device)
         owned = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
-        full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in owned}
+        full = {
+            param: torch.zeros(layout.shards.numels[param], device=engine.device, dtype=torch.float32)
+            for param in owned
+        }
         arrived = {(move.param, move.start): piece for move, piece in received}
         for (param, start), piece in (pieces | arrived).items():
             if param in full:

@@ -31,7 +31,7 @@ class WeightRescaling:
         self.layout: Any = layout
         self.weights = [place[layer.weight] for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
         limits = [(2 * parameter_shape(layout.params[index])[0]) ** 0.5 for index in self.weights]
-        self._limits = torch.tensor(limits, device=layout.engine.device)
+        self._limits = torch.tensor(limits, dtype=torch.float32, device=layout.engine.device)
 
     @torch.no_grad()
     def __call__(self) -> None:

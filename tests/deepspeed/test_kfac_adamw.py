@@ -1,6 +1,8 @@
 """The optimizer KFACAdamW as a user meets it: config, norms and clipping, schedules, memory, overflow, detaching."""
 
+import contextlib
 import copy
+import io
 import itertools
 from unittest.mock import patch
 
@@ -300,3 +302,26 @@ def empty_worker(_) -> dict:
 
 def test_parameters_without_elements_may_be_all_that_is_in_no_layer():
     assert run_ranks("tests.deepspeed.test_kfac_adamw:empty_worker", world=1)[0] == {0: True, 1: True, 2: True}
+
+
+def parts_worker(stages: list[int]) -> dict:
+    """What is said on standard error after a program has set "lr" of all groups, of none, or of the first one alone."""
+    found = {}
+    for stage in stages:
+        for key, change in ("lr", all), ("lr", None), ("lr", any), ("weight_decay", any):
+            engine, optimizer, _ = start(config(zero_optimization={"stage": stage}, kfac={"report": "none"}))
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said):
+                train(engine, 1, steps=1)
+                groups = {None: [], all: optimizer.param_groups, any: optimizer.param_groups[:1]}[change]
+                for group in groups:
+                    group[key] = 0.5 * group[key]
+                train(engine, 1, steps=3, first=1)
+            found[stage, key, change is any] = said.getvalue().count(f"Their {key} is not one any more")
+            engine.destroy()
+    return found
+
+
+def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once():
+    found = run_ranks("tests.deepspeed.test_kfac_adamw:parts_worker", world=1, payload=[0, 2, 3])[0]
+    assert found == {case: int(case[2]) for case in found} and len(found) == 9

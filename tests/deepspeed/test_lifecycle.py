@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -190,3 +192,31 @@ def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
     for result in run_ranks("tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names):
         for name, (groups, same, left) in result.items():
             assert groups == [1] * 5 and same == [True] * 5 and left == 0, (name, groups, same, left)
+
+
+def interrupted_worker(names: list[str]) -> dict:
+    """Weights after steps of which each is interrupted at a place, its gradients dropped, and done again."""
+    found = {}
+    for name in names:
+        for place in ("", "decompose", "precondition", "write"):
+            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}})
+            kfac = engine.kfac.preconditioner
+            for step in range(4):
+                holder = {"decompose": kfac.curvature, "precondition": kfac, "write": kfac.exchange}.get(place)
+                if holder is not None:
+                    with patch.object(holder, place, side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+                        train(engine, 1, steps=1, first=step)
+                    engine.optimizer.zero_grad()
+                train(engine, 1, steps=1, first=step)
+            found[name, place] = weights(engine), dict(kfac.proving.unfit), kfac.steps
+            engine.destroy()
+    return found
+
+
+def test_a_step_that_is_interrupted_leaves_nothing_behind():
+    names = ["z0", "adam-z0", "adam-z2", "adam-z3"]
+    for found in run_ranks("tests.deepspeed.test_lifecycle:interrupted_worker", world=2, payload=names):
+        for (name, place), (actual, unfit, steps) in found.items():
+            assert not unfit and steps == 4, (name, place)
+            for key, weight in found[name, ""][0].items():
+                assert torch.equal(actual[key], weight), (name, place, key)

@@ -186,7 +186,8 @@ def test_a_given_dtype_is_taken_without_a_word(name, dtype):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_travel_as_they_are_stored_and_results_in_16_bits_if_the_model_has(stored):
-    for parameters, results in ((torch.float32, torch.float32), (torch.float16, torch.bfloat16)):
+    pairs = ((torch.float32, torch.float32), (torch.float64, torch.float32), (torch.float16, torch.bfloat16))
+    for parameters, results in pairs:
         made = plan(replace(FP32, parameters=parameters, gradients=stored))
         assert made.gradient_dtypes == (stored, results)
 

@@ -33,6 +33,7 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,11 @@ from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""
+APART = (
+    "ds_kfac: WARNING: KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
+    "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
+    "group, not only for the first (docs/troubleshooting.md)"
+)
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
 
@@ -117,6 +123,9 @@ class AdamDirection(Direction):
             self.target = torch.cat([x.target for x in steps.values()])
             self.full = torch.cat([x.full for x in steps.values()])
             self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
+        users = getattr(getattr(optimizer, "users", None), "param_groups", ())
+        split = [(numbers[0], other) for group in users if (numbers := group.taken[1]) for other in numbers[1:]]
+        self.parts = [(key, *pair) for key in ("lr", "weight_decay") for pair in split]
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         inputs = {"unscale": vector(1.0, dtype=torch.float64), "void": vector(False)}
         self.recorded = recorded_step(plan, [step.group for step in self.steps], exchange, inputs)
@@ -127,13 +136,18 @@ class AdamDirection(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
+        for key, first, other in self.parts:
+            value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
+            if not isinstance(value, Tensor) and value != others:
+                self._tell_of_parts(key)
+                break
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         if context.norm is not None:
             void = ~(context.norm.float() < math.inf)
             local.clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
-            local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
+            local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
             return local
         for step in self.steps:
             step.group.load(states, fresh=context.fresh)
@@ -201,6 +215,14 @@ class AdamDirection(Direction):
             left_out=finite & ~fits,
         )
 
+    def _tell_of_parts(self, key: str) -> None:
+        """Warn once that parts of one of the user's groups have come to have different rates, as by a program that sets
+        those of ``param_groups[0]``, which were all parameters' before KFACAdamW split the group."""
+        self.parts = []
+        if self.layout.rank == 0:
+            values = [group[key] for group in self.optimizer.param_groups]
+            print(APART.format(key=key, values=values), file=sys.stderr, flush=True)
+
     def _adam(
         self, step: GroupStep, tensors: StepTensors | Places, unscale: Tensor | float, usable: Tensor
     ) -> PendingMoments:
@@ -240,7 +262,7 @@ class AdamDirection(Direction):
             maps += parts
             owners += [step] * len(parts)
             del parts
-        sizes = [torch.empty(0)] * len(maps)
+        sizes = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(maps)
         for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
             whitenings: list[Tensor | None] = [None] * len(indices)
             if self.config.adam.rotate:  # S is the same whether rows are rotated or not

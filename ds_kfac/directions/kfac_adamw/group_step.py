@@ -91,12 +91,13 @@ class GroupStep:
         constants = adam_factor(options, layer, ratio), 1.0
         if self.normalized:
             constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
-        of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), device=device)
+        of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), dtype=torch.float32, device=device)
         self.target, self.full = of_maps.T.contiguous()
         if self.blocks:
             repeats = layer.shape[-2] // sum(self.blocks)
             of_blocks = [norm_and_full(repeats * rows) for rows in self.blocks]
-            self.block_target, self.block_full = torch.tensor(of_blocks, device=device).T[..., None]  # [blocks, 1]
+            sizes = torch.tensor(of_blocks, dtype=torch.float32, device=device)
+            self.block_target, self.block_full = sizes.T[..., None]  # [blocks, 1]
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:

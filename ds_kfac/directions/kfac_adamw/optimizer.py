@@ -101,11 +101,13 @@ class KFACAdamWStep:
         ask for them. They are one zero each, expanded: 4 bytes in a file. The true moments are in K-FAC's own files."""
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        step = next(steps, torch.zeros(()))  # one of several groups' may be asked for in place of all of theirs
+        step = next(
+            steps, torch.zeros((), dtype=torch.float32, device="cpu")
+        )  # one of several groups' may be asked for in place of all of theirs
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):
                 for parameter, index in zip(group["params"], packed["params"], strict=True):
-                    zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
                     saved["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
         return saved
 
@@ -136,7 +138,7 @@ class KFACAdamWStep:
                     torch._foreach_mul_(in_use, amount)
                     amount = 1.0
                 torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
-            rate = group["lr"] * torch.as_tensor(scale, device=parameters[0].device)  # offloaded
+            rate = group["lr"] * torch.as_tensor(scale, dtype=torch.float32, device=parameters[0].device)  # offloaded
             steps = torch._foreach_mul([x.to(y.dtype) for x, y in zip(gradients, parameters, strict=True)], rate)
             torch._foreach_sub_(parameters, steps)
 
