@@ -14,13 +14,17 @@ import torch
 
 import ds_kfac
 from ds_kfac.checkpoint import moving
-from tests.deepspeed.runs import train, weights
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import patched, train, weights
 from tests.models import make_net
 from tests.ranks import run_ranks
 
 KINDS = ("AdamW", "KFACAdamW")
 EPS = {"AdamW": 1e-8, "KFACAdamW": 2e-8}
 """Settings that can be told apart, and make no difference to a step."""
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PerStep(torch.optim.lr_scheduler.LambdaLR):
@@ -133,6 +137,10 @@ def direct_worker(payload) -> dict:
             found[saved, (kind, stage)] = "loaded"
         except RuntimeError as error:
             found[saved, (kind, stage)] = str(error)
+            if "zero.Init: " in str(error):  # what to do, followed to the letter
+                model = make_net(seed=99)
+                exec(str(error).partition("zero.Init: ")[2], {"model": model})
+                found[saved, (kind, stage)] = str(error), {n: p.detach() for n, p in model.named_parameters()}
         engine.destroy()
     return found
 
@@ -144,6 +152,9 @@ MOVES = [((kind, stage), (KINDS[1 - KINDS.index(kind)], stage)) for kind, stage 
 DIRECT = [
     (("AdamW", 2), ("KFACAdamW", 2)), (("AdamW", 3), ("KFACAdamW", 3)), (("KFACAdamW", 2), ("KFACAdamW", 3)),
     (("KFACAdamW", 3), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 3)), (("KFACAdamW", 1), ("AdamW", 1)),
+    (("KFACAdamW", 0), ("KFACAdamW", 3)), (("KFACAdamW", 3), ("KFACAdamW", 0)), (("KFACAdamW", 0), ("KFACAdamW", 2)),
+    (("KFACAdamW", 2), ("KFACAdamW", 0)), (("AdamW", 0), ("KFACAdamW", 2)), (("KFACAdamW", 0), ("AdamW", 2)),
+    (("AdamW", 2), ("KFACAdamW", 0)), (("KFACAdamW", 2), ("AdamW", 0)),
     (("SGD", 0), ("KFACAdamW", 0)), (("KFACAdamW", 0), ("SGD", 0)),
     (("KFACAdamW", 2), ("AdamW", 2)), (("KFACAdamW", 3), ("AdamW", 3)), (("KFACAdamW", 3), ("AdamW", 2)),
 ]  # fmt: skip
@@ -191,27 +202,64 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
         assert (wanted if now[0] == "AdamW" else "K-FAC starts afresh") in said, (case, said)
 
 
-def half_worker(folder: str) -> list[str]:
-    said = []
-    for kind, other in (KINDS, KINDS[::-1]):
-        for name in (kind, other):
-            engine = engine_of(name, 0, bf16={"enabled": True})
-            if name == kind:
-                train(engine, 1, steps=1)
-                engine.save_checkpoint(f"{folder}/{kind}", tag="tag")
-            else:
-                with pytest.raises(RuntimeError) as raised:
-                    engine.load_checkpoint(f"{folder}/{kind}", tag="tag")
-                said.append(str(raised.value))
-            engine.destroy()
-    return said
+HALVES = [(bits, fused) for bits in ("bf16", "fp16") for fused in (False, True)]
+
+
+@contextlib.contextmanager
+def in_halves(bits: str, *, fused: bool):
+    """Engines of stage 0 in 16 bits, ``fused`` with the wrapper that DeepSpeed takes for its own Adam."""
+    with patched(Mode("z0-halves", 0, bits, fused=fused, adam=True)):
+        yield {bits: {"enabled": True} | ({"initial_scale_power": 8} if bits == "fp16" else {})}
+
+
+def half_worker(folder: str) -> dict:
+    found = {}
+    for bits, fused in HALVES:
+        for kind, other in (KINDS, KINDS[::-1]):
+            runs, folder_of = [], f"{folder}/{kind}-{bits}-{fused}"
+            with in_halves(bits, fused=fused) as more:
+                engine = engine_of(kind, 0, **more)
+                train(engine, 1, steps=4)
+                engine.save_checkpoint(folder_of, tag="tag")
+                runs.append({"masters": weights(engine), "steps": engine.global_steps, "scale": scale_of(engine)})
+                train(engine, 1, steps=1, first=4)
+                runs[-1]["next"] = weights(engine)
+                engine.destroy()
+            # also into the other wrapper: whoever moves may have another torch_adam, or another machine
+            for into in (fused, not fused):
+                with in_halves(bits, fused=into) as more:
+                    engine = engine_of(other, 0, seed=99, **more)
+                    engine.load_checkpoint(folder_of, tag="tag")
+                    now = {"masters": weights(engine), "steps": engine.global_steps, "scale": scale_of(engine)}
+                    now["halves"] = {n: p.detach().float() for n, p in engine.module.named_parameters()}
+                    now["eps"] = {group["eps"] for group in engine.basic_optimizer.param_groups}
+                    train(engine, 1, steps=1, first=4)
+                    runs.append({**now, "next": weights(engine), "into": type(engine.optimizer).__name__})
+                    train(engine, 1, steps=3, first=5)
+                    engine.destroy()
+            found[kind, bits, fused] = runs
+    return found
+
+
+def scale_of(engine) -> float | None:
+    return engine.optimizer.loss_scale if engine.fp16_enabled() else None
 
 
 @pytest.mark.distributed
-def test_in_16_bits_at_stage_0_the_error_says_what_does_not_move(tmp_path):
-    for said in run_ranks("tests.deepspeed.test_moving:half_worker", world=1, payload=str(tmp_path))[0]:
-        assert "At stage 0 in 16 bits DeepSpeed's FP16_UnfusedOptimizer saves fp32 weights and moments in lists" in said
-        assert "ds_to_universal" not in said and "load_module_only=True" in said
+def test_in_16_bits_at_stage_0_fp32_weights_and_moments_move_too(tmp_path):
+    """They were refused: DeepSpeed keeps them by group, in lists or one flat tensor."""
+    found = run_ranks("tests.deepspeed.test_moving:half_worker", world=1, payload=str(tmp_path))[0]
+    for (kind, bits, fused), (was, *moved) in found.items():
+        for now in moved:
+            case = (kind, bits, fused, now["into"])
+            assert (now["steps"], now["scale"]) == (4, was["scale"]) and now["eps"] == {EPS[KINDS[kind == KINDS[0]]]}
+            for name, W in was["masters"].items():
+                assert torch.equal(now["masters"][name], W), (case, name)
+                assert torch.equal(now["halves"][name], W.to(DTYPES[bits]).float()), (case, name)
+                step = was["next"][name] - W
+                difference = float((now["next"][name] - was["next"][name]).abs().max() / step.abs().max())
+                assert (difference < 0.05) == name.startswith("norm."), (case, name, difference)
+        assert {now["into"] for now in moved} == {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 
 
 def frozen_worker(payload) -> dict:
@@ -252,7 +300,7 @@ def test_frozen_weights_and_buffers_move_too(tmp_path):
 
 @pytest.mark.distributed
 def test_what_cannot_be_loaded_is_told_what_to_do(saved):
-    folder, _ = saved
+    folder, before = saved
     said = run_ranks("tests.deepspeed.test_moving:direct_worker", world=1, payload=(str(folder), DIRECT))[0]
     for (then, now), text in said.items():
         if "SGD" in (then[0], now[0]):  # whose moments are others
@@ -261,9 +309,11 @@ def test_what_cannot_be_loaded_is_told_what_to_do(saved):
             assert f"ds_to_universal --inject_missing_state --input_folder {folder}/{then[0]}-{then[1]}/tag " in text
             assert '"checkpoint": {"load_universal": true}' in text, text
         else:
-            where = "at ZeRO stage 3" if then[1] == 3 else "below ZeRO stage 3"
-            assert f"was saved {where}, this engine has stage {now[1]}" in text, text
-            assert f"zero_to_fp32 {folder}/{then[0]}-{then[1]} OUT --tag tag" in text, text
+            text, found = text
+            where = {0: "stage 0", 3: "stage 3"}.get(then[1], "stage 1 or 2")
+            assert f"was saved at ZeRO {where}, this engine has stage {now[1]}" in text, text
+            assert found.keys() == before[then]["weights"].keys(), text
+            assert all(torch.equal(found[name], W) for name, W in before[then]["weights"].items()), text
 
 
 @pytest.mark.distributed
