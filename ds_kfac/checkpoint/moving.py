@@ -13,8 +13,10 @@ from deepspeed.utils import logger
 
 from ds_kfac.checkpoint import files, stage_0
 from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.checkpoint.moments import OfParameter, Universal
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.zero.deepspeed_versions import with_global_state
+from ds_kfac.zero.layout import parameter_groups
 
 MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))
 """Keys of parameter groups by which the optimizers of update rules know theirs."""
@@ -33,7 +35,7 @@ COUNTS = (
     "with step counts of their own: their first steps are those of new parameters",
     "and the saved step count does not correct for that: warm up again, or their first steps are too long",
 )
-"""How AdamW goes on from such moments: at stage 0, from a universal checkpoint."""
+"""How AdamW goes on from such moments: at stage 0, from a universal checkpoint or in flat groups."""
 UNIVERSAL = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
     '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the DeepSpeed config '
@@ -110,9 +112,11 @@ def weights_from(load_dir: Path, folder: Path) -> str:
     )
 
 
-def of_any_optimizer(engine: Any, original: Any, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+def of_any_optimizer(
+    engine: Any, original: Any, load_dir: str, *args: Any, **kwargs: Any
+) -> tuple[Any, Any, OfParameter | None]:
     """DeepSpeed's load of a checkpoint, ``original``, whichever of AdamW and KFACAdamW wrote it and steps this engine.
-    Returns its result, and whether it was the other one.
+    Returns its result, and if it was the other one AdamW's moments, if it was AdamW.
 
     Raises:
         CheckpointError: on every rank: DeepSpeed has failed, and this is why, and what to do.
@@ -125,6 +129,9 @@ def of_any_optimizer(engine: Any, original: Any, load_dir: str, *args: Any, **kw
             path, client_state = original(load_dir, *args, **kwargs)
             if path is not None and engine.load_universal_checkpoint():
                 load_untrained(engine, Path(path).parent)
+        if path is not None and not whole and not engine.zero_optimization():
+            # else its fp32 weights stay those of the start, and are the weights again after a step
+            getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
     except Exception as error:  # on every rank
         if isinstance(error, CheckpointError) or (why := why_not(engine, Path(load_dir), tag, error)) is None:
             raise
@@ -177,25 +184,34 @@ def watch_loads(engine: Any) -> None:
         if hasattr(engine, "kfac"):  # attached since
             return original(*args, **kwargs)
         path, client_state, moved = of_any_optimizer(engine, original, *args, **kwargs)
-        if moved and engine.global_rank == 0:
-            logger.warning(f"ds_kfac: {AFRESH.format(COUNTS[engine.load_universal_checkpoint()])}")
+        if moved is not None and engine.global_rank == 0:
+            one_count = engine.load_universal_checkpoint() or stage_0.form(engine.optimizer) == stage_0.FLAT
+            logger.warning(f"ds_kfac: {AFRESH.format(COUNTS[one_count])}")
+        if client_state:  # K-FAC's part says nothing of this run's saves
+            client_state.pop(files.CLIENT_KEY, None)
         return path, client_state
 
     engine.load_checkpoint = load_checkpoint
 
 
+def model_states(folder: Path) -> Mapping[str, Any] | None:
+    """What rank 0 has saved beside optimizer states; None: there is no such file."""
+    paths = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    return torch.load(paths[0], map_location="cpu", mmap=True, weights_only=False) if paths else None
+
+
 def kfac_stepped(folder: Path) -> bool | None:
     """Whether KFACAdamW has saved a checkpoint; None: it is not known."""
-    for path in sorted(folder.glob("*mp_rank_00_model_states.pt"))[:1]:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        return bool((saved.get(files.CLIENT_KEY) or {}).get("groups"))
-    return None
+    saved = model_states(folder)
+    return None if saved is None else bool((saved.get(files.CLIENT_KEY) or {}).get("groups"))
 
 
 @contextmanager
-def moving(engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, whole: bool) -> Iterator[bool]:
-    """Around DeepSpeed's load: whether it is of a run with other parameter groups, such as AdamW's of KFACAdamW's or
-    the other way. This engine's settings of its groups stay then.
+def moving(
+    engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, whole: bool
+) -> Iterator[OfParameter | None]:
+    """Around DeepSpeed's load: AdamW's moments, after it, if it is of a run with other parameter groups, such as
+    AdamW's of KFACAdamW's or the other way; else None. This engine's settings of its groups stay then.
 
     Of a universal checkpoint DeepSpeed loads as many groups as were saved, leaves the weights of the others as they
     are, without a word, and takes settings by place: so all groups are loaded. At stage 0 it gives the optimizer what
@@ -211,24 +227,50 @@ def moving(engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, who
     universal = engine.load_universal_checkpoint()
     kinds = [[_kind(group) for group in own] if universal else of_kfac(own) for own in (saved or settings, settings)]
     if kinds[0] == kinds[1]:
-        yield False
+        yield None
         return
     assert saved is not None
+    folder, of_adamw = tag_of(load_dir, tag, "latest_universal" if universal else "latest"), dict[str, Any]()
+    if not of_kfac(saved) and not universal and isinstance(was := (model_states(folder) or {}).get("module"), Mapping):
+        check_order([name for name, _ in engine.module.named_parameters()], list(was), folder)
     made = [group["lr"] / group["initial_lr"] for group in saved if group.get("initial_lr")]  # by one of torch's
     alike = bool(made) and max(made) - min(made) <= 1e-6 * max(made)  # but for the rounding of quotients
     for group in settings if scheduled and alike else ():
         group["lr"] = group.get("initial_lr", group["lr"]) * made[0]
     new = {"param_groups": settings}
-    load = with_global_state if universal else partial(stage_0.with_state, engine, entry if kinds[0] else None)
+    here = partial(stage_0.with_state, engine, entry if kinds[0] else None, of_adamw)
+    load = with_global_state if universal else here
     try:
         with load(engine.optimizer, new):
-            yield True
+            yield Universal(folder) if universal and not of_kfac(saved) else of_adamw
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, settings, strict=True):
             group.update(own)
         place = getattr(engine.lr_scheduler, "last_batch_iteration", -1) if scheduled else -1
         if isinstance(place, int) and place >= 0:  # DeepSpeed's, which has its place now: the rates of it
             engine.lr_scheduler.step(place)
+
+
+def order_of(engine: Any) -> list[str]:
+    """Names of the parameters as the optimizer has them, group by group. Empty with several pipeline stages, which have
+    one client_state."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    groups = parameter_groups(engine.optimizer) if getattr(engine, "num_stages", 1) == 1 else ()
+    return [names[id(p)] for group in groups for p in group]
+
+
+def check_order(own: Sequence[str], saved: Sequence[str], folder: Path) -> None:
+    """DeepSpeed takes an optimizer's state by place. Raises CheckpointError if one of the names that both have has
+    another place among them."""
+    both = set(own) & set(saved)
+    pairs = zip((name for name in own if name in both), (name for name in saved if name in both), strict=True)
+    if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
+        raise CheckpointError(
+            f"ds_kfac: the optimizer state in {folder} has {other[1]} where this model has {other[0]}: its modules, or "
+            "what the optimizer was given, were in another order when it was saved. DeepSpeed takes it by place, "
+            "which mixes up weights and moments. Build an engine with the order as it was, or load a universal "
+            f"checkpoint, which goes by name. {files.WEIGHTS_ALONE}"
+        )
 
 
 def saved_groups(
@@ -250,7 +292,9 @@ def saved_groups(
     inner = stage_0.inner(state)
     adams = all("betas" in group for group in (*inner["param_groups"], *engine.basic_optimizer.param_groups))
     adams = adams and all("exp_avg_sq" in values for values in inner["state"].values())
-    return (inner["param_groups"] if adams else None), saved.get(files.CLIENT_KEY) or {}
+    entry = saved.get(files.CLIENT_KEY) or {}
+    placed = "order" in entry or not wrapped or not of_kfac(inner["param_groups"])  # an older save does not say where
+    return (inner["param_groups"] if adams and placed else None), entry
 
 
 def of_kfac(groups: Sequence[Mapping[str, Any]]) -> bool:

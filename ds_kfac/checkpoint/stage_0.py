@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG
+from ds_kfac.zero.layout import parameter_groups
 
 LISTS, FLAT = "fp32_groups", "fp32_groups_flat"
 """Where the wrappers keep fp32 weights, as attributes and in a checkpoint."""
@@ -40,14 +41,8 @@ def form(state: Mapping[str, Any] | Any) -> str | None:
     return next((name for name in (FLAT, LISTS) if has(name)), None)
 
 
-def parameters_of(engine: Any) -> list[list[Any]]:
-    """The model's parameters in each group of the innermost optimizer; a wrapper's has fp32 copies of them."""
-    groups = getattr(engine.optimizer, "fp16_groups", None)
-    return groups or [list(group["params"]) for group in engine.optimizer.param_groups]
-
-
 def handed_over(engine: Any, saved: Mapping[str, Any], entry: Mapping[str, Any] | None) -> Values:
-    """What parameters take from the optimizer's state in a checkpoint; moments only where both step them by AdamW.
+    """What parameters take from the optimizer's state in a checkpoint.
 
     Args:
         entry: of K-FAC in the client_state; None: AdamW has saved it.
@@ -55,7 +50,7 @@ def handed_over(engine: Any, saved: Mapping[str, Any], entry: Mapping[str, Any] 
     Raises:
         CheckpointError: the checkpoint is of other parameters or groups.
     """
-    optimizer, own = engine.basic_optimizer, parameters_of(engine)
+    optimizer, own = engine.basic_optimizer, parameter_groups(engine.optimizer)
     stepped, users = {id(p) for p in chain(*own)}, getattr(optimizer, "users", None)
     given = own if users is None else [list(group["params"]) for group in users.param_groups]
     placed: dict[int, list[Any]] = {}
@@ -65,10 +60,11 @@ def handed_over(engine: Any, saved: Mapping[str, Any], entry: Mapping[str, Any] 
             # in which group of K-FAC's it was, and where, follows from its name
             number = index if entry is None else entry.get("groups", {}).get(names[id(parameter)], -1)
             placed.setdefault(number, []).append(parameter)
+    if entry is not None:
+        places = {name: place for place, name in enumerate(entry.get("order", ()))}
+        for params in placed.values():
+            params.sort(key=lambda parameter: places.get(names[id(parameter)], 0))
     groups, values = inner(saved)["param_groups"], Values()
-    marked = {
-        id(p) for group, params in zip(optimizer.param_groups, own, strict=True) for p in params if group.get(FLAG)
-    }
     for number, group in enumerate(groups):
         params = placed.pop(number, [])
         found = _split(saved, number, params)
@@ -76,8 +72,9 @@ def handed_over(engine: Any, saved: Mapping[str, Any], entry: Mapping[str, Any] 
             placed[number] = params
             break
         for parameter, value in zip(params, found, strict=True):
-            moments = not group.get(FLAG) and id(parameter) not in marked
-            values[id(parameter)] = value if moments else {k: v for k, v in value.items() if k == MASTER}
+            if group.get(FLAG):  # K-FAC's, which has zeros in their place
+                value = {key: part for key, part in value.items() if key == MASTER}
+            values[id(parameter)] = value
     if placed:
         raise CheckpointError(
             f"ds_kfac: the checkpoint's optimizer has {[len(group['params']) for group in groups]} parameters in its "
@@ -104,10 +101,11 @@ def _split(saved: Mapping[str, Any], number: int, params: Sequence[Any]) -> list
     shapes = [{value.numel() for value in values.values() if _is_whole(value)} for values in each]
     if len(each) != len(params) or any(s - {p.numel()} for s, p in zip(shapes, params, strict=True)):
         return None
-    return [
-        {key: value.view(p.shape) if _is_whole(value) else value for key, value in values.items()}
-        for values, p in zip(each, params, strict=True)
-    ]
+    return [{key: _shaped(x, p) for key, x in values.items()} for values, p in zip(each, params, strict=True)]
+
+
+def _shaped(value: Any, parameter: Tensor) -> Any:
+    return value.view(parameter.shape) if _is_whole(value) else value
 
 
 def _is_whole(value: Any) -> bool:
@@ -116,12 +114,14 @@ def _is_whole(value: Any) -> bool:
 
 
 def joined(engine: Any, values: Values) -> dict[str, Any]:
-    """A state of this engine's optimizer with these values; what has none of its own begins anew."""
+    """A state of this engine's optimizer with these values; what has no moments begins anew, as do K-FAC's."""
     state = dict(engine.optimizer.state_dict())
     own, kind, moments = dict(inner(state)), form(state), dict[int, Any]()
-    for index, (group, params) in enumerate(zip(own["param_groups"], parameters_of(engine), strict=True)):
+    for index, (group, params) in enumerate(zip(own["param_groups"], parameter_groups(engine.optimizer), strict=True)):
         each = [dict(values.get(id(p), {})) for p in params]
         masters = [value.pop(MASTER, None) for value in each]
+        if group.get(FLAG):
+            each = [{} for _ in each]
         if kind == FLAT:
             keys = dict.fromkeys(chain(*each))
             each = [{key: _flat([value.get(key) for value in each], params) for key in keys}]
@@ -144,22 +144,29 @@ def _flat(parts: Sequence[Any], params: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def with_state(engine: Any, entry: Mapping[str, Any] | None, optimizer: Any, new: Mapping[str, Any]) -> Iterator[None]:
+def with_state(
+    engine: Any, entry: Mapping[str, Any] | None, of_adamw: dict[str, Mapping[str, Any]], optimizer: Any,
+    new: Mapping[str, Any],
+) -> Iterator[None]:  # fmt: skip
     """In place of what the other optimizer has saved, while a checkpoint is loaded: what parameters take of it.
 
     Args:
         entry: as of :func:`handed_over`.
+        of_adamw: gets what AdamW has saved, by parameter.
         new: this engine's ``param_groups``, without parameters.
     """
     original = optimizer.load_state_dict
 
     def load(saved: Mapping[str, Any], **options: Any) -> None:
-        state = joined(engine, handed_over(engine, saved, entry))
+        values = handed_over(engine, saved, entry)
+        state = joined(engine, values)
         for group, settings in zip(inner(state)["param_groups"], new["param_groups"], strict=True):
             group.update(settings)
         if saved.get("dynamic_loss_scale") == state.get("dynamic_loss_scale"):
             state |= {key: saved[key] for key in SCALE if key in saved and key in state}
         original(state, **options)
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        of_adamw.update({names[key]: value for key, value in values.items() if "exp_avg_sq" in value})
 
     optimizer.load_state_dict = load
     try:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 
 import ds_kfac
 from ds_kfac.checkpoint import moving
@@ -71,6 +72,21 @@ def state(engine) -> dict:
     }  # fmt: skip
 
 
+def adamws(engine) -> dict:
+    """Parameter -> both moments, of AdamW, or of K-FAC layers that have no basis yet."""
+    if kfac := getattr(engine, "kfac", None):
+        found = {}
+        for layer in kfac.preconditioner.layers:
+            moments = kfac.preconditioner.state[layer.name].moments
+            both, columns = (moments.first_OI, moments.second_OI), layer.A.dim - bool(layer.bias)
+            found[layer.weight] = [part[:, :columns].clone() for part in both]
+            found |= {layer.bias: [part[:, -1].clone() for part in both]} if layer.bias else {}
+        return found
+    keys, get = ("exp_avg", "exp_avg_sq"), safe_get_full_optimizer_state
+    zero, state = engine.zero_optimization(), engine.optimizer.state
+    return {n: [get(p, k) if zero else state[p][k].clone() for k in keys] for n, p in engine.module.named_parameters()}
+
+
 def save_worker(payload) -> dict:
     folder, cases = payload
     found = {}
@@ -78,7 +94,7 @@ def save_worker(payload) -> dict:
         engine = engine_of(kind, stage)
         train(engine, 1, steps=4)
         engine.save_checkpoint(f"{folder}/{kind}-{stage}", tag="tag")
-        found[kind, stage] = state(engine)
+        found[kind, stage] = state(engine) | {"moments": adamws(engine) if kind == "AdamW" else {}}
         train(engine, 1, steps=1, first=4)
         found[kind, stage]["next"] = weights(engine)
         engine.destroy()
@@ -94,13 +110,14 @@ def load_worker(payload) -> dict:
         with patch.object(moving.logger, "warning") as warning:
             engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal" if universal else "tag")
         texts = [str(call.args[0]) for call in warning.call_args_list]
-        found[saved, (kind, stage)] = {**state(engine), "said": [text for text in texts if "ds_kfac: " in text]}
+        found[saved, (kind, stage)] = {
+            **state(engine),
+            "moments": adamws(engine) if kind == "KFACAdamW" else {},
+            "said": [text for text in texts if "ds_kfac: " in text],
+        }
         train(engine, 1, steps=1, first=4)
         found[saved, (kind, stage)]["next"] = weights(engine)
-        if (kind, stage) == (
-            "AdamW",
-            0,
-        ):  # beside AdamW's, which go on, those of K-FAC layers are corrected as new ones
+        if (kind, stage) == ("AdamW", 0):
             steps = {name: float(engine.optimizer.state[p]["step"]) for name, p in engine.module.named_parameters()}
             assert {name for name, step in steps.items() if step == 5} == {n for n in steps if n.startswith("norm.")}
             assert set(steps.values()) == {1, 5}, steps
@@ -190,6 +207,9 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
         was, case = before[then], f"{then} to {now}"
         assert all(torch.equal(found["weights"][name], W) for name, W in was["weights"].items()), case
         assert (found["steps"], found["lr"], found["eps"]) == (4, was["lr"], {EPS[now[0]]}), case
+        assert ("head.weight" in found["moments"]) == (now[0] == "KFACAdamW")
+        for name, moments in found["moments"].items():  # until the first basis they are AdamW's own
+            assert all(map(torch.equal, moments, was["moments"][name])) and moments[0].any(), (case, name)
         # with AdamW's moments these go on as if nothing had happened; all else begins anew
         for name in was["weights"]:
             step = was["next"][name] - was["weights"][name]
@@ -199,7 +219,7 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
         assert found["steps of K-FAC"] in (9, None), case
         (said,) = found["said"]
         wanted = "warm up again" if then[1] else "those of new parameters"
-        assert (wanted if now[0] == "AdamW" else "K-FAC starts afresh") in said, (case, said)
+        assert (wanted if now[0] == "AdamW" else "AdamW's moments of all parameters") in said, (case, said)
 
 
 HALVES = [(bits, fused) for bits in ("bf16", "fp16") for fused in (False, True)]
