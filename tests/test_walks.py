@@ -46,15 +46,15 @@ MOST: dict[str, tuple[int, int]] = {
     "refresh": (19, 5),
     "activation to factor": (83, 16),
     "gradient to weight": (49, 12),
-    "save": (37, 11),
-    "load": (53, 15),
+    "save": (39, 13),
+    "load": (57, 16),
 }
-"""Made larger eight times: what a GPU may repeat is apart from what changes in every step; what finds slices, lost
+"""Made larger nine times: what a GPU may repeat is apart from what changes in every step; what finds slices, lost
 ranks and layers whose rows do not fit is part of every step, as is which of several losses is trained; DeepSpeed is
 asked through the file that knows its versions; layers of one shape and copies to the host are files of their own; a
 load asks which optimizer wrote, attach which recipe is near and which experts have As of their own; a step's stages
 from gradient to weight are functions of their own; factors remember their last update, for ``explain``, and layers that
-stay without a basis are named."""
+stay without a basis are named; a save says in which order the optimizer has its parameters, and a load asks."""
 STACK, DEEPEST = 11, 11
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

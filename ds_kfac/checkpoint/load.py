@@ -11,7 +11,8 @@ from deepspeed.utils import logger
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import of_any_optimizer
+from ds_kfac.checkpoint.moments import take_adamws
+from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
@@ -277,15 +278,18 @@ def load_checkpoint(
         if anew is None and bool(arguments.get(argument, default)) != default:
             does = "K-FAC starts afresh; engine.kfac.load_state loads the state of"
             anew = f"{argument}={not default}: {does} {tag_directory}"
-    if anew is None and not moved and not engine.load_universal_checkpoint():
+    if anew is None and moved is None and not engine.load_universal_checkpoint():
         _check_groups(groups, tag_directory, entry)
+        check_order(order_of(engine), (entry or {}).get("order", ()), tag_directory)
     if anew is None and entry is not None:
         anew = _loaded(engine, job, tag_directory, entry)
     elif anew is None:
-        also = ", weights, scheduler, step and moments of what AdamW steps go on" if moved else ""
+        also = "" if moved is None else "; weights, scheduler, step and AdamW's moments of all parameters go on"
         anew = f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{also}: expect some steps to recover"
     if anew is not None:
         job.reset()
+        if moved is not None and entry is None:
+            take_adamws(job, moved)
         _say(engine, anew)
     return path, client_state
 

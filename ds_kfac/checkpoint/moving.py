@@ -1,30 +1,30 @@
 """A run that goes on as another one: from AdamW to KFACAdamW or back, or at another ZeRO stage. What DeepSpeed can load
 of it, and what to do where it cannot."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.checkpoint import files
+from ds_kfac.checkpoint import files, stage_0
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG
+from ds_kfac.checkpoint.moments import OfParameter, Universal
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.zero.deepspeed_versions import with_global_state
+from ds_kfac.zero.layout import parameter_groups
 
 MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))
 """Keys of parameter groups by which the optimizers of update rules know theirs."""
 OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
 """In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the optimizer."""
-ERRORS = (ValueError, RuntimeError, AssertionError, IndexError, KeyError)
-"""What its loads raise then."""
+
+STAGES = ("stage 0", "stage 1 or 2", "stage 3")
+"""Of which DeepSpeed's checkpoints are alike."""
 AFRESH = (
     "this engine goes on from a checkpoint of KFACAdamW: weights, step, scheduler and the moments of what both step by "
     "AdamW are the saved ones. Moments of K-FAC layers were in eigenbases and begin at zero, {} "
@@ -35,7 +35,7 @@ COUNTS = (
     "with step counts of their own: their first steps are those of new parameters",
     "and the saved step count does not correct for that: warm up again, or their first steps are too long",
 )
-"""How AdamW goes on from such moments: at stage 0, from a universal checkpoint."""
+"""How AdamW goes on from such moments: at stage 0, from a universal checkpoint or in flat groups."""
 UNIVERSAL = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
     '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the DeepSpeed config '
@@ -59,16 +59,15 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
             "universal checkpoint. After a move, when this run's own checkpoints are loaded, take that out. To move: "
             + UNIVERSAL.format(folder=tag_of(load_dir, None))
         )
-    was_3 = bool(list(folder.glob("zero_pp_rank_*_model_states.pt")))
-    is_3, saved = int(engine.zero_optimization_stage()) == 3, list(folder.glob("mp_rank_*_model_states.pt"))
-    if isinstance(error, AssertionError) and was_3 != is_3 and (was_3 or saved):
-        there = "at ZeRO stage 3" if was_3 else "below ZeRO stage 3"
+    there, saved = saved_at(folder), list(folder.glob("mp_rank_*_model_states.pt"))
+    is_3, partitions = int(engine.zero_optimization_stage()) == 3, hasattr(engine.optimizer, "dp_process_group")
+    if there not in (None, STAGES[2 if is_3 else int(partitions)]):
         return (
-            f"ds_kfac: {folder} was saved {there}, this engine has stage {int(engine.zero_optimization_stage())}, and "
-            "DeepSpeed loads neither into the other, nor by a universal checkpoint. Go on at the stage that it was "
-            f"saved at, or from the weights alone: python -m deepspeed.utils.zero_to_fp32 {load_dir} OUT --tag "
-            f"{folder.name.removesuffix('_universal')} writes those of stages 1 to 3, which model.load_state_dict "
-            "takes before the engine is built"
+            f"ds_kfac: {folder} was saved at ZeRO {there}, this engine has stage "
+            f"{int(engine.zero_optimization_stage())}, and DeepSpeed does not load the one into the other, nor by a "
+            "universal checkpoint; K-FAC's own state fits any stage: engine.kfac.load_state. Go on at the stage that "
+            "it was saved at, or from the weights alone, before the engine is built and not under deepspeed.zero.Init: "
+            + weights_from(load_dir, folder)
         )
     known = not isinstance(error, AssertionError) and any(text in str(error) for text in OTHER_GROUPS)
     if not known and kfac_stepped(folder) in (None, of_kfac(engine.basic_optimizer.param_groups)):
@@ -86,21 +85,38 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
         )
     zero = any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     ways = f"To move a run to another optimizer convert it: {UNIVERSAL.format(folder=folder)}. Or: " if zero else ""
-    if not zero and engine.optimizer is not engine.basic_optimizer:
-        kept = "one tensor a group" if hasattr(engine.optimizer, "fp32_groups_flat") else "lists, by group and place"
-        ways = (
-            f"At stage 0 in 16 bits DeepSpeed's {type(engine.optimizer).__name__} saves fp32 weights and moments in "
-            f"{kept}, which this cannot hand over to other groups, as it can at stage 0 in fp32 and at stages 1 to 3. "
-        )
     return (
         f"{headline}KFACAdamW splits each group into layers, other matrices and all else, so no other optimizer's "
         f"state fits it, nor its own another's, nor that of other kfac.layers. {ways}{files.WEIGHTS_ALONE}"
     )
 
 
-def of_any_optimizer(engine: Any, original: Any, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+def saved_at(folder: Path) -> str | None:
+    """Which of :data:`STAGES` a checkpoint is of; None: of no stage that can be told."""
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        return STAGES[2]
+    if not any(folder.glob("mp_rank_*_model_states.pt")):
+        return None
+    return STAGES[any(folder.glob("*zero_pp_rank_*_optim_states.pt")) or (folder / "zero").is_dir()]
+
+
+def weights_from(load_dir: Path, folder: Path) -> str:
+    """Python that loads a checkpoint's weights into ``model``. DeepSpeed's command zero_to_fp32 would do, too, but its
+    result is a folder, and it needs huggingface_hub."""
+    if saved_at(folder) == STAGES[0]:
+        file = str(folder / "mp_rank_00_model_states.pt")
+        return f'import torch; model.load_state_dict(torch.load({file!r}, weights_only=False)["module"])'
+    return (
+        "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as weights; "
+        f"model.load_state_dict(weights({str(load_dir)!r}, tag={folder.name.removesuffix('_universal')!r}))"
+    )
+
+
+def of_any_optimizer(
+    engine: Any, original: Any, load_dir: str, *args: Any, **kwargs: Any
+) -> tuple[Any, Any, OfParameter | None]:
     """DeepSpeed's load of a checkpoint, ``original``, whichever of AdamW and KFACAdamW wrote it and steps this engine.
-    Returns its result, and whether it was the other one.
+    Returns its result, and if it was the other one AdamW's moments, if it was AdamW.
 
     Raises:
         CheckpointError: on every rank: DeepSpeed has failed, and this is why, and what to do.
@@ -113,7 +129,10 @@ def of_any_optimizer(engine: Any, original: Any, load_dir: str, *args: Any, **kw
             path, client_state = original(load_dir, *args, **kwargs)
             if path is not None and engine.load_universal_checkpoint():
                 load_untrained(engine, Path(path).parent)
-    except ERRORS as error:  # on every rank
+        if path is not None and not whole and not engine.zero_optimization():
+            # else its fp32 weights stay those of the start, and are the weights again after a step
+            getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
+    except Exception as error:  # on every rank
         if isinstance(error, CheckpointError) or (why := why_not(engine, Path(load_dir), tag, error)) is None:
             raise
         raise CheckpointError(why) from error
@@ -165,25 +184,34 @@ def watch_loads(engine: Any) -> None:
         if hasattr(engine, "kfac"):  # attached since
             return original(*args, **kwargs)
         path, client_state, moved = of_any_optimizer(engine, original, *args, **kwargs)
-        if moved and engine.global_rank == 0:
-            logger.warning(f"ds_kfac: {AFRESH.format(COUNTS[engine.load_universal_checkpoint()])}")
+        if moved is not None and engine.global_rank == 0:
+            one_count = engine.load_universal_checkpoint() or stage_0.form(engine.optimizer) == stage_0.FLAT
+            logger.warning(f"ds_kfac: {AFRESH.format(COUNTS[one_count])}")
+        if client_state:  # K-FAC's part says nothing of this run's saves
+            client_state.pop(files.CLIENT_KEY, None)
         return path, client_state
 
     engine.load_checkpoint = load_checkpoint
 
 
+def model_states(folder: Path) -> Mapping[str, Any] | None:
+    """What rank 0 has saved beside optimizer states; None: there is no such file."""
+    paths = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    return torch.load(paths[0], map_location="cpu", mmap=True, weights_only=False) if paths else None
+
+
 def kfac_stepped(folder: Path) -> bool | None:
     """Whether KFACAdamW has saved a checkpoint; None: it is not known."""
-    for path in sorted(folder.glob("*mp_rank_00_model_states.pt"))[:1]:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        return bool((saved.get(files.CLIENT_KEY) or {}).get("groups"))
-    return None
+    saved = model_states(folder)
+    return None if saved is None else bool((saved.get(files.CLIENT_KEY) or {}).get("groups"))
 
 
 @contextmanager
-def moving(engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, whole: bool) -> Iterator[bool]:
-    """Around DeepSpeed's load: whether it is of a run with other parameter groups, such as AdamW's of KFACAdamW's or
-    the other way. This engine's settings of its groups stay then.
+def moving(
+    engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, whole: bool
+) -> Iterator[OfParameter | None]:
+    """Around DeepSpeed's load: AdamW's moments, after it, if it is of a run with other parameter groups, such as
+    AdamW's of KFACAdamW's or the other way; else None. This engine's settings of its groups stay then.
 
     Of a universal checkpoint DeepSpeed loads as many groups as were saved, leaves the weights of the others as they
     are, without a word, and takes settings by place: so all groups are loaded. At stage 0 it gives the optimizer what
@@ -199,18 +227,22 @@ def moving(engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, who
     universal = engine.load_universal_checkpoint()
     kinds = [[_kind(group) for group in own] if universal else of_kfac(own) for own in (saved or settings, settings)]
     if kinds[0] == kinds[1]:
-        yield False
+        yield None
         return
     assert saved is not None
+    folder, of_adamw = tag_of(load_dir, tag, "latest_universal" if universal else "latest"), dict[str, Any]()
+    if not of_kfac(saved) and not universal and isinstance(was := (model_states(folder) or {}).get("module"), Mapping):
+        check_order([name for name, _ in engine.module.named_parameters()], list(was), folder)
     made = [group["lr"] / group["initial_lr"] for group in saved if group.get("initial_lr")]  # by one of torch's
     alike = bool(made) and max(made) - min(made) <= 1e-6 * max(made)  # but for the rounding of quotients
     for group in settings if scheduled and alike else ():
         group["lr"] = group.get("initial_lr", group["lr"]) * made[0]
     new = {"param_groups": settings}
-    load = with_global_state if universal else partial(with_state, engine, entry)
+    here = partial(stage_0.with_state, engine, entry if kinds[0] else None, of_adamw)
+    load = with_global_state if universal else here
     try:
         with load(engine.optimizer, new):
-            yield True
+            yield Universal(folder) if universal and not of_kfac(saved) else of_adamw
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -219,81 +251,50 @@ def moving(engine: Any, load_dir: Path, tag: str | None, *, scheduled: bool, who
             engine.lr_scheduler.step(place)
 
 
+def order_of(engine: Any) -> list[str]:
+    """Names of the parameters as the optimizer has them, group by group. Empty with several pipeline stages, which have
+    one client_state."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    groups = parameter_groups(engine.optimizer) if getattr(engine, "num_stages", 1) == 1 else ()
+    return [names[id(p)] for group in groups for p in group]
+
+
+def check_order(own: Sequence[str], saved: Sequence[str], folder: Path) -> None:
+    """DeepSpeed takes an optimizer's state by place. Raises CheckpointError if one of the names that both have has
+    another place among them."""
+    both = set(own) & set(saved)
+    pairs = zip((name for name in own if name in both), (name for name in saved if name in both), strict=True)
+    if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
+        raise CheckpointError(
+            f"ds_kfac: the optimizer state in {folder} has {other[1]} where this model has {other[0]}: its modules, or "
+            "what the optimizer was given, were in another order when it was saved. DeepSpeed takes it by place, "
+            "which mixes up weights and moments. Build an engine with the order as it was, or load a universal "
+            f"checkpoint, which goes by name. {files.WEIGHTS_ALONE}"
+        )
+
+
 def saved_groups(
     engine: Any, load_dir: Path, tag: str | None
 ) -> tuple[Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]:
-    """The optimizer's groups in a checkpoint that can move: a universal one, or one of stage 0 in fp32; else None. And
-    what K-FAC has written to its client_state."""
+    """The optimizer's groups in a checkpoint that can move: a universal one, or one of stage 0 in as many bits as this
+    engine has; else None. And what K-FAC has written to its client_state."""
     if engine.load_universal_checkpoint():
         path = tag_of(load_dir, tag, "latest_universal") / "zero" / "optimizer_state.pt"
         return (torch.load(path, weights_only=False)["param_groups"], {}) if path.is_file() else (None, {})
     path = tag_of(load_dir, tag) / "mp_rank_00_model_states.pt"
-    if engine.zero_optimization() or engine.optimizer is not engine.basic_optimizer or not path.is_file():
+    wrapped = stage_0.form(engine.optimizer) is not None
+    if engine.zero_optimization() or wrapped == (engine.optimizer is engine.basic_optimizer) or not path.is_file():
         return None, {}
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     state = saved.get("optimizer")
-    plain = isinstance(state, Mapping) and isinstance(state.get("param_groups"), list)  # not in 16 bits
-    groups = [*state["param_groups"], *engine.basic_optimizer.param_groups] if plain else []
-    adams = all("betas" in group for group in groups) and all("exp_avg_sq" in x for x in state["state"].values())
-    return (state["param_groups"] if plain and adams else None), saved.get(files.CLIENT_KEY) or {}
-
-
-@contextmanager
-def with_state(engine: Any, entry: Mapping[str, Any], optimizer: Any, new: Mapping[str, Any]) -> Iterator[None]:
-    """In place of what the other optimizer has saved at stage 0: its moments of what both step by AdamW.
-
-    Args:
-        entry: of K-FAC in the client_state.
-        new: this engine's ``param_groups``, without parameters.
-    """
-    original = optimizer.load_state_dict
-
-    def load(saved: Mapping[str, Any]) -> None:
-        own, numbers = optimizer.state_dict(), iter(range(sum(len(g["params"]) for g in optimizer.param_groups)))
-        number_of = {id(p): next(numbers) for group in optimizer.param_groups for p in group["params"]}
-        state = {
-            number_of[id(parameter)]: saved["state"][number]
-            for parameter, number in handed_over(engine, saved["param_groups"], entry)
-            if number in saved["state"]
-        }
-        for group, settings in zip(own["param_groups"], new["param_groups"], strict=True):
-            group.update(settings)
-        original({**own, "state": state})
-
-    optimizer.load_state_dict = load
-    try:
-        yield
-    finally:
-        del optimizer.load_state_dict
-
-
-def handed_over(engine: Any, saved: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Parameters that both optimizers step by AdamW, each with the number of its state in a checkpoint of stage 0.
-
-    Raises:
-        CheckpointError: the checkpoint is of other parameters or groups.
-    """
-    optimizer = engine.basic_optimizer
-    users = getattr(optimizer, "users", None) or optimizer
-    given, mine = [list(group["params"]) for group in users.param_groups], set()
-    if of_kfac(saved):  # in which group, and where, follows from a parameter's name
-        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        numbers = [[entry.get("groups", {}).get(names[id(p)], -1) for p in params] for params in given]
-    else:
-        mine = {id(p) for group in optimizer.param_groups if group.get(FLAG) for p in group["params"]}
-        numbers = [[index] * len(params) for index, params in enumerate(given)]
-    counts = Counter(number for row in numbers for number in row)
-    if counts != Counter({index: len(group["params"]) for index, group in enumerate(saved) if group["params"]}):
-        raise CheckpointError(
-            f"ds_kfac: the checkpoint's optimizer has {[len(group['params']) for group in saved]} parameters in its "
-            f"groups, this engine's {[len(params) for params in given]}, so it is not known whose moments are whose. "
-            f"Give the optimizer the groups that it was saved with. {files.WEIGHTS_ALONE}"
-        )
-    left = [iter(group["params"]) for group in saved]
-    for parameter, number in zip(chain(*given), chain(*numbers), strict=True):
-        place = next(left[number])
-        if id(parameter) not in mine and not saved[number].get(FLAG):
-            yield parameter, place
+    if not isinstance(state, Mapping) or (stage_0.form(state) is not None) != wrapped:
+        return None, {}
+    inner = stage_0.inner(state)
+    adams = all("betas" in group for group in (*inner["param_groups"], *engine.basic_optimizer.param_groups))
+    adams = adams and all("exp_avg_sq" in values for values in inner["state"].values())
+    entry = saved.get(files.CLIENT_KEY) or {}
+    placed = "order" in entry or not wrapped or not of_kfac(inner["param_groups"])  # an older save does not say where
+    return (inner["param_groups"] if adams and placed else None), entry
 
 
 def of_kfac(groups: Sequence[Mapping[str, Any]]) -> bool:

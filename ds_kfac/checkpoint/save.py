@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.checkpoint.moving import order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
@@ -212,6 +213,7 @@ def save_checkpoint(
     folder, header, problem = Path(save_dir) / tag, {}, None
     steps, origin = job.preconditioners[0].steps, str(folder.absolute())
     entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": groups}
+    entry["order"] = order_of(engine)
     try:
         header = save(job, folder)
         entry["save_id"] = header["save_id"]

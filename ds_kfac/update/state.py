@@ -41,8 +41,9 @@ class Moments:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values())
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
-        """Into one layer's new eigenbasis, in place, those of its moments that go with it."""
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> Any:
+        """Into one layer's new eigenbasis those of its moments that go with it, in place. Returns what is kept now."""
+        return self
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of one layer's eigenbasis, which is given up."""
@@ -144,14 +145,28 @@ class AdamMoments(Moments):
     second_OI: Tensor
     updates: Tensor
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> "AdamMoments":
         """The first moment; the second stays as it is."""
         change_basis_(self.first_OI, old, new)
+        return self
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
         first, second = basis.restore(self.first_OI), basis.squared().restore(self.second_OI)
         return replace(self, first_OI=first.contiguous(), second_OI=second.contiguous())
+
+
+@dataclass(frozen=True)
+class AdamWsMoments(AdamMoments):
+    """AdamW's, of a run that goes on as KFACAdamW's, until the first eigenbasis."""
+
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> AdamMoments:
+        """Out of the layer's own coordinates the second moment too, as far as a diagonal can be. Not in place: the step
+        may be skipped, and begin again from these."""
+        if old is not None:
+            return super().change_basis_(old, new)
+        first, second = new.rotate(self.first_OI), new.squared().rotate(self.second_OI)
+        return AdamMoments(first.contiguous(), second.contiguous(), self.updates)
 
 
 @dataclass(frozen=True)
@@ -234,11 +249,12 @@ class LayerState:
 
     def rebased(self, *, A: Decomposition | None = None, G: Decomposition | None = None) -> "LayerState":
         """With new eigenbases or inverses of one or both sides. Adam's first moment is rotated into the eigenbases, in
-        place; second moments stay as they are."""
+        place; second moments stay as they are. AdamW's go into the first basis as :class:`AdamWsMoments` says."""
         new = replace(self, A=A or self.A, G=G or self.G)
-        if self.moments_rotate and new.basis is not None:
-            self.moments.change_basis_(self.basis, new.basis)
-        return new
+        if not self.moments_rotate or new.basis is None:
+            return new
+        moments = self.moments.change_basis_(self.basis, new.basis)
+        return new if moments is self.moments else replace(new, moments=moments)
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""

@@ -11,16 +11,21 @@ from unittest.mock import patch
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 
 import ds_kfac
 from ds_kfac.checkpoint import moving
-from tests.deepspeed.runs import train, weights
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import patched, train, weights
 from tests.models import make_net
 from tests.ranks import run_ranks
 
 KINDS = ("AdamW", "KFACAdamW")
 EPS = {"AdamW": 1e-8, "KFACAdamW": 2e-8}
 """Settings that can be told apart, and make no difference to a step."""
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PerStep(torch.optim.lr_scheduler.LambdaLR):
@@ -67,6 +72,21 @@ def state(engine) -> dict:
     }  # fmt: skip
 
 
+def adamws(engine) -> dict:
+    """Parameter -> both moments, of AdamW, or of K-FAC layers that have no basis yet."""
+    if kfac := getattr(engine, "kfac", None):
+        found = {}
+        for layer in kfac.preconditioner.layers:
+            moments = kfac.preconditioner.state[layer.name].moments
+            both, columns = (moments.first_OI, moments.second_OI), layer.A.dim - bool(layer.bias)
+            found[layer.weight] = [part[:, :columns].clone() for part in both]
+            found |= {layer.bias: [part[:, -1].clone() for part in both]} if layer.bias else {}
+        return found
+    keys, get = ("exp_avg", "exp_avg_sq"), safe_get_full_optimizer_state
+    zero, state = engine.zero_optimization(), engine.optimizer.state
+    return {n: [get(p, k) if zero else state[p][k].clone() for k in keys] for n, p in engine.module.named_parameters()}
+
+
 def save_worker(payload) -> dict:
     folder, cases = payload
     found = {}
@@ -74,7 +94,7 @@ def save_worker(payload) -> dict:
         engine = engine_of(kind, stage)
         train(engine, 1, steps=4)
         engine.save_checkpoint(f"{folder}/{kind}-{stage}", tag="tag")
-        found[kind, stage] = state(engine)
+        found[kind, stage] = state(engine) | {"moments": adamws(engine) if kind == "AdamW" else {}}
         train(engine, 1, steps=1, first=4)
         found[kind, stage]["next"] = weights(engine)
         engine.destroy()
@@ -90,13 +110,14 @@ def load_worker(payload) -> dict:
         with patch.object(moving.logger, "warning") as warning:
             engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal" if universal else "tag")
         texts = [str(call.args[0]) for call in warning.call_args_list]
-        found[saved, (kind, stage)] = {**state(engine), "said": [text for text in texts if "ds_kfac: " in text]}
+        found[saved, (kind, stage)] = {
+            **state(engine),
+            "moments": adamws(engine) if kind == "KFACAdamW" else {},
+            "said": [text for text in texts if "ds_kfac: " in text],
+        }
         train(engine, 1, steps=1, first=4)
         found[saved, (kind, stage)]["next"] = weights(engine)
-        if (kind, stage) == (
-            "AdamW",
-            0,
-        ):  # beside AdamW's, which go on, those of K-FAC layers are corrected as new ones
+        if (kind, stage) == ("AdamW", 0):
             steps = {name: float(engine.optimizer.state[p]["step"]) for name, p in engine.module.named_parameters()}
             assert {name for name, step in steps.items() if step == 5} == {n for n in steps if n.startswith("norm.")}
             assert set(steps.values()) == {1, 5}, steps
@@ -133,6 +154,10 @@ def direct_worker(payload) -> dict:
             found[saved, (kind, stage)] = "loaded"
         except RuntimeError as error:
             found[saved, (kind, stage)] = str(error)
+            if "zero.Init: " in str(error):  # what to do, followed to the letter
+                model = make_net(seed=99)
+                exec(str(error).partition("zero.Init: ")[2], {"model": model})
+                found[saved, (kind, stage)] = str(error), {n: p.detach() for n, p in model.named_parameters()}
         engine.destroy()
     return found
 
@@ -144,6 +169,9 @@ MOVES = [((kind, stage), (KINDS[1 - KINDS.index(kind)], stage)) for kind, stage 
 DIRECT = [
     (("AdamW", 2), ("KFACAdamW", 2)), (("AdamW", 3), ("KFACAdamW", 3)), (("KFACAdamW", 2), ("KFACAdamW", 3)),
     (("KFACAdamW", 3), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 3)), (("KFACAdamW", 1), ("AdamW", 1)),
+    (("KFACAdamW", 0), ("KFACAdamW", 3)), (("KFACAdamW", 3), ("KFACAdamW", 0)), (("KFACAdamW", 0), ("KFACAdamW", 2)),
+    (("KFACAdamW", 2), ("KFACAdamW", 0)), (("AdamW", 0), ("KFACAdamW", 2)), (("KFACAdamW", 0), ("AdamW", 2)),
+    (("AdamW", 2), ("KFACAdamW", 0)), (("KFACAdamW", 2), ("AdamW", 0)),
     (("SGD", 0), ("KFACAdamW", 0)), (("KFACAdamW", 0), ("SGD", 0)),
     (("KFACAdamW", 2), ("AdamW", 2)), (("KFACAdamW", 3), ("AdamW", 3)), (("KFACAdamW", 3), ("AdamW", 2)),
 ]  # fmt: skip
@@ -179,6 +207,9 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
         was, case = before[then], f"{then} to {now}"
         assert all(torch.equal(found["weights"][name], W) for name, W in was["weights"].items()), case
         assert (found["steps"], found["lr"], found["eps"]) == (4, was["lr"], {EPS[now[0]]}), case
+        assert ("head.weight" in found["moments"]) == (now[0] == "KFACAdamW")
+        for name, moments in found["moments"].items():  # until the first basis they are AdamW's own
+            assert all(map(torch.equal, moments, was["moments"][name])) and moments[0].any(), (case, name)
         # with AdamW's moments these go on as if nothing had happened; all else begins anew
         for name in was["weights"]:
             step = was["next"][name] - was["weights"][name]
@@ -188,30 +219,67 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
         assert found["steps of K-FAC"] in (9, None), case
         (said,) = found["said"]
         wanted = "warm up again" if then[1] else "those of new parameters"
-        assert (wanted if now[0] == "AdamW" else "K-FAC starts afresh") in said, (case, said)
+        assert (wanted if now[0] == "AdamW" else "AdamW's moments of all parameters") in said, (case, said)
 
 
-def half_worker(folder: str) -> list[str]:
-    said = []
-    for kind, other in (KINDS, KINDS[::-1]):
-        for name in (kind, other):
-            engine = engine_of(name, 0, bf16={"enabled": True})
-            if name == kind:
-                train(engine, 1, steps=1)
-                engine.save_checkpoint(f"{folder}/{kind}", tag="tag")
-            else:
-                with pytest.raises(RuntimeError) as raised:
-                    engine.load_checkpoint(f"{folder}/{kind}", tag="tag")
-                said.append(str(raised.value))
-            engine.destroy()
-    return said
+HALVES = [(bits, fused) for bits in ("bf16", "fp16") for fused in (False, True)]
+
+
+@contextlib.contextmanager
+def in_halves(bits: str, *, fused: bool):
+    """Engines of stage 0 in 16 bits, ``fused`` with the wrapper that DeepSpeed takes for its own Adam."""
+    with patched(Mode("z0-halves", 0, bits, fused=fused, adam=True)):
+        yield {bits: {"enabled": True} | ({"initial_scale_power": 8} if bits == "fp16" else {})}
+
+
+def half_worker(folder: str) -> dict:
+    found = {}
+    for bits, fused in HALVES:
+        for kind, other in (KINDS, KINDS[::-1]):
+            runs, folder_of = [], f"{folder}/{kind}-{bits}-{fused}"
+            with in_halves(bits, fused=fused) as more:
+                engine = engine_of(kind, 0, **more)
+                train(engine, 1, steps=4)
+                engine.save_checkpoint(folder_of, tag="tag")
+                runs.append({"masters": weights(engine), "steps": engine.global_steps, "scale": scale_of(engine)})
+                train(engine, 1, steps=1, first=4)
+                runs[-1]["next"] = weights(engine)
+                engine.destroy()
+            # also into the other wrapper: whoever moves may have another torch_adam, or another machine
+            for into in (fused, not fused):
+                with in_halves(bits, fused=into) as more:
+                    engine = engine_of(other, 0, seed=99, **more)
+                    engine.load_checkpoint(folder_of, tag="tag")
+                    now = {"masters": weights(engine), "steps": engine.global_steps, "scale": scale_of(engine)}
+                    now["halves"] = {n: p.detach().float() for n, p in engine.module.named_parameters()}
+                    now["eps"] = {group["eps"] for group in engine.basic_optimizer.param_groups}
+                    train(engine, 1, steps=1, first=4)
+                    runs.append({**now, "next": weights(engine), "into": type(engine.optimizer).__name__})
+                    train(engine, 1, steps=3, first=5)
+                    engine.destroy()
+            found[kind, bits, fused] = runs
+    return found
+
+
+def scale_of(engine) -> float | None:
+    return engine.optimizer.loss_scale if engine.fp16_enabled() else None
 
 
 @pytest.mark.distributed
-def test_in_16_bits_at_stage_0_the_error_says_what_does_not_move(tmp_path):
-    for said in run_ranks("tests.deepspeed.test_moving:half_worker", world=1, payload=str(tmp_path))[0]:
-        assert "At stage 0 in 16 bits DeepSpeed's FP16_UnfusedOptimizer saves fp32 weights and moments in lists" in said
-        assert "ds_to_universal" not in said and "load_module_only=True" in said
+def test_in_16_bits_at_stage_0_fp32_weights_and_moments_move_too(tmp_path):
+    """They were refused: DeepSpeed keeps them by group, in lists or one flat tensor."""
+    found = run_ranks("tests.deepspeed.test_moving:half_worker", world=1, payload=str(tmp_path))[0]
+    for (kind, bits, fused), (was, *moved) in found.items():
+        for now in moved:
+            case = (kind, bits, fused, now["into"])
+            assert (now["steps"], now["scale"]) == (4, was["scale"]) and now["eps"] == {EPS[KINDS[kind == KINDS[0]]]}
+            for name, W in was["masters"].items():
+                assert torch.equal(now["masters"][name], W), (case, name)
+                assert torch.equal(now["halves"][name], W.to(DTYPES[bits]).float()), (case, name)
+                step = was["next"][name] - W
+                difference = float((now["next"][name] - was["next"][name]).abs().max() / step.abs().max())
+                assert (difference < 0.05) == name.startswith("norm."), (case, name, difference)
+        assert {now["into"] for now in moved} == {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 
 
 def frozen_worker(payload) -> dict:
@@ -252,7 +320,7 @@ def test_frozen_weights_and_buffers_move_too(tmp_path):
 
 @pytest.mark.distributed
 def test_what_cannot_be_loaded_is_told_what_to_do(saved):
-    folder, _ = saved
+    folder, before = saved
     said = run_ranks("tests.deepspeed.test_moving:direct_worker", world=1, payload=(str(folder), DIRECT))[0]
     for (then, now), text in said.items():
         if "SGD" in (then[0], now[0]):  # whose moments are others
@@ -261,9 +329,11 @@ def test_what_cannot_be_loaded_is_told_what_to_do(saved):
             assert f"ds_to_universal --inject_missing_state --input_folder {folder}/{then[0]}-{then[1]}/tag " in text
             assert '"checkpoint": {"load_universal": true}' in text, text
         else:
-            where = "at ZeRO stage 3" if then[1] == 3 else "below ZeRO stage 3"
-            assert f"was saved {where}, this engine has stage {now[1]}" in text, text
-            assert f"zero_to_fp32 {folder}/{then[0]}-{then[1]} OUT --tag tag" in text, text
+            text, found = text
+            where = {0: "stage 0", 3: "stage 3"}.get(then[1], "stage 1 or 2")
+            assert f"was saved at ZeRO {where}, this engine has stage {now[1]}" in text, text
+            assert found.keys() == before[then]["weights"].keys(), text
+            assert all(torch.equal(found[name], W) for name, W in before[then]["weights"].items()), text
 
 
 @pytest.mark.distributed

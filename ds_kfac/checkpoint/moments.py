@@ -1,0 +1,80 @@
+"""AdamW's moments of what K-FAC layers become, for KFACAdamW to begin with. The first eigenbasis turns them.
+
+The other way they begin at zero: after 25 steps moments turned back were no better in any run (docs/migrate/adamw.md).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from torch import Tensor
+
+from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.comm.message import failing_together
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.step.job import Job
+from ds_kfac.update.state import AdamMoments, AdamWsMoments
+
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
+OfParameter = Mapping[str, Mapping[str, Any]]
+"""Parameter's name -> what AdamW keeps of it; what it lacks begins at zero."""
+
+
+class Universal(Mapping[str, Mapping[str, Any]]):
+    """:data:`OfParameter` of a universal checkpoint; a parameter's files are read when it is asked for."""
+
+    def __init__(self, tag_directory: Path) -> None:
+        self.folder = tag_directory / "zero"
+        # of stage 3 it is there, and in no file of the parameter's
+        saved = _read(self.folder / "optimizer_state.pt").get(OPTIMIZER_STATE_DICT) or {}
+        self.step = next((state.get(STEP) for state in saved.get("state", {}).values()), None)
+
+    def __contains__(self, name: object) -> bool:
+        files_of = [self.folder / str(name) / f"{key}.pt" for key in (FIRST, SECOND, STEP)]
+        return all(path.is_file() or (self.step is not None and path.stem == STEP) for path in files_of)
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        if name not in self:
+            raise KeyError(name)
+        own = self.folder / name / f"{STEP}.pt"
+        read = {key: _read(self.folder / name / f"{key}.pt") for key in (FIRST, SECOND)}
+        read[STEP] = _read(own) if own.is_file() else self.step
+        return {key: value["param"] if isinstance(value, Mapping) else value for key, value in read.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self.folder.iterdir() if path.is_dir())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def take_adamws(job: Job, saved: OfParameter) -> None:
+    """Let K-FAC layers begin with AdamW's moments, after a reset. Collective.
+
+    Raises:
+        CheckpointError: on every rank; a file cannot be read, or is of another parameter.
+    """
+    kfac = job.preconditioners[0]  # experts of other domains begin at zero
+    with failing_together("ds_kfac: moments of AdamW cannot be read", job.channel.group, CheckpointError):
+        for layer in kfac.owned if kfac.moments is AdamMoments else ():
+            if layer.cut != (1, 1) or any(name not in saved for name in layer.parameters):
+                continue
+            values, (index, count) = [saved[name] for name in layer.parameters], layer.part
+
+            def matrix(key: str) -> Tensor:
+                flats = [x[key].float().flatten().chunk(count)[index] for x in values]  # noqa: B023
+                weight, bias = (*flats, None)[:2]
+                kind, shape = LAYERS[layer.kind], layer.shape  # noqa: B023
+                return kind.matrix(weight, bias, shape).to(kfac.device, copy=True).contiguous()
+
+            steps = torch.full(layer.shape[:-2], float(values[0][STEP]), device=kfac.device)
+            moments = AdamWsMoments(matrix(FIRST), matrix(SECOND), steps)
+            kfac.state[layer.name] = replace(kfac.state[layer.name], moments=moments)
+    kfac.direction.forget()
