@@ -15,9 +15,8 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, tables
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
-from ds_kfac.model.tables import tables
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short side of each gets a

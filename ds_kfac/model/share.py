@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ds_kfac.model.layers import LayerSpec, parameter_shape
+from ds_kfac.model.product_code import tables
 from ds_kfac.model.scan import Scan, numel
-from ds_kfac.model.tables import tables
 
 NAMED = 3
 """Kinds of modules that the report names, those with the most elements."""

@@ -220,6 +220,7 @@ HEAD_AS_TABLE = written(
 TABLES = {
     "table and head": written("def logits(self, x):\n    return x @ self.weight.T", TABLE),
     "by index": written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix),
+    "columns of a Linear's, as LayoutLM's": written("return self.weight.t()[x] + x @ self.weight.T", Matrix),
     "codebook": written("nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)",
                         Matrix),
     "books of residual quantization": written(
