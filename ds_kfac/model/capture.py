@@ -243,19 +243,18 @@ class Capture(StepSums):
             self.fail(layer, error)
 
     def _called(
-        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, sides: str = "AG",
-        select: slice | Tensor | None = None, columns: slice | None = None,
-        to_rows: Callable[[Tensor], Tensor] | None = None, picked: bool = False,
+        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, product: Product | None = None,
+        sides: str = "AG", select: slice | Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A layer was called with ``x`` and returned ``output``. Other arguments: see
-        :class:`ds_kfac.model.rows.Call` and :class:`ds_kfac.model.products.Product`."""
+        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did. ``sides``,
+        ``select``: see :class:`ds_kfac.model.rows.Call`."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if (recomputed and self.sampled) or layer.name in self.failed:  # sampled gradients go to the first run's calls
             return
         if x.numel():
             self.seen.add(layer.name)
         A, G = self.inputs.key(layer), layer.keys[1]
-        shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
+        given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
         measures = self.measured is not None and ("G" if stacked else "A") in sides
@@ -263,8 +262,7 @@ class Capture(StepSums):
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
-        if not (select is columns is to_rows is None):
-            shape = torch.Size((*x.shape[:-1], layer.G.dim))
+        shape = output.shape if product is None else torch.Size((*x.shape[:-1], layer.G.dim))
         # other forwards, with other masks, may have run since this recomputation's first run
         forward = self._running if recomputed and self._running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW
@@ -284,11 +282,11 @@ class Capture(StepSums):
             return
         if select is None and not kind.images:
             forward.note_call(rows, shape)
-        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
+        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select)
         call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
-        if columns is not None:
-            call.share = (columns.stop - columns.start) / shape[-1]
-        call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
+        if product is not None:
+            call.columns, call.to_rows = product.columns, product.to_rows
+        call.proof, call.proves = self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
         self.keep(call, x, makes_A=makes_A)
@@ -326,7 +324,6 @@ class Capture(StepSums):
         """Turn a product into calls of its layers. A stack's shared A gets all rows from its first layer."""
         layers, x, output = self._stacks[id(product.param)], product.x, product.output
         stacked, first = len(layers) > 1, layers[0]
-        named: dict[str, Any] = {"to_rows": product.to_rows, "picked": product.picked}
         module = self._model.get_submodule(first.module)
         if product.window is not None or LAYERS[first.kind].images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
@@ -339,13 +336,11 @@ class Capture(StepSums):
             return
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(first, module, x, output, sides="A", select=product.rows, **named)
-        for entry, select in product.entries:
-            layer = layers[entry]
-            if not stacked and select is EVERY:
-                self._called(layer, module, x, output, columns=product.columns, **named)
-            else:
-                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, **named)
+            self._called(first, module, x, output, product=product, sides="A", select=product.rows)
+        for entry, rows in product.entries:
+            select = rows if stacked or rows is not EVERY else None
+            sides = "G" if shared else "AG"
+            self._called(layers[entry], module, x, output, product=product, sides=sides, select=select)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards

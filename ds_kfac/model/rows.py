@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, Fit
+from ds_kfac.model.batch import BatchInfo, Fit, counted
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import Forward
@@ -79,8 +79,6 @@ class Call:
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         later: whether the layer was called before in the forward, if that is to be known.
-        share: part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows
-            for keys and values than for queries, by one product for both or, as under ZeRO-3, by one each.
         whole_grid: whether its sums have every position of a convolution.
         taken: which of its rows its sums of A and of G have.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
@@ -110,13 +108,18 @@ class Call:
     late: bool = False
     proves: bool = True
     later: bool = False
-    share: float = 1.0
     whole_grid: bool = True
     taken: tuple[Taken, Taken] = EACH, EACH
     arrived: bool = False
     proof: Any = None
     probed: Tensor | None = None
     probed_G: Tensor | None = None
+
+    @property
+    def share(self) -> float:
+        """Part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows for
+        keys and values than for queries, by one product for both or, as under ZeRO-3, by one each."""
+        return 1.0 if self.columns is None else (self.columns.stop - self.columns.start) / self.shape[-1]
 
     @property
     def whole(self) -> bool:
@@ -199,9 +202,7 @@ def gradient_rows(
     :func:`input_rows`. bf16 and fp16 rows are as they were; sums over positions and others are fp32."""
     reduced = weight_sharing == "reduce"
     g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
-    own: Any = len(g_NTD) * (1 if reduced else g_NTD.shape[1])
-    if mask is not None:
-        own = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
+    own = len(g_NTD) * (1 if reduced else g_NTD.shape[1]) if mask is None else counted(mask, weight_sharing)
     if not reduced:
         g_NTD, mask = taken.of(g_NTD.flatten(0, 1)), None if mask is None else taken.of(mask.reshape(-1, 1))
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):

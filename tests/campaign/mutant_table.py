@@ -532,7 +532,7 @@ _ROWS = [
     ("contributors do not grow", "plan/plan.py", "/ (2 * count)", "/ count", "tests/deepspeed/test_partly_used.py"),
     ("the parts of a sequence contribute alone", "assignment/assign.py", "(parts := self.sequence) > 1",
      "(parts := self.sequence) > 99", "tests/assignment/test_contributors.py"),
-    ("inputs of some outputs count as those of all", "model/capture.py", "(columns.stop - columns.start) / shape[-1]",
+    ("inputs of some outputs count as those of all", "model/rows.py", "(self.columns.stop - self.columns.start) / self.shape[-1]",
      "1.0", "tests/model/test_products.py"),
     ("rows by a stride begin at the same place in every step", "model/rows.py", "phase(self.turn, stride)", "0",
      "tests/deepspeed/test_contributors.py"),
