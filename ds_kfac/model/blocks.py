@@ -59,7 +59,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
     module, guessed = modules.get(holder), ""
     try:
         sizes = known_sizes(last, module, rows)
-    except _Unknown:
+    except LookupError:  # no number of the module shows them
         sizes = ()
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
     if last in SEVERAL:
@@ -105,19 +105,15 @@ def value_of(place: Any, name: str) -> Any:
         return None
 
 
-class _Unknown(Exception):
-    """The module has no attribute that shows the blocks."""
-
-
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """The first positive attribute of these names in a module or its config, else ``default``; if that is None, raises
-    :class:`_Unknown`."""
+    """The first positive attribute of these names in a module or its config, else ``default``; LookupError if that is
+    None."""
     for place in (module, value_of(module, "config")):
         for name in names:
             if isinstance(value := value_of(place, name), int) and value > 0:
                 return value
     if default is None:
-        raise _Unknown
+        raise LookupError(names)
     return default
 
 
@@ -128,8 +124,8 @@ def _inputs(module: Any) -> int:
 
 
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
-    """Blocks of a weight by the last part of its name and its module's attributes; () for any other name. Raises
-    :class:`_Unknown`. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
+    """Blocks of a weight by the last part of its name and its module's numbers (LookupError if it has none); () for any
+    other name. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
     number, kind = partial(_number, module), type(module).__name__
     match name:
         case "c_attn" | "qkv" | "qkv_proj" | "Wqkv":  # queries, keys, values

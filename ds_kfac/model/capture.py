@@ -257,8 +257,8 @@ class Capture(StepSums):
         given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        measures = self.measured is not None and ("G" if stacked else "A") in sides
-        if not captured and not measures and self.proof is None:
+        measured = self.measured if ("G" if stacked else "A") in sides else None
+        if not captured and measured is None and self.proof is None:
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
@@ -275,9 +275,10 @@ class Capture(StepSums):
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
-        if measures:
+        if measured is not None:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
-            self._measure(layer, of_call if rows.mask is None else rows.mask.sum())
+            of_call = of_call if rows.mask is None else rows.mask.sum()
+            measured.setdefault(layer.name, [0, 0])[recomputed] += of_call
         if not captured and self.proof is None:
             return
         if select is None and not kind.images:
@@ -308,10 +309,6 @@ class Capture(StepSums):
         # a prehook of the node: a tensor hook would run before DeepSpeed divides an engine output's gradient by the
         # accumulation steps, and a full backward hook breaks with in-place activations
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
-
-    def _measure(self, layer: LayerSpec, rows: int | Tensor) -> None:
-        assert self.measured is not None
-        self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
     def _product(self, product: Product) -> None:
         try:

@@ -276,28 +276,22 @@ class RowSums:
                 patches = kind.gradient_patches(call.module, gradient)
                 gain = self._gain(call, len(patches.image), seed, sum_, alive)
                 patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, call), gain=gain)
-                self._prove(call, gain)
-                return
-            tensor = kind.gradient_rows(call.module, call.x, gradient)
-            mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[1]
-            rows, own = gradient_rows(tensor, mask, self.weight_sharing, examples=examples, taken=taken)
-            gain, scale = self._gain(call, own, seed, sum_, alive), float(taken.stride)
-            if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
-                of_row = gain.repeat_interleave(tensor.shape[:-1].numel() // len(gain))[:, None]
-                rows, gain = rows.float(), taken.of(of_row)
-            if rows.dtype == torch.float32:
-                rows = rows * gain
             else:
-                scale = gain**2 * scale
-            side = layer.A if kind.needs_gradients else layer.G
-            side.accumulate_(sum_.sum_P, rows, scale=scale)
-            self._prove(call, gain)
-
-    def _prove(self, call: Call, gain: Any) -> None:
-        """What was added of a call's gradient."""
-        if call.proof is not None:
-            key = call.key_A if call.kind.needs_gradients else call.layer.keys[1]
-            call.proof.counted_gradient(call, key, gain, self.weight_sharing)
+                tensor = kind.gradient_rows(call.module, call.x, gradient)
+                mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[1]
+                rows, own = gradient_rows(tensor, mask, self.weight_sharing, examples=examples, taken=taken)
+                gain, scale = self._gain(call, own, seed, sum_, alive), float(taken.stride)
+                if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
+                    of_row = gain.repeat_interleave(tensor.shape[:-1].numel() // len(gain))[:, None]
+                    rows, gain = rows.float(), taken.of(of_row)
+                if rows.dtype == torch.float32:
+                    rows = rows * gain
+                else:
+                    scale = gain**2 * scale
+                side = layer.A if kind.needs_gradients else layer.G
+                side.accumulate_(sum_.sum_P, rows, scale=scale)
+            if call.proof is not None:
+                call.proof.counted_gradient(call, gain, self.weight_sharing)
 
     @torch.no_grad()
     def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:

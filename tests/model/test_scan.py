@@ -76,6 +76,17 @@ def test_modules_with_the_same_parameters_are_one_layer():
     assert "weight is shared by 2, 3" in reasons(model)["2"] and set(reasons(model)) == {"2", "3"}
 
 
+def test_complex_weights_are_left_alone_and_said():
+    """Their rows would lose their imaginary parts."""
+    model = nn.ModuleDict({"real": nn.Linear(4, 4), "complex": nn.Linear(4, 4, dtype=torch.complex64)})
+    model["raw"] = Matrix()
+    model["raw"].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    found = scan(model)
+    assert [layer.name for layer in found.layers] == ["real"]
+    reasons = {left.name: left.reason for left in found.skipped}
+    assert reasons["complex"] == "weight is complex64; factors are of real numbers"
+
+
 def test_a_weight_without_elements_is_no_layer():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 0))
     assert [layer.name for layer in scan(model).layers] == ["0"]
