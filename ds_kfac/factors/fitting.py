@@ -191,7 +191,9 @@ class _Fitting:
             self.out.mkdir(parents=True, exist_ok=True)
         if any(gathered((self.out / INDEX).exists(), self.channel.group)):
             factors = Factors.load(self.out)
-            check_same(self.out, factors.header, {"settings": self.settings, "data": self.passes.marks()})
+            now = {"settings": self.settings, "data": self.passes.marks()}
+            with failing_together(f"ds_kfac: {self.out}", self.channel.group, FactorsError):
+                check_same(factors.header, now)
             return factors
         self.progress = Progress(self.out, self.settings, self.channel)
         self.capture = self.passes.capture(self.plan.layers, self.config.factor.weight_sharing)
