@@ -85,7 +85,7 @@ def fit(
             not finite, a full disk, a damaged file, a folder of other settings or data. Nothing unfinished loads.
         ValueError: a wrong config.
     """
-    if not isinstance(getattr(model, "module", model), nn.Module):
+    if not isinstance(model, nn.Module):
         raise FactorsError(f"ds_kfac.fit: model: got {type(model).__name__}; must be an nn.Module or an engine")
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise FactorsError(f"ds_kfac.fit: data: got {type(data).__name__}; must be something to iterate, of batches")

@@ -3,13 +3,14 @@ asked for the gradients of layer outputs, so no parameter gets one."""
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -27,6 +28,8 @@ SCALES = {torch.float16: 2.0**12}
 """dtype -> factor on the loss, where gradients would underflow."""
 SEED = 0x5EED
 END = object()
+AROUND = DeepSpeedEngine, nn.DataParallel, nn.parallel.DistributedDataParallel
+"""What holds the model as ``module``."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -72,11 +75,11 @@ class Passes:
         reduction: str, fisher: str, sampler: Sampler, read_batch: ReadBatch | None, padding: str, channel: Channel,
         shows: bool,
     ) -> None:  # fmt: skip
-        self.engine = model if isinstance(getattr(model, "module", None), nn.Module) else None
-        self.model: nn.Module = model if self.engine is None else self.engine.module
+        self.engine = model if isinstance(model, DeepSpeedEngine) else None
+        self.model: nn.Module = model.module if isinstance(model, AROUND) else model
         self.data, self.loss, self.channel, self.shows = data, loss, channel, shows
         self.fisher, self.sampler = fisher, sampler
-        first = next(self.model.parameters())
+        first: Tensor = next(self.model.parameters(), torch.empty(0))
         self.device = torch.device(first.device if self.engine is None else self.engine.device)
         with self._autocast():
             casts = torch.is_autocast_enabled(self.device.type)
@@ -122,7 +125,10 @@ class Passes:
             wrong: gives a text if the last batch's sums are invalid, else "".
         """
         seen, begun, last, mark, iterator = list(progress.seen), progress.batches, None, 0, iter(self.data)
-        total = len(self.data) if isinstance(self.data, Sized) else None
+        try:
+            total = len(self.data)  # type: ignore[arg-type]
+        except TypeError:  # a stream
+            total = None
         hidden = not self.shows or self.channel.rank > 0
         with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
             for number in itertools.count(begun):
@@ -251,10 +257,10 @@ def _marked(mark: int, batch: Any) -> int:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _to(value, device) for key, value in batch.items()}
+    if hasattr(batch, "to"):  # a tensor, a PackedSequence
+        return batch.to(device)
     if isinstance(batch, (tuple, list)):
         values = [_to(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

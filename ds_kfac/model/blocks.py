@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.layers import LayerSpec, parameter_shape
+from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
 
 KINDS = ("Linear", "Conv1D")
 """Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an unknown order."""
@@ -95,14 +95,6 @@ def blocks_text(layer: LayerSpec) -> str:
         f"{len(blocks)} of {blocks[0]}" if len(set(blocks)) == 1 and len(blocks) > 3 else " + ".join(map(str, blocks))
     )
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
-
-
-def value_of(place: Any, name: str) -> Any:
-    """An attribute, or None; also where a property raises because the model does not run yet."""
-    try:
-        return getattr(place, name, None)
-    except Exception:
-        return None
 
 
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:

@@ -277,8 +277,8 @@ class Capture(StepSums):
             rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
         if measured is not None:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
-            of_call = of_call if rows.mask is None else rows.mask.sum()
-            measured.setdefault(layer.name, [0, 0])[recomputed] += of_call
+            counts = measured.setdefault(layer.name, [0, 0])
+            counts[recomputed] += of_call if rows.mask is None else rows.mask.sum()
         if not captured and self.proof is None:
             return
         if select is None and not kind.images:
