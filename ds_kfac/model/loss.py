@@ -347,28 +347,20 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
 
 
-def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
+def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, mean: bool = False) -> Tensor:
+    """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
+    [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
 
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance C/2;
-    targets are drawn from this Gaussian around the prediction.
+    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
+    with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
     """
     prediction = prediction_tensor(output).float()
-    variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
-    noise = (
-        torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
-        * variance**0.5
-    )
-    return F.mse_loss(prediction, prediction.detach() + noise)
-
-
-def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with squared errors that are summed over outputs, a mean over predictions: C times :func:`mse`, so
-    the Gaussian's variance is 1/2."""
-    prediction = prediction_tensor(output).float()
     outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32) * 0.5**0.5
-    return F.mse_loss(prediction, prediction.detach() + noise) * outputs
+    variance = outputs / 2 if mean else 0.5
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
+    return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)
 
+
+mse: Sampler = partial(squared_error, mean=True)
 
 SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}
