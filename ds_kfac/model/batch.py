@@ -92,8 +92,9 @@ class BatchInfo:
 def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(encoder, decoder) names: siblings called "encoder" and "decoder" with children (T5, BART, nn.Transformer)."""
     for name, module in model.named_modules():
-        pair = [value_of(module, part) for part in ("encoder", "decoder")]
-        if all(isinstance(part, nn.Module) and any(True for _ in part.children()) for part in pair):
+        children = dict(module.named_children())
+        pair = [children.get(part) for part in ("encoder", "decoder")]
+        if all(part is not None and any(True for _ in part.children()) for part in pair):
             prefix = f"{name}." if name else ""
             yield f"{prefix}encoder", f"{prefix}decoder"
 

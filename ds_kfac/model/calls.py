@@ -44,9 +44,11 @@ class SharedInputs:
         self.searching, self._watched = bool(candidates), frozenset(candidates)
         self._group: dict[str, tuple[str, ...]] = {}  # layer -> its group
         self._total = 0
-        self._inputs: dict[Any, list[tuple[int, Fingerprint]]] = {}  # group -> its (number, input) in this micro-batch
+        # in this micro-batch: group -> its (number, input); layer -> numbers of its inputs; group -> layer that gives A
+        self._inputs: dict[Any, list[tuple[int, Fingerprint]]] = {}
+        self._calls: dict[str, list[int]] = {}
+        self._giving: dict[tuple[str, ...], str] = {}
         self.begin_step()
-        self.end_batch()
 
     def begin_step(self) -> None:
         self.found: dict[str, tuple[int, ...]] = {}
@@ -66,9 +68,7 @@ class SharedInputs:
             many = None if whole else min(map(len, calls))
             if any(numbers[:many] != calls[0][:many] for numbers in calls):
                 self.broken.add(group)
-        self._inputs = {}
-        self._calls: dict[str, list[int]] = {}  # layer -> numbers of its inputs in this micro-batch
-        self._giving: dict[tuple[str, ...], str] = {}  # group -> layer whose rows count in this micro-batch
+        self._inputs, self._calls, self._giving = {}, {}, {}
 
     def grouped(self, layer: str) -> bool:
         return layer in self._group

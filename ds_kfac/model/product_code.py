@@ -148,6 +148,7 @@ class Code:
 
     Attributes:
         nodes: of its syntax tree, in the order of the code.
+        set_here: variable -> how often it is set.
         held: variable -> the parameter that it holds, the last one of several.
     """
 
@@ -157,6 +158,7 @@ class Code:
         self._self = self.arguments[0] if self.arguments else ""
         nodes = ast.walk(function)
         self.nodes = sorted(nodes, key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
+        self.set_here = Counter(x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
         self.held = dict[str, Operand]()
         others = Counter(x.arg for x in self.nodes if isinstance(x, ast.arg)) + self.set_here
         for node in self.nodes:
@@ -166,11 +168,6 @@ class Code:
                     others[variable] -= not operand.varies
                     self.held[variable] = operand
         self.held = {name: held._replace(varies=others[name] > 0) for name, held in self.held.items()}
-
-    @property
-    def set_here(self) -> Counter[str]:
-        """Variable -> how often it is set."""
-        return Counter(x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
 
     def attribute(self, node: ast.AST) -> str:
         """NAME of ``self.NAME``, else ""."""
@@ -195,19 +192,15 @@ class Code:
         return Operand(f"{inner.path}.{how.attr}") if how is node and inner == Operand(inner.path) else None
 
 
-def codes_of(kind: Any) -> Iterator[Code]:
-    """Code of the functions of a class and its bases below nn.Module."""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        yield from code_of(base)
-
-
-def code_of(kind: Any) -> Iterator[Code]:
-    """Code of a class's own functions, where its source is found."""
-    try:
-        tree = classes_of(str(inspect.getsourcefile(kind)), kind.__module__)[kind.__qualname__]
-    except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
-        return
-    yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
+    """Code of the functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is
+    found."""
+    for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        try:
+            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
+        except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
+            continue
+        yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @lru_cache(maxsize=8)
@@ -274,7 +267,7 @@ def _borrowed(kind: Any) -> Mapping[str, bool]:
 
 @cache
 def _convolves(kind: Any) -> bool:
-    for code in code_of(kind):
+    for code in codes_of(kind, alone=True):
         # no other variables: what holds a weight may hold a standardized one, too
         code.held = dict.fromkeys({"weight"} & {*code.arguments} - set(code.set_here), Operand("weight"))
         for node in code.nodes:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
-from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, tables
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
@@ -135,7 +135,8 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[id(parameter)].append(name)
-        tied = value_of(model, "tied_modules")  # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        tied = dict(model.named_children()).get("tied_modules")
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.tables = tables(model)
         self.borrowed = {id(child): called for module in model.modules() for child, called in borrowed_weights(module)}
