@@ -145,23 +145,18 @@ def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) 
 
 def _texts(path: Path) -> Iterator[Any]:
     """Texts, or lists of tokens."""
-    if path.is_dir():
-        try:
+    try:
+        if path.is_dir():
             rows = importlib.import_module("datasets").load_from_disk(str(path))
-        except ImportError as problem:
-            raise FactorsError(f"--data {path}: {problem}; pip install datasets") from problem
-        except (OSError, ValueError) as problem:
-            raise FactorsError(f"--data {path}: {problem}") from problem
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-            lines = text.split("\n") if path.suffix == ".jsonl" else None  # a text has other ends of lines in it
-        except (OSError, ValueError) as problem:
-            raise FactorsError(f"--data {path}: {problem}") from problem
-        if lines is None:
-            yield text
+        elif path.suffix == ".jsonl":  # not splitlines: a text has other ends of lines in it
+            rows = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        else:
+            yield path.read_text(encoding="utf-8")
             return
-        rows = [line for line in lines if line.strip()]
+    except ImportError as problem:
+        raise FactorsError(f"--data {path}: {problem}; pip install datasets") from problem
+    except (OSError, ValueError) as problem:
+        raise FactorsError(f"--data {path}: {problem}") from problem
     for number, row in enumerate(rows):
         try:
             row = json.loads(row) if isinstance(row, str) else row
@@ -194,10 +189,7 @@ def condition(values: Tensor) -> float:
 
 def spectrum(factors: Factors, layer: str, side: str) -> Tensor | None:
     """Eigenvalues, descending; None for an identity, or a factor without eigenvalues."""
-    if (
-        factors.side(layer, side).block == 0
-        or f"{factors.layers[layer][side]['of']}/values" not in factors.header["weight_map"]
-    ):
+    if factors.side(layer, side).block == 0 or not factors.has(layer, f"{side}/values"):
         return None
     return factors.eigenbasis(layer, side).values.sort(descending=True).values
 

@@ -36,13 +36,9 @@ def convert(factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", ra
         raise FactorsError(f"convert: out: {out} is a folder; {kind} needs the name of a safetensors file")
     if kind == "kronfluence" and out.exists() and not out.is_dir():
         raise FactorsError(f"convert: out: {out} is a file; {kind} needs a folder")
-    left, fit = dict[str, str](), list[str]()
-    for layer, about in factors.layers.items():
-        why = _unfit(factors, layer, about, kind)
-        if why is None:
-            fit.append(layer)
-        else:
-            left[layer] = why
+    reasons = {layer: _unfit(factors, layer, about, kind) for layer, about in factors.layers.items()}
+    left = {layer: why for layer, why in reasons.items() if why is not None}
+    fit = [layer for layer in reasons if layer not in left]
     if not fit:
         raise FactorsError(f"convert: no layer has what {kind} needs: {next(iter(left.items()), 'there is none')}")
     if kind == "eva" and (rank < 1 or rho < 1):
@@ -60,7 +56,7 @@ def _unfit(factors: Factors, layer: str, about: Mapping[str, Any], kind: str) ->
         shape = factors.side(layer, side)
         if shape.block != shape.dim or not factors.has(layer, side):
             return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
-        if kind == "kronfluence" and f"{about[side]['of']}/values" not in factors.header["weight_map"]:
+        if kind == "kronfluence" and not factors.has(layer, f"{side}/values"):
             return f"its {side} is zero, or has no eigenvectors"
     return None
 

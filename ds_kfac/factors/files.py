@@ -217,9 +217,10 @@ class Factors:
         return self._tensor(f"{layer}/corrected.{per}")
 
     def has(self, layer: str, what: str) -> bool:
-        """Whether there is a tensor: "A", "G", "corrected.token", "corrected.sequence"."""
-        key = self._layer(layer)[what]["of"] if what in ("A", "G") else f"{layer}/{what}"
-        return key in self.header["weight_map"]
+        """Whether there is a tensor: "A", "G/values", "corrected.token", .. (named as in the files)."""
+        about, (side, slash, rest) = self._layer(layer), what.partition("/")
+        name = f"{about[side]['of']}{slash}{rest}" if side in ("A", "G") else f"{layer}/{what}"
+        return name in self.header["weight_map"]
 
     def _layer(self, name: str) -> Mapping[str, Any]:
         if name not in self.layers:

@@ -85,7 +85,7 @@ def fit(
             not finite, a full disk, a damaged file, a folder of other settings or data. Nothing unfinished loads.
         ValueError: a wrong config.
     """
-    if not isinstance(getattr(model, "module", model), nn.Module):
+    if not isinstance(model, nn.Module):
         raise FactorsError(f"ds_kfac.fit: model: got {type(model).__name__}; must be an nn.Module or an engine")
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise FactorsError(f"ds_kfac.fit: data: got {type(data).__name__}; must be something to iterate, of batches")
@@ -191,7 +191,9 @@ class _Fitting:
             self.out.mkdir(parents=True, exist_ok=True)
         if any(gathered((self.out / INDEX).exists(), self.channel.group)):
             factors = Factors.load(self.out)
-            check_same(self.out, factors.header, {"settings": self.settings, "data": self.passes.marks()})
+            now = {"settings": self.settings, "data": self.passes.marks()}
+            with failing_together(f"ds_kfac: {self.out}", self.channel.group, FactorsError):
+                check_same(factors.header, now)
             return factors
         self.progress = Progress(self.out, self.settings, self.channel)
         self.capture = self.passes.capture(self.plan.layers, self.config.factor.weight_sharing)

@@ -3,13 +3,14 @@ asked for the gradients of layer outputs, so no parameter gets one."""
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -27,6 +28,8 @@ SCALES = {torch.float16: 2.0**12}
 """dtype -> factor on the loss, where gradients would underflow."""
 SEED = 0x5EED
 END = object()
+AROUND = DeepSpeedEngine, nn.DataParallel, nn.parallel.DistributedDataParallel
+"""What holds the model as ``module``."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -72,11 +75,11 @@ class Passes:
         reduction: str, fisher: str, sampler: Sampler, read_batch: ReadBatch | None, padding: str, channel: Channel,
         shows: bool,
     ) -> None:  # fmt: skip
-        self.engine = model if isinstance(getattr(model, "module", None), nn.Module) else None
-        self.model: nn.Module = model if self.engine is None else self.engine.module
+        self.engine = model if isinstance(model, DeepSpeedEngine) else None
+        self.model: nn.Module = model.module if isinstance(model, AROUND) else model
         self.data, self.loss, self.channel, self.shows = data, loss, channel, shows
         self.fisher, self.sampler = fisher, sampler
-        first = next(self.model.parameters())
+        first: Tensor = next(self.model.parameters(), torch.empty(0))
         self.device = torch.device(first.device if self.engine is None else self.engine.device)
         with self._autocast():
             casts = torch.is_autocast_enabled(self.device.type)
@@ -121,9 +124,11 @@ class Passes:
             saved: gives the tensors to save now and then.
             wrong: gives a text if the last batch's sums are invalid, else "".
         """
-        seen, begun, last, iterator = list(progress.seen), progress.batches, None, iter(self.data)
-        mark = 0
-        total = len(self.data) if isinstance(self.data, Sized) else None
+        seen, begun, last, mark, iterator = list(progress.seen), progress.batches, None, 0, iter(self.data)
+        try:
+            total = len(self.data)  # type: ignore[arg-type]
+        except TypeError:  # a stream
+            total = None
         hidden = not self.shows or self.channel.rank > 0
         with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
             for number in itertools.count(begun):
@@ -149,8 +154,7 @@ class Passes:
                     others = gathered(batch if has else None, self.channel.group)
                     last = next(other for other in others if other is not None) if without else last
                 result = self._try(last, number, capture, keys) if has or self.sharded else Batch(number)
-                if not has:
-                    result = Batch(number)
+                result = result if has else Batch(number)
                 yield result
                 result.calls = ()  # the caller still refers to the result: free gradients before the next batch runs
                 problem = result.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
@@ -181,7 +185,9 @@ class Passes:
 
     def _try(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
         try:
-            return self._run(batch, number, capture, keys)
+            return self._run(_to(batch, self.device), number, capture, keys)
+        except FactorsError as problem:
+            return Batch(number, problem=f"batch {number}, counted from 0: {problem}")
         except Exception as error:
             if self.sharded and self.channel.world > 1:  # others wait inside the forward for this rank's weights
                 raise
@@ -189,37 +195,33 @@ class Passes:
             return Batch(number, problem=f"batch {number}: {type(error).__name__}: {error}")
 
     def _run(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
-        batch = _to(batch, self.device)
+        """Raises FactorsError for a batch that has no factors."""
         first = next((x for x in tensors_of(batch) if x.ndim), None)
         if first is None:
-            return Batch(number, problem=f"batch {number}: has no tensor of at least one dimension")
-        rows, positions = len(first) if first.is_floating_point() else first.numel(), first.shape[:2].numel()
-        result = Batch(number, sequences=len(first), rows=rows, positions=positions)
+            raise FactorsError("has no tensor of at least one dimension")
         capture.begin_step(keys, number)
         with torch.enable_grad(), self._autocast():
             value = self._value(batch, number, capture)
         calls = capture.pending
         if self.fisher == "activations_only":
-            result.calls = [(call, call.x) for call in calls]
+            gradients: Sequence[Tensor | None] = [call.x for call in calls]
         elif not isinstance(value, Tensor) or value.numel() != 1:
             got = type(value).__name__ if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
             got = "no loss (a scalar)" if value is None else got
-            result.problem = (
-                f"batch {number}: the model returned {got}: give it labels, or fit the argument loss"
-                if self.loss is None
-                else f"batch {number}: the loss is no scalar: got {got}"
+            raise FactorsError(
+                f"the loss is no scalar: got {got}"
+                if self.loss is not None
+                else f"the model returned {got}: give it labels, or fit the argument loss"
             )
         elif not calls or not value.requires_grad:
-            result.problem = f"batch {number}: its loss depends on no layer"
+            raise FactorsError("its loss depends on no layer")
         else:
             edges = [call.edge for call in calls if call.edge is not None]
             gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
-            if bool(torch.isfinite(value)):  # checked after the backward: at ZeRO stage 3 all ranks must run it
-                result.calls = list(zip(calls, gradients, strict=True))
-            else:
-                value = value.detach()
-                result.problem = f"batch {number}, counted from 0: the loss is {float(value)}; leave the batch out"
-        return result
+            if not bool(torch.isfinite(value)):  # checked after the backward: at ZeRO stage 3 all ranks must run it
+                raise FactorsError(f"the loss is {float(value.detach())}; leave the batch out")
+        rows = len(first) if first.is_floating_point() else first.numel()
+        return Batch(number, list(zip(calls, gradients, strict=True)), len(first), rows, first.shape[:2].numel())
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The engine's autocast; without an engine, that around the call stays."""
@@ -255,10 +257,10 @@ def _marked(mark: int, batch: Any) -> int:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _to(value, device) for key, value in batch.items()}
+    if hasattr(batch, "to"):  # a tensor, a PackedSequence
+        return batch.to(device)
     if isinstance(batch, (tuple, list)):
         values = [_to(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

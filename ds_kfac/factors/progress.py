@@ -72,24 +72,16 @@ def _content(value: Any, depth: int, seen: list[Any]) -> Any:
     return [name, *of({} if inside else {k: x for k, x in getattr(value, "__dict__", {}).items() if k[:1] != "_"})]
 
 
-def check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise FactorsError if a folder has factors of other settings or data."""
-    if differ := _different(before["settings"], now["settings"]):
-        raise FactorsError(f"{folder}: holds factors of other settings ({differ}); give another folder, or remove it")
-    if before["data"] != now["data"]:
-        raise FactorsError(
-            f"{folder}: holds factors of other data, or of its batches in another order; give another folder, or "
-            "remove it"
-        )
-
-
-def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Text of the first setting that differs; "" if none does."""
-    for key in {**before, **now}:
-        if before.get(key) != now.get(key):
-            was, is_now = (str(settings.get(key))[:80] for settings in (before, now))
-            return f"{key} was {was}, is {is_now}"
-    return ""
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise FactorsError if a folder is of other "settings" or "data"; that of an unfinished run has no data yet."""
+    what, advice = "factors" if "data" in before else "an unfinished run", "give another folder, or remove it"
+    was, settings = before["settings"], now["settings"]
+    for key in {**was, **settings}:
+        if was.get(key) != settings.get(key):
+            change = f"{key} was {str(was.get(key))[:80]}, is {str(settings.get(key))[:80]}"
+            raise FactorsError(f"holds {what} of other settings ({change}); {advice}")
+    if before.get("data") != now.get("data"):
+        raise FactorsError(f"holds {what} of other data, or of its batches in another order; {advice}")
 
 
 def fingerprint(settings: Any) -> str:
@@ -114,10 +106,7 @@ class Progress:
         with failing_together(f"ds_kfac: {folder}", channel.group, FactorsError):
             saved = self._read()
             if saved is not None:
-                if differ := _different(saved["settings"], self.settings):
-                    raise FactorsError(
-                        f"holds an unfinished run with other settings ({differ}); give another folder, or remove it"
-                    )
+                check_same(saved, {"settings": self.settings})
                 self.phase, self.batches, self.seen, self._save = (
                     saved[key] for key in ("phase", "batches", "seen", "save")
                 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_kfac.model.layers import value_of
 from ds_kfac.model.slices import Fit, Slices, has_all
 
 logger = logging.getLogger("ds_kfac")
@@ -91,8 +92,9 @@ class BatchInfo:
 def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(encoder, decoder) names: siblings called "encoder" and "decoder" with children (T5, BART, nn.Transformer)."""
     for name, module in model.named_modules():
-        pair = [getattr(module, part, None) for part in ("encoder", "decoder")]
-        if all(isinstance(part, nn.Module) and any(True for _ in part.children()) for part in pair):
+        children = dict(module.named_children())
+        pair = [children.get(part) for part in ("encoder", "decoder")]
+        if all(part is not None and any(True for _ in part.children()) for part in pair):
             prefix = f"{name}." if name else ""
             yield f"{prefix}encoder", f"{prefix}decoder"
 
@@ -179,6 +181,13 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
     if prod(batch) == N * T and not trivial:
         return Fit(doubt="only the number of rows fits the mask; every row counts")
     return Fit()
+
+
+def counted(mask: Tensor, weight_sharing: str, examples: int = 0) -> Tensor:
+    """How many entries of a mask are set, with "reduce" how many examples have one; fp32 scalar. ``examples``: their
+    dimension."""
+    mask = mask.flatten(1) if mask.ndim > 2 else mask
+    return (mask.any(dim=1 - examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask).sum().float()
 
 
 class RowMasks:
@@ -313,8 +322,8 @@ class RowMasks:
             place = place.rpartition(".")[0]
             around = self._model.get_submodule(place)
             for each in (around, *around.children()):
-                if isinstance(getattr(each, "batch_first", None), bool):
-                    return 0 if each.batch_first else 1
+                if isinstance(first := value_of(each, "batch_first"), bool):
+                    return 0 if first else 1
         return None
 
     def _side_of(self, module: str, x: Tensor) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.layers import LayerSpec, parameter_shape
+from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
 
 KINDS = ("Linear", "Conv1D")
 """Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an unknown order."""
@@ -59,7 +59,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
     module, guessed = modules.get(holder), ""
     try:
         sizes = known_sizes(last, module, rows)
-    except _Unknown:
+    except LookupError:  # no number of the module shows them
         sizes = ()
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
     if last in SEVERAL:
@@ -97,27 +97,15 @@ def blocks_text(layer: LayerSpec) -> str:
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
 
 
-def value_of(place: Any, name: str) -> Any:
-    """An attribute, or None; also where a property raises because the model does not run yet."""
-    try:
-        return getattr(place, name, None)
-    except Exception:
-        return None
-
-
-class _Unknown(Exception):
-    """The module has no attribute that shows the blocks."""
-
-
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """The first positive attribute of these names in a module or its config, else ``default``; if that is None, raises
-    :class:`_Unknown`."""
+    """The first positive attribute of these names in a module or its config, else ``default``; LookupError if that is
+    None."""
     for place in (module, value_of(module, "config")):
         for name in names:
             if isinstance(value := value_of(place, name), int) and value > 0:
                 return value
     if default is None:
-        raise _Unknown
+        raise LookupError(names)
     return default
 
 
@@ -128,8 +116,8 @@ def _inputs(module: Any) -> int:
 
 
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
-    """Blocks of a weight by the last part of its name and its module's attributes; () for any other name. Raises
-    :class:`_Unknown`. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
+    """Blocks of a weight by the last part of its name and its module's numbers (LookupError if it has none); () for any
+    other name. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
     number, kind = partial(_number, module), type(module).__name__
     match name:
         case "c_attn" | "qkv" | "qkv_proj" | "Wqkv":  # queries, keys, values

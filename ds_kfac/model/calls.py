@@ -36,28 +36,39 @@ class SharedInputs:
         candidates: names of layers that may form groups; none: it does nothing.
 
     Attributes:
-        found: layer -> numbers of its inputs so far; layers with equal numbers share their inputs.
+        found: layer called in this step -> numbers of its inputs; layers with equal numbers share their inputs.
         broken: groups in use whose layers got different inputs, or gradients of different calls, in this step.
     """
 
     def __init__(self, candidates: Collection[str] = ()) -> None:
-        self.searching = bool(candidates)
-        self.broken: set[tuple[str, ...]] = set()
-        self._watched = frozenset(candidates)
-        self.found: dict[str, tuple[int, ...]] = {}
-        self._inputs: list[tuple[int, Fingerprint]] = []  # (number, input) in this micro-batch
-        self._total = 0
+        self.searching, self._watched = bool(candidates), frozenset(candidates)
         self._group: dict[str, tuple[str, ...]] = {}  # layer -> its group
-        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # group -> input of the first n-th call of a layer
-        self._counts: Counter[str] = Counter()  # layer -> calls in this micro-batch
-        self._giving: dict[tuple[str, ...], str] = {}  # group -> layer whose rows count in this micro-batch
-        self._called = set[str]()  # layers called in this step
-        # layer -> its calls in this step to which a gradient came, and whether that is not zero to the last bit
-        self._arrived: dict[str, list[tuple[Forward, Tensor | None]]] = {}
+        self._total = 0
+        # in this micro-batch: group -> its (number, input); layer -> numbers of its inputs; group -> layer that gives A
+        self._inputs: dict[Any, list[tuple[int, Fingerprint]]] = {}
+        self._calls: dict[str, list[int]] = {}
+        self._giving: dict[tuple[str, ...], str] = {}
+        self.begin_step()
 
     def begin_step(self) -> None:
-        self._called, self._arrived = set(), {}
-        self.broken.clear()
+        self.found: dict[str, tuple[int, ...]] = {}
+        self.broken: set[tuple[str, ...]] = set()
+        # layer -> its calls to which a gradient came, and whether that is not zero to the last bit
+        self._arrived: dict[str, list[tuple[Forward, Tensor | None]]] = {}
+
+    def begin_batch(self) -> None:
+        """Begin another micro-batch. One that was not ended may have been given up half way: it counts up to there."""
+        self.end_batch(whole=False)
+
+    def end_batch(self, *, whole: bool = True) -> None:
+        """Mark groups as broken whose layers had different inputs, or were not called equally often; a layer without a
+        call does not matter."""
+        for group in self._inputs.keys() - {None}:
+            calls = [self._calls[name] for name in group if name in self._calls]
+            many = None if whole else min(map(len, calls))
+            if any(numbers[:many] != calls[0][:many] for numbers in calls):
+                self.broken.add(group)
+        self._inputs, self._calls, self._giving = {}, {}, {}
 
     def grouped(self, layer: str) -> bool:
         return layer in self._group
@@ -74,7 +85,7 @@ class SharedInputs:
         differ in which of these gradients are zero, a bool scalar on the device."""
         differ = {}
         for group in set(self._group.values()):
-            layers = [self._arrived.get(name, []) for name in group if name in self._called]
+            layers = [self._arrived.get(name, []) for name in group if name in self.found]
             counts = [Counter(forward for forward, _ in calls) for calls in layers]
             if any(count != counts[0] for count in counts):
                 self.broken.add(group)
@@ -112,45 +123,25 @@ class SharedInputs:
         return self._giving.setdefault(group, layer.name) == layer.name if group else layer.shares is None
 
     def see(self, layer: str, x: Tensor) -> None:
-        """A layer was called with ``x``. Its group is broken if another of its layers was called with something
-        else."""
+        """A layer was called with ``x``."""
         if layer not in self._watched:
             return
-        self._called.add(layer)
         mark = StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
-        if self.searching:
-            number = next((number for number, other in self._inputs if _same(other, mark)), None)
-            if number is None:
-                number, self._total = self._total, self._total + 1
-                self._inputs.append((number, mark))
-            self.found[layer] = (*self.found.get(layer, ()), number)
-            return
-        calls = self._calls.setdefault(self._group[layer], [])
-        self._counts[layer] += 1
-        if len(calls) < self._counts[layer]:
-            calls.append(mark)
-        elif not _same(calls[self._counts[layer] - 1], mark):
-            self.broken.add(self._group[layer])
-
-    def begin_batch(self) -> None:
-        """Begin another micro-batch, also if the last one was abandoned half way."""
-        self._inputs, self._counts, self._calls, self._giving = [], Counter(), {}, {}
-
-    def end_batch(self) -> None:
-        """Mark groups as broken whose layers were not called equally often; a layer without a call does not matter."""
-        for group, seen in self._calls.items():
-            if any(0 < self._counts[name] < len(seen) for name in group):
-                self.broken.add(group)
-        self.begin_batch()
+        inputs = self._inputs.setdefault(self._group.get(layer), [])
+        number = next((number for number, other in inputs if _same(other, mark)), None)
+        if number is None:
+            number, self._total = self._total, self._total + 1
+            inputs.append((number, mark))
+        self._calls.setdefault(layer, []).append(number)
+        self.found[layer] = (*self.found.get(layer, ()), number)
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
         """End the search; from now on check every batch against these groups."""
+        self.end_batch()
         self.searching = False
-        self.broken.clear()
         self._group = {name: tuple(group) for group in groups for name in group}
         self._watched = frozenset(self._group)
-        self.found = {}
-        self.begin_batch()
+        self.begin_step()
 
 
 def agreed(shown: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:

@@ -85,7 +85,8 @@ class Capture(StepSums):
         self._means, self.several = set[Forward](), False  # forwards that this backward went through
         self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
-        self._hook_model(model)
+        self._hook(model.register_forward_pre_hook, model, self._begin_batch, with_kwargs=True)
+        self._hook(model.register_forward_hook, model, self._end_batch)
         parameters, owners = dict(model.named_parameters()), {"": model}
         layers = tuple(layers)
         self._weights = {layer.name: parameters[layer.weight] for layer in layers}
@@ -94,8 +95,11 @@ class Capture(StepSums):
         for layer in layers:
             modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
             if not layer.product:
-                for module in modules.values():
-                    self._hook_layer(layer, module)
+                # before the hooks of others, which may replace the output; but if autograd.grad is called on it,
+                # after ZeRO-3's, which wraps it in a function that fetches and releases the weights of its backward
+                for ours in modules.values():
+                    called = partial(self._layer_called, layer)
+                    self._hook(ours.register_forward_hook, ours, called, with_kwargs=True, prepend=not self.sampled)
                 continue
             owners |= modules
             if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
@@ -105,9 +109,12 @@ class Capture(StepSums):
             self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
         self._products: Products | None = None
         if counts:
-            self._products = Products(counts, self._product)
-            for module in owners.values():
-                self._hook_owner(self._products, module)
+            products = self._products = Products(counts, self._product)
+            for ours in owners.values():  # observe products while a captured forward, or a recomputation, of it runs
+                self._hook(ours.register_forward_pre_hook, ours, lambda module, inputs: products.enter(module))
+                self._hook(
+                    ours.register_forward_hook, ours, lambda module, *_: products.leave(module), always_call=True
+                )
 
     def begin_step(
         self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
@@ -190,26 +197,19 @@ class Capture(StepSums):
         self.pending = [call for call in self.pending if id(call) not in done]
         self.end_backward()
 
-    # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition.
-    # torch.compiler.disable is called here, not as a decorator: that would import torch's compiler with ds_kfac.
-    # A copied module carries the hooks along, so each compares its module with the one that it was installed on.
+    def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
+        """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
+        in captured forwards. torch.compile sees the first condition alone."""
+        captured = torch.compiler.disable(function)  # not as a decorator, which imports torch's compiler with ds_kfac
 
-    def _hook_model(self, model: nn.Module) -> None:
-        begin_batch, end_batch = map(torch.compiler.disable, (self._begin_batch, self._end_batch))
+        def hook(module: nn.Module, *values: Any) -> None:
+            if torch.is_grad_enabled() and self.active and module is ours:
+                captured(module, *values)
 
-        def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() and self.active:
-                begin_batch(module is model, arguments, keywords)
+        self._handles.append(register(hook, **how))
 
-        def end(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if torch.is_grad_enabled() and self.active:
-                end_batch(module is model, output)
-
-        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(end))
-
-    def _begin_batch(self, is_ours: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if not is_ours or torch._C._current_graph_task_id() != -1:
+    def _begin_batch(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() != -1:
             return
         if self._products is not None:  # still entered if the last forward raised
             self._products.leave(None)
@@ -222,59 +222,47 @@ class Capture(StepSums):
         self.inputs.begin_batch()
         self._masks.begin()
 
-    def _end_batch(self, is_ours: bool, output: Any) -> None:
-        if is_ours and torch._C._current_graph_task_id() == -1:
+    def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
             self._inside = False
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
-    def _hook_layer(self, layer: LayerSpec, ours: nn.Module) -> None:
-        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            if torch.is_grad_enabled() and self.active:
-                capture(module, inputs, named, output)
-
-        @torch.compiler.disable
-        def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
-            if module is not ours or not (weight is None or weight.requires_grad):
-                return
-            try:
-                if isinstance(output, tuple):  # Megatron's linears return their bias, too
-                    output = output[0]
-                if output.requires_grad:
-                    x = inputs[0] if inputs else next(iter(named.values()))
-                    self.inputs.see(layer.name, x)
-                    self._called(layer, module, x, output)
-            except Exception as error:
-                self.fail(layer, error)
-
-        # before the hooks of others, which may replace the output; but if autograd.grad is called on the output, after
-        # ZeRO-3's, which wraps the output in a function that fetches and releases the weights of its backward
-        self._handles.append(ours.register_forward_hook(hook, with_kwargs=True, prepend=not self.sampled))
+    def _layer_called(
+        self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
+    ) -> None:
+        weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
+        try:
+            if isinstance(output, tuple):  # Megatron's linears return their bias, too
+                output = output[0]
+            if output.requires_grad and (weight is None or weight.requires_grad):
+                x = inputs[0] if inputs else next(iter(named.values()))
+                self.inputs.see(layer.name, x)
+                self._called(layer, module, x, output)
+        except Exception as error:
+            self.fail(layer, error)
 
     def _called(
-        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, sides: str = "AG",
-        select: slice | Tensor | None = None, columns: slice | None = None,
-        to_rows: Callable[[Tensor], Tensor] | None = None, picked: bool = False,
+        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, product: Product | None = None,
+        sides: str = "AG", select: slice | Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A layer was called with ``x`` and returned ``output``. Other arguments: see
-        :class:`ds_kfac.model.rows.Call` and :class:`ds_kfac.model.products.Product`."""
+        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did. ``sides``,
+        ``select``: see :class:`ds_kfac.model.rows.Call`."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if (recomputed and self.sampled) or layer.name in self.failed:  # sampled gradients go to the first run's calls
             return
         if x.numel():
             self.seen.add(layer.name)
         A, G = self.inputs.key(layer), layer.keys[1]
-        shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
+        given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        measures = self.measured is not None and ("G" if stacked else "A") in sides
-        if not captured and not measures and self.proof is None:
+        measured = self.measured if ("G" if stacked else "A") in sides else None
+        if not captured and measured is None and self.proof is None:
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
-        if not (select is columns is to_rows is None):
-            shape = torch.Size((*x.shape[:-1], layer.G.dim))
+        shape = output.shape if product is None else torch.Size((*x.shape[:-1], layer.G.dim))
         # other forwards, with other masks, may have run since this recomputation's first run
         forward = self._running if recomputed and self._running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW
@@ -287,18 +275,19 @@ class Capture(StepSums):
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
-        if measures:
+        if measured is not None:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
-            self._measure(layer, of_call if rows.mask is None else rows.mask.sum())
+            counts = measured.setdefault(layer.name, [0, 0])
+            counts[recomputed] += of_call if rows.mask is None else rows.mask.sum()
         if not captured and self.proof is None:
             return
         if select is None and not kind.images:
             forward.note_call(rows, shape)
-        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns)
+        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select)
         call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
-        if columns is not None:
-            call.share = (columns.stop - columns.start) / shape[-1]
-        call.to_rows, call.proof, call.proves = to_rows, self.proof, "G" in sides and not self.sampled
+        if product is not None:
+            call.columns, call.to_rows = product.columns, product.to_rows
+        call.proof, call.proves = self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
         self.keep(call, x, makes_A=makes_A)
@@ -321,25 +310,6 @@ class Capture(StepSums):
         # accumulation steps, and a full backward hook breaks with in-place activations
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
 
-    def _measure(self, layer: LayerSpec, rows: int | Tensor) -> None:
-        assert self.measured is not None
-        self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
-
-    def _hook_owner(self, products: Products, ours: nn.Module) -> None:
-        """Observe products while a captured forward, or a recomputation, of a module runs."""
-        begin, end = map(torch.compiler.disable, (products.enter, products.leave))
-
-        def enter(module: nn.Module, inputs: tuple) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours:
-                begin(module)
-
-        def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-            if torch.is_grad_enabled() and self.active:
-                end(module)
-
-        self._handles.append(ours.register_forward_pre_hook(enter))
-        self._handles.append(ours.register_forward_hook(leave, always_call=True))
-
     def _product(self, product: Product) -> None:
         try:
             self._multiplied(product)
@@ -351,7 +321,6 @@ class Capture(StepSums):
         """Turn a product into calls of its layers. A stack's shared A gets all rows from its first layer."""
         layers, x, output = self._stacks[id(product.param)], product.x, product.output
         stacked, first = len(layers) > 1, layers[0]
-        named: dict[str, Any] = {"to_rows": product.to_rows, "picked": product.picked}
         module = self._model.get_submodule(first.module)
         if product.window is not None or LAYERS[first.kind].images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
@@ -364,13 +333,11 @@ class Capture(StepSums):
             return
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(first, module, x, output, sides="A", select=product.rows, **named)
-        for entry, select in product.entries:
-            layer = layers[entry]
-            if not stacked and select is EVERY:
-                self._called(layer, module, x, output, columns=product.columns, **named)
-            else:
-                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, **named)
+            self._called(first, module, x, output, product=product, sides="A", select=product.rows)
+        for entry, rows in product.entries:
+            select = rows if stacked or rows is not EVERY else None
+            sides = "G" if shared else "AG"
+            self._called(layers[entry], module, x, output, product=product, sides=sides, select=select)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards

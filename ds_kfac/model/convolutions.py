@@ -118,27 +118,29 @@ class Patches:
             ones = rows_RD.new_ones(len(rows_RD), 1) if bias else None
             side.accumulate_(sum_P, rows_RD, ones_column=ones, scale=scale)
 
+    def _counts(self, grid: Grid) -> list[int]:
+        """Number of the grid's positions along each dimension."""
+        return [-(-(size - start) // grid.step) for size, start in zip(self.positions, grid.offset, strict=True)]
+
     def rows(self, grid: Grid) -> Iterator[Tensor]:
         """The patches of a grid, some at a time, [R, D]."""
-        counts = [-(-(size - start) // grid.step) for size, start in zip(self.positions, grid.offset, strict=True)]
+        counts = self._counts(grid)
         width = self.image.shape[1] * prod(self.kernel)
         line = prod(counts[1:]) * width  # elements of an example's patches at one position of the first dimension
         if not len(self.image) or min(counts) <= 0:
             return
         for image in self.image.split(max(1, CHUNK // (counts[0] * line))):
-            view = self._view(self.padded(image), counts, grid)
+            view = self._view(image, grid)
             for part in view.split(max(1, CHUNK // (len(image) * line)), dim=1):
                 yield part.reshape(-1, width)
 
     def all_rows(self) -> Tensor:
         """A copy of all patches, [N, positions, D]."""
-        view = self._view(self.padded(self.image), list(self.positions), self.grid(None, 1))
-        return view.flatten(1, len(self.positions)).flatten(2)
+        return self._view(self.image).flatten(1, len(self.positions)).flatten(2)
 
     def sums(self) -> Tensor:
         """The sum of each example's patches, fp32 [N, D]."""
-        padded, taps = self.padded(self.image), []
-        view = self._view(padded, list(self.positions), self.grid(None, 1))
+        view, taps = self._view(self.image), []
         for place in product(*map(range, self.kernel)):
             tap = view
             for index in reversed(place):
@@ -160,14 +162,15 @@ class Patches:
             ]
         return torch.cat(parts).flatten(2).mT
 
-    def _view(self, padded: Tensor, counts: list[int], grid: Grid) -> Tensor:
-        """The grid's patches as a view [N, *counts, C, *kernel] of a padded image."""
+    def _view(self, image: Tensor, grid: Grid | None = None) -> Tensor:
+        """A grid's patches, None: all, as a view [N, *positions, C, *kernel] of the padded image."""
+        padded, grid = self.padded(image), grid or self.grid(None, 1)
         N, C, *places = padded.stride()
         moves = [stride * place for stride, place in zip(self.stride, places, strict=True)]
         taps = [dilation * place for dilation, place in zip(self.dilation, places, strict=True)]
         start = padded.storage_offset() + sum(at * move for at, move in zip(grid.offset, moves, strict=True))
         return padded.as_strided(
-            (len(padded), *counts, padded.shape[1], *self.kernel),
+            (len(padded), *self._counts(grid), padded.shape[1], *self.kernel),
             (N, *(grid.step * move for move in moves), C, *taps),
             start,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.model.batch import BatchInfo, Peers, own_hook
+from ds_kfac.model.layers import value_of
 
 
 def is_autoep(module: nn.Module) -> bool:
@@ -35,7 +36,7 @@ class ExpertRows:
         self._peers: dict[str, Peers] = {}  # mixture -> those of the newest micro-batch
         self._handles: list[Any] = []
         for name, module in model.named_modules():
-            inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
+            inner = value_of(value_of(module, "experts"), "deepspeed_experts") or ()
             if not inner and not is_autoep(module):
                 continue
             self._hook(module, self._tokens, name, partial(self._entered, name))

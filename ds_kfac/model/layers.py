@@ -110,6 +110,14 @@ def parameter_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def value_of(place: Any, name: str) -> Any:
+    """An attribute, or None; also where a property raises because the model does not run yet."""
+    try:
+        return getattr(place, name, None)
+    except Exception:
+        return None
+
+
 def computed_parameter(module: Any) -> str | None:
     """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None."""
     for name in ("weight", "bias"):

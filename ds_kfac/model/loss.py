@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, fit
+from ds_kfac.model.batch import BatchInfo, counted, fit
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.slices import Fit
 
@@ -187,18 +187,15 @@ class Forward:
     def tokens(self, weight_sharing: str) -> Tensor | int:
         """How many rows of :attr:`most` count; with "reduce", how many examples have such a row."""
         assert self.most is not None
-        (rows, shape), reduced = self.most, weight_sharing == "reduce" and len(self.most[1]) > 2
-        if rows.mask is None:
-            return shape[rows.examples] if reduced else shape[:-1].numel()
-        mask = rows.mask.flatten(1) if rows.mask.ndim > 2 else rows.mask
-        return (mask.any(dim=1 - rows.examples) if reduced and mask.ndim > 1 else mask).sum().float()
+        rows, shape = self.most
+        if rows.mask is not None:
+            return counted(rows.mask, weight_sharing if len(shape) > 2 else "expand", rows.examples)
+        return shape[rows.examples] if weight_sharing == "reduce" and len(shape) > 2 else shape[:-1].numel()
 
-    def begins(self, *, weight_sharing: str) -> "Forward":
+    def begins(self, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from labels before the model runs: labelled positions, with "reduce" labelled examples."""
-        labelled = self.info.labelled
-        if labelled is not None:
-            self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
-        return self
+        if self.info.labelled is not None:
+            self.terms = counted(self.info.labelled, weight_sharing)
 
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
@@ -228,14 +225,19 @@ class Forward:
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
 
 
+def _logits(output: Any) -> Tensor | None:
+    """``logits`` of a model's output, as Hugging Face's have."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
+
+
 def _values(output: Any) -> Iterator[Tensor]:
     """Floating-point tensors of a model's output, ``logits`` first."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
         return
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
+    if (logits := _logits(output)) is not None:
         yield logits
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
     for value in values:
@@ -266,8 +268,7 @@ def returned_loss(output: Any) -> Tensor | None:
 def of_levels(output: Any) -> bool:
     """Whether a model without ``logits`` returned predictions of several resolutions, such as a feature pyramid's: the
     loss may then be one mean over all of them, or a sum of means."""
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
+    if _logits(output) is not None:
         return False
     wide = [value for value in _values(output) if value.ndim > 2 and value.grad_fn is not None]
     shapes = {(x.ndim, len(x), x.shape[class_dim(x)]): tuple(wide[0].shape) for x in wide[:1]}
@@ -286,9 +287,7 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
         shape = [1]  # [C], the outputs of a single row
     rows = fit(info.rows, tuple(shape))
     if rows.mask is not None:
-        mask = rows.mask.flatten(1) if rows.mask.ndim > 2 else rows.mask
-        counted = mask.any(dim=1 - rows.examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask
-        return counted.sum().float()
+        return counted(rows.mask, weight_sharing, rows.examples)
     return shape[0] if weight_sharing == "reduce" else prod(shape)
 
 
@@ -311,13 +310,14 @@ which terms have a loss. Draw from the generator only, so that a resumed run dra
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``.logits`` of a Hugging Face output, or the second entry of a
-    tuple. Raises ValueError if there is none, or only a scalar, which is a loss."""
-    tensor = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
-    if isinstance(tensor, tuple) and len(tensor) > 1:  # (loss, logits, ...)
-        tensor = tensor[1]
-    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-        got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
+    """The prediction in a module's output: a tensor, ``logits`` of a Hugging Face output, or what
+    :func:`returned_prediction` finds in a tuple. Raises ValueError if there is none, or only a scalar, which is a loss.
+    """
+    tensor = output if isinstance(output, Tensor) else _logits(output)
+    if tensor is None and isinstance(output, tuple):
+        tensor = returned_prediction(output)
+    if tensor is None or tensor.ndim == 0:
+        got = type(output).__name__ if tensor is None else "a scalar, a loss"
         raise ValueError(
             f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
             "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
@@ -347,28 +347,20 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
 
 
-def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
+def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, mean: bool = False) -> Tensor:
+    """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
+    [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
 
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance C/2;
-    targets are drawn from this Gaussian around the prediction.
+    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
+    with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
     """
     prediction = prediction_tensor(output).float()
-    variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
-    noise = (
-        torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
-        * variance**0.5
-    )
-    return F.mse_loss(prediction, prediction.detach() + noise)
-
-
-def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with squared errors that are summed over outputs, a mean over predictions: C times :func:`mse`, so
-    the Gaussian's variance is 1/2."""
-    prediction = prediction_tensor(output).float()
     outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32) * 0.5**0.5
-    return F.mse_loss(prediction, prediction.detach() + noise) * outputs
+    variance = outputs / 2 if mean else 0.5
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
+    return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)
 
+
+mse: Sampler = partial(squared_error, mean=True)
 
 SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}

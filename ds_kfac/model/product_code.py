@@ -1,21 +1,21 @@
-"""Which matrices a module multiplies rows by: read from its source code, before training.
+"""What a module does with its parameters: read from its source code, before training.
 
 :func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout of the matrix in
 them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O] in ``x @ self.w``, ``bmm``, ``addmm``
 and grouped products. In a stack [E, ..] each entry is a matrix (``linear(x, self.w[e])``). In ``einsum`` the dimensions
 that are summed over are one side, those of the output the other. :func:`borrowed_weights` finds weights of its children
-that a module multiplies by itself.
+that a module multiplies by itself, :func:`tables` the parameters in which rows are looked up.
 """
 
 import ast
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from linecache import getlines
 from math import prod
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -31,8 +31,8 @@ BOUNDS = {"clamp", "clip"}
 COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"} | BOUNDS
 """Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be clamped; the others
 have the gradient of the copy."""
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
+LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
 
 
 class MatrixLayout(NamedTuple):
@@ -64,22 +64,17 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
     count: Any = getattr(module, "moe_num_experts", None)
     layouts: dict[str, MatrixLayout]
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        layouts = dict.fromkeys(
-            ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), MatrixLayout(False)
-        )
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        layouts = dict.fromkeys(names, MatrixLayout(False))
     elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
-        layouts = {
-            "w1": MatrixLayout(False, stack=count),
-            "v1": MatrixLayout(False, stack=count),
-            "w2": MatrixLayout(True, stack=count),
-        }
+        layouts = {name: MatrixLayout(name == "w2", stack=count) for name in ("w1", "v1", "w2")}
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
         layouts = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     else:
         layouts = {}
         unclear: set[str] = set()
         parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
-        for name, layout, other, letters in _every_product(kind):
+        for name, layout, other, letters in _products(kind):
             if name not in parameters or other in parameters:  # two parameters, as in a penalty: no rows of a batch
                 continue
             if letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with an entry of a stack
@@ -101,25 +96,28 @@ def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(child, called) for child, called in children if child is not None]
 
 
-@cache
-def _borrowed(kind: Any) -> Mapping[str, bool]:
-    """Name of a child -> whether it is called, too."""
-    taken: set[str] = set()
-    called: set[str] = set()
-    for function in functions_of(kind):
-        own, nodes = own_name(function), list(ast.walk(function))
-        local = dict(assigned(nodes))
-        for node in nodes:
-            operands: list[ast.expr] = []
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                operands = [node.left, node.right]
-            elif isinstance(node, ast.Call):
-                called.add(child_of(node.func, own))
-                if not name_of(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
-                    operands = [*node.args, *(word.value for word in node.keywords)]
-            operands = [local.get(x.id, x) if isinstance(x, ast.Name) else x for x in operands]
-            taken |= {child_of(x.value, own) for x, _ in map(_viewed, operands) if _is_weight(x)}
-    return {name: name in called for name in sorted(taken - {""})}
+def tables(model: nn.Module) -> set[int]:
+    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of its children.
+
+    A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it, or in a codebook,
+    whose product only selects the nearest row and gets no gradient.
+    """
+    ids = set()
+    for module in model.modules():
+        kind: Any = type(module)
+        for path, dims in _look_ups(kind):
+            parameter = _parameter_at(module, path.split("."))
+            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:  # a row or less is left
+                ids.add(id(parameter))
+    return ids
+
+
+def _parameter_at(module: nn.Module, path: list[str]) -> Any:
+    """The parameter at a path of names; None if there is none, or in TorchScript."""
+    if len(path) > 1:
+        child = module._modules.get(path[0]) if isinstance(module._modules, dict) else None
+        return None if child is None else _parameter_at(child, path[1:])
+    return module._parameters.get(path[0]) if isinstance(module._parameters, dict) else None
 
 
 def convolves(module: nn.Module) -> bool:
@@ -129,33 +127,80 @@ def convolves(module: nn.Module) -> bool:
     return any(map(_convolves, kinds[:torchs]))
 
 
-@cache
-def _convolves(kind: Any) -> bool:
-    for function in functions_of(kind, alone=True):
-        nodes = list(ast.walk(function))
-        set_here = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        given = {argument.arg for argument in _arguments(function)} - set_here
-        for node in nodes:
-            if isinstance(node, ast.Call) and name_of(node.func) == "forward":
-                return True  # super().forward(..)
-            if isinstance(node, ast.Call) and "conv" in name_of(node.func):
-                for x, _ in map(_viewed, [*node.args, *(word.value for word in node.keywords)]):
-                    if _is_weight(x) or (isinstance(x, ast.Name) and x.id in given & {"weight"}):
-                        return True
-    return False
+class Operand(NamedTuple):
+    """A parameter as an expression names it, maybe viewed or in another dtype: ``self.experts.w[e].T``.
+
+    Attributes:
+        path: "experts.w".
+        transposed: whether it is transposed.
+        dims: number of dimensions that indices remove, or pick along.
+        varies: whether it may be rows of a batch: it is looked up, or held by a variable that has other values, too.
+    """
+
+    path: str
+    transposed: bool = False
+    dims: int = 0
+    varies: bool = False
 
 
-def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
-    """Functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is found."""
-    for base in (kind,) if alone else kind.__mro__:
-        if base is nn.Module:
-            return
+class Code:
+    """A function's code.
+
+    Attributes:
+        nodes: of its syntax tree, in the order of the code.
+        set_here: variable -> how often it is set.
+        held: variable -> the parameter that it holds, the last one of several.
+    """
+
+    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.name = function.name
+        self.arguments = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        self._self = self.arguments[0] if self.arguments else ""
+        nodes = ast.walk(function)
+        self.nodes = sorted(nodes, key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
+        self.set_here = Counter(x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        self.held = dict[str, Operand]()
+        others = Counter(x.arg for x in self.nodes if isinstance(x, ast.arg)) + self.set_here
+        for node in self.nodes:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                variable = node.targets[0].id
+                if (operand := self.operand(node.value)) is not None:
+                    others[variable] -= not operand.varies
+                    self.held[variable] = operand
+        self.held = {name: held._replace(varies=others[name] > 0) for name, held in self.held.items()}
+
+    def attribute(self, node: ast.AST) -> str:
+        """NAME of ``self.NAME``, else ""."""
+        of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self
+        return node.attr if of_self and isinstance(node, ast.Attribute) else ""
+
+    def operand(self, node: ast.AST | None) -> Operand | None:
+        """The parameter that an expression names; None: another value."""
+        if node is None or isinstance(node, ast.Name):
+            return None if node is None else self.held.get(node.id)
+        if name := self.attribute(node):
+            return Operand(name)
+        if isinstance(node, ast.Subscript):
+            inner, places = self.operand(node.value), indices(node)
+            varies = inner is not None and (inner.varies or is_computed(node))
+            return inner and inner._replace(dims=inner.dims + len(places), varies=varies)
+        how = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(how, ast.Attribute) or (inner := self.operand(how.value)) is None:
+            return None
+        if how.attr in TURNS | KEEPS:
+            return inner._replace(transposed=inner.transposed != (how.attr in TURNS))
+        return Operand(f"{inner.path}.{how.attr}") if how is node and inner == Operand(inner.path) else None
+
+
+def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
+    """Code of the functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is
+    found."""
+    for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
-            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__).get(base.__qualname__)
+            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
         except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
             continue
-        nodes = ast.walk(tree) if tree is not None else ()
-        yield from (node for node in nodes if isinstance(node, Function))
+        yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @lru_cache(maxsize=8)
@@ -168,114 +213,19 @@ def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
         if isinstance(node, ast.ClassDef):
             by_name.setdefault(path + node.name, node)
             path += f"{node.name}."
-        elif isinstance(node, Function):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             path += f"{node.name}.<locals>."
         waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
     return by_name
 
 
-def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
-    """The expression that a view, or a copy in another dtype, is taken of, and whether it is transposed: ``self.w`` and
-    True for ``self.w[e].T``."""
-    transposed = False
-    while not child_of(node, own):
-        how = node.func if isinstance(node, ast.Call) else node
-        if isinstance(node, ast.Subscript):
-            node = node.value
-        elif isinstance(how, ast.Attribute) and how.attr in TURNS | KEEPS:
-            node, transposed = how.value, transposed != (how.attr in TURNS)
-        else:
-            break
-    return node, transposed
+def name_of(function: ast.AST) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """(variable, expression) of simple assignments."""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, node.value
-
-
-def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
-    return isinstance(node, ast.Attribute) and node.attr == "weight"
-
-
-def _arguments(function: Function) -> list[ast.arg]:
-    """Arguments that can be given by position."""
-    return [*function.args.posonlyargs, *function.args.args]
-
-
-def own_name(function: Function) -> str:
-    """Name of a method's first argument, usually "self"."""
-    return next((argument.arg for argument in _arguments(function)), "")
-
-
-def child_of(node: ast.expr, own: str) -> str:
-    """NAME of ``self.NAME``, else ""."""
-    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
-    return node.attr if of_self and isinstance(node, ast.Attribute) else ""
-
-
-@cache
-def _every_product(kind: Any) -> tuple[tuple[str, MatrixLayout, str, int], ...]:
-    return tuple(product for function in functions_of(kind) for product in _products(function))
-
-
-def _products(function: Function) -> Iterator[tuple[str, MatrixLayout, str, int]]:
-    """Products in a function's code, in its order: (attribute, its layout, the other operand if that is an attribute,
-    too, else "", number of its dimensions in an einsum, else 0)."""
-    own, local = own_name(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether transposed
-
-    def parameter(node: ast.expr | None) -> tuple[str, bool] | None:
-        if node is None:
-            return None
-        node, transposed = _viewed(node, own)
-        name, before = local.get(node.id, ("", False)) if isinstance(node, ast.Name) else (child_of(node, own), False)
-        return (name, before != transposed) if name else None
-
-    def other(node: ast.expr | None) -> str:
-        """The attribute that an operand is; "" for a row looked up in a table, or a variable with several values."""
-        if node is None or (weight := parameter(node)) is None or looks_up(node):
-            return ""
-        held, _ = _viewed(node, own)
-        return "" if isinstance(held, ast.Name) and set_here[held.id] != once[held.id] else weight[0]
-
-    def looks_up(node: ast.expr) -> bool:
-        inside = ast.walk(node)
-        return any(isinstance(x, ast.Subscript) and not all(map(is_constant, indices(x))) for x in inside)
-
-    nodes = sorted(ast.walk(function), key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
-    once = Counter[str]()
-    for variable, value in assigned(nodes):
-        if (weight := parameter(value)) is not None:
-            local[variable] = weight
-            once[variable] += not looks_up(value)
-    set_here = Counter(x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
-    set_here.update(x.arg for x in nodes if isinstance(x, ast.arg))
-    for node in nodes:
-        left, right, linear = None, None, False
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            left, right = node.left, node.right
-        elif isinstance(node, ast.Call):
-            name, arguments = name_of(node.func), list(node.args)
-            if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
-                for place, operand in enumerate(arguments[1:]):
-                    weight, sums = parameter(operand), contraction(str(arguments[0].value), place)
-                    if weight is not None and not weight[1] and sums is not None:
-                        yield weight[0], sums.layout, other(arguments[2 - place]), sums.dims
-            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
-                left, right = node.func.value, arguments[0]
-            elif name in LINEAR | RIGHT and len(arguments) > 1:
-                left, right, linear = arguments[0], arguments[1], name in LINEAR
-            elif name in LINEAR:
-                right = next((word.value for word in node.keywords if word.arg == "weight"), None)
-                linear = True
-            elif name in ADDED and len(arguments) > 2:
-                left, right = arguments[1:3]
-        if (weight := parameter(right)) is not None:
-            yield weight[0], MatrixLayout(weight[1] == linear), other(left), 0
-        if not linear and (weight := parameter(left)) is not None:
-            yield weight[0], MatrixLayout(weight[1]), other(right), 0
+def given(call: ast.Call) -> list[ast.expr]:
+    """All arguments of a call."""
+    return [*call.args, *(word.value for word in call.keywords)]
 
 
 def indices(node: ast.Subscript) -> list[ast.expr]:
@@ -291,12 +241,97 @@ def indices(node: ast.Subscript) -> list[ast.expr]:
     ]
 
 
-def is_constant(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant)
+def is_computed(node: ast.Subscript) -> bool:
+    """Whether an index is no constant, so that it may look up a row."""
+    return not all(isinstance(index, ast.Constant) for index in indices(node))
 
 
-def name_of(function: ast.AST) -> str:
-    return getattr(function, "attr", getattr(function, "id", ""))
+@cache
+def _borrowed(kind: Any) -> Mapping[str, bool]:
+    """Name of a child -> whether it is called, too."""
+    taken, called = dict[str, None](), set[str]()
+    for code in codes_of(kind):
+        for node in code.nodes:
+            operands: list[ast.expr] = []
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                operands = [node.left, node.right]
+            elif isinstance(node, ast.Call):
+                called.add(code.attribute(node.func))
+                if not name_of(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
+                    operands = given(node)
+            for operand in filter(None, map(code.operand, operands)):
+                child, _, name = operand.path.rpartition(".")
+                taken |= {child: None} if name == "weight" and child else {}
+    return {name: name in called for name in taken}
+
+
+@cache
+def _convolves(kind: Any) -> bool:
+    for code in codes_of(kind, alone=True):
+        # no other variables: what holds a weight may hold a standardized one, too
+        code.held = dict.fromkeys({"weight"} & {*code.arguments} - set(code.set_here), Operand("weight"))
+        for node in code.nodes:
+            if isinstance(node, ast.Call) and name_of(node.func) == "forward":
+                return True  # super().forward(..)
+            if isinstance(node, ast.Call) and "conv" in name_of(node.func):
+                if any(x is not None and x.path == "weight" for x in map(code.operand, given(node))):
+                    return True
+    return False
+
+
+@cache
+def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
+    """The look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the index removes). In a stack
+    of matrices one dimension leaves a matrix, two leave a row."""
+    look_ups = set[tuple[str, int]]()
+    for code in codes_of(kind):
+        for node in () if code.name.startswith(MAKES) else code.nodes:
+            operands, removed = list[ast.expr](), 0
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_computed(node):
+                operands = [node]
+            elif isinstance(node, ast.Call) and (name := name_of(node.func)) in LOOK_UPS:
+                operands, removed = given(node), 1 if name == "index_select" else 2
+                operands += [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            look_ups.update((x.path, x.dims + removed) for x in map(code.operand, operands) if x is not None)
+    return frozenset(look_ups)
+
+
+@cache
+def _products(kind: Any) -> tuple[tuple[str, MatrixLayout, str, int], ...]:
+    """Products in a class's code, in its order: (parameter, its layout, the other operand if that is a parameter, too,
+    else "", number of its dimensions in an einsum, else 0)."""
+    return tuple(product for code in codes_of(kind) for product in _products_in(code))
+
+
+def _products_in(code: Code) -> Iterator[tuple[str, MatrixLayout, str, int]]:
+    def other(node: ast.expr | None) -> str:
+        operand = code.operand(node)
+        return "" if operand is None or operand.varies else operand.path
+
+    for node in code.nodes:
+        left, right, linear = None, None, False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            left, right = node.left, node.right
+        elif isinstance(node, ast.Call):
+            name, arguments = name_of(node.func), list(node.args)
+            if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
+                for place, operand in enumerate(arguments[1:]):
+                    weight, sums = code.operand(operand), contraction(str(arguments[0].value), place)
+                    if weight is not None and not weight.transposed and sums is not None:
+                        yield weight.path, sums.layout, other(arguments[2 - place]), sums.dims
+            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
+                left, right = node.func.value, arguments[0]
+            elif name in LINEAR | RIGHT and len(arguments) > 1:
+                left, right, linear = arguments[0], arguments[1], name in LINEAR
+            elif name in LINEAR:
+                right = next((word.value for word in node.keywords if word.arg == "weight"), None)
+                linear = True
+            elif name in ADDED and len(arguments) > 2:
+                left, right = arguments[1:3]
+        if (weight := code.operand(right)) is not None:
+            yield weight.path, MatrixLayout(weight.transposed == linear), other(left), 0
+        if not linear and (weight := code.operand(left)) is not None:
+            yield weight.path, MatrixLayout(weight.transposed), other(right), 0
 
 
 class Contraction(NamedTuple):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ds_kfac.model.batch import tensors_of
-from ds_kfac.model.places import Place, Places
+from ds_kfac.model.places import Place, Places, base_of
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
 
 LEFT_NAMES, RIGHT_NAMES = ("input", "self", "mat_a", "mat1", "batch1"), ("weight", "other", "mat2", "mat_b", "batch2")
@@ -332,7 +332,7 @@ class Uses(TorchFunctionMode):
 
     def _note(self, function: str, arguments: Any) -> None:
         for tensor in tensors_of(arguments):
-            name = self._names.get(id(tensor if tensor._base is None else tensor._base))
+            name = self._names.get(id(base_of(tensor)))
             if name is not None:
                 self.places.setdefault(name, {})[f"{_line()} ({function})"] = None
 

@@ -175,9 +175,6 @@ class Proof:
             self._probes[key] = probes_nDK.mT.contiguous().mT  # column-major: a quarter of the time on CPUs
         return self._probes[key]
 
-    def _row(self, layer: LayerSpec) -> Tensor:
-        return self._numbers[self._place[layer.name]]
-
     def _known_of(self, layer: LayerSpec) -> list[float]:
         return self._known[self._place[layer.name]]
 
@@ -214,7 +211,7 @@ class Proof:
         if layer.name not in self._place or (call.probed is None and not made_of_gradients):
             return None
         u_nOK = self.probes(layer.keys[1], layer)
-        row, known, K = self._row(layer), self._known_of(layer), u_nOK.shape[-1]
+        row, known, K = self._numbers[self._place[layer.name]], self._known_of(layer), u_nOK.shape[-1]
         if isinstance(kind, Convolution):
             probed = kind.gradient_patches(call.module, gradient).times(u_nOK)
         else:
@@ -274,8 +271,9 @@ class Proof:
             self._count(call.key_A, call.layer, rows * kept, taken.stride * call.share, count * kept * call.share)
             self._known_of(call.layer)[GAVE] += 1
 
-    def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
+    def counted_gradient(self, call: Call, gain: Any, weight_sharing: str) -> None:
         """The rows of a call went, times ``gain``, to G, or to an A that is made of gradients."""
+        key = call.key_A if call.kind.needs_gradients else call.layer.keys[1]
         if not call.whole_grid:
             self._sampled.add(key)
         elif call.probed_G is not None:
@@ -306,7 +304,7 @@ class Proof:
                 moment, spread = second_moment(side, sum_.sum_P, probes)
                 floor = torch.finfo(torch.float32).tiny * probes.double().abs().sum() ** 2
                 wrong = wrong | ((moment - squares).abs() > slack * (squares + spread) + floor)
-            self._row(layer)[WRONG] += wrong
+            self._numbers[self._place[layer.name], WRONG] += wrong
         return self._numbers
 
     def ratios(self, total_LN: Tensor, gradients: Mapping[str, Tensor], *, divisor: float, world: int,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, Fit
+from ds_kfac.model.batch import BatchInfo, Fit, counted
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import Forward
@@ -79,8 +79,6 @@ class Call:
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         later: whether the layer was called before in the forward, if that is to be known.
-        share: part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows
-            for keys and values than for queries, by one product for both or, as under ZeRO-3, by one each.
         whole_grid: whether its sums have every position of a convolution.
         taken: which of its rows its sums of A and of G have.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
@@ -110,13 +108,18 @@ class Call:
     late: bool = False
     proves: bool = True
     later: bool = False
-    share: float = 1.0
     whole_grid: bool = True
     taken: tuple[Taken, Taken] = EACH, EACH
     arrived: bool = False
     proof: Any = None
     probed: Tensor | None = None
     probed_G: Tensor | None = None
+
+    @property
+    def share(self) -> float:
+        """Part of the layer's outputs that it made. Its inputs count so much in A: cross attention has other rows for
+        keys and values than for queries, by one product for both or, as under ZeRO-3, by one each."""
+        return 1.0 if self.columns is None else (self.columns.stop - self.columns.start) / self.shape[-1]
 
     @property
     def whole(self) -> bool:
@@ -199,9 +202,7 @@ def gradient_rows(
     :func:`input_rows`. bf16 and fp16 rows are as they were; sums over positions and others are fp32."""
     reduced = weight_sharing == "reduce"
     g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
-    own: Any = len(g_NTD) * (1 if reduced else g_NTD.shape[1])
-    if mask is not None:
-        own = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
+    own = len(g_NTD) * (1 if reduced else g_NTD.shape[1]) if mask is None else counted(mask, weight_sharing)
     if not reduced:
         g_NTD, mask = taken.of(g_NTD.flatten(0, 1)), None if mask is None else taken.of(mask.reshape(-1, 1))
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
@@ -275,28 +276,22 @@ class RowSums:
                 patches = kind.gradient_patches(call.module, gradient)
                 gain = self._gain(call, len(patches.image), seed, sum_, alive)
                 patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, call), gain=gain)
-                self._prove(call, gain)
-                return
-            tensor = kind.gradient_rows(call.module, call.x, gradient)
-            mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[1]
-            rows, own = gradient_rows(tensor, mask, self.weight_sharing, examples=examples, taken=taken)
-            gain, scale = self._gain(call, own, seed, sum_, alive), float(taken.stride)
-            if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
-                of_row = gain.repeat_interleave(tensor.shape[:-1].numel() // len(gain))[:, None]
-                rows, gain = rows.float(), taken.of(of_row)
-            if rows.dtype == torch.float32:
-                rows = rows * gain
             else:
-                scale = gain**2 * scale
-            side = layer.A if kind.needs_gradients else layer.G
-            side.accumulate_(sum_.sum_P, rows, scale=scale)
-            self._prove(call, gain)
-
-    def _prove(self, call: Call, gain: Any) -> None:
-        """What was added of a call's gradient."""
-        if call.proof is not None:
-            key = call.key_A if call.kind.needs_gradients else call.layer.keys[1]
-            call.proof.counted_gradient(call, key, gain, self.weight_sharing)
+                tensor = kind.gradient_rows(call.module, call.x, gradient)
+                mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[1]
+                rows, own = gradient_rows(tensor, mask, self.weight_sharing, examples=examples, taken=taken)
+                gain, scale = self._gain(call, own, seed, sum_, alive), float(taken.stride)
+                if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
+                    of_row = gain.repeat_interleave(tensor.shape[:-1].numel() // len(gain))[:, None]
+                    rows, gain = rows.float(), taken.of(of_row)
+                if rows.dtype == torch.float32:
+                    rows = rows * gain
+                else:
+                    scale = gain**2 * scale
+                side = layer.A if kind.needs_gradients else layer.G
+                side.accumulate_(sum_.sum_P, rows, scale=scale)
+            if call.proof is not None:
+                call.proof.counted_gradient(call, gain, self.weight_sharing)
 
     @torch.no_grad()
     def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:

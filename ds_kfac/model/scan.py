@@ -15,9 +15,8 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied
+from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, tables
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
-from ds_kfac.model.tables import tables
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short side of each gets a
@@ -25,8 +24,6 @@ factor: the gradient has no higher rank, and a factor of the long side would be 
 LONGEST, LONGEST_INPUT = 16384, 65536
 """Longest side with a block-diagonal factor (half a GB); a longer one, such as a head's vocabulary, has a diagonal.
 LONGEST_INPUT holds where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
-
-TABLE = "rows are looked up in {}: it is a table"
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,8 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[id(parameter)].append(name)
-        tied = getattr(model, "tied_modules", None)  # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
+        tied = dict(model.named_children()).get("tied_modules")
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.tables = tables(model)
         self.borrowed = {id(child): called for module in model.modules() for child, called in borrowed_weights(module)}
@@ -160,13 +158,9 @@ class _Scanner:
         others = [user for user in self.users[id(bias)] if user not in members]
         # a module of no known type, such as RoBERTa's head, holds it only; if it adds it, too, the proof fails
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
-        reason = self._refusal(name, module._parameters["weight"], sharing)
+        reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
             return reason
-        if len(users) > len(members):
-            return f"weight is shared by {', '.join(users)}"
-        if id(module.weight) in self.tables:
-            return TABLE.format("weight")
         if name != members[0]:
             return None
         if ("Linear" if kind in SHARDS else kind) not in choice.types:
@@ -213,11 +207,8 @@ class _Scanner:
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight, transposed = module._parameters[parameter], layouts[parameter].transposed
             bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
-            reason = self._refusal(place, weight, [user for user in self.users[id(bias)] if user != name]) or ""
-            if not reason and len(self.users[id(weight)]) > 1:
-                reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
-            if not reason and id(weight) in self.tables:
-                reason = TABLE.format(parameter)
+            sharing = [user for user in self.users[id(bias)] if user != name]
+            reason = self._refusal(place, parameter, module, sharing, [name]) or ""
             if not reason and kind not in self.choice.types:
                 reason = f"{kind} is not in kfac.layers.types"
             if reason:
@@ -243,8 +234,12 @@ class _Scanner:
                 layers.append(replace(layer, name=expert, part=(index, shape[0]), shares=shares))
         return layers or reason
 
-    def _refusal(self, name: str, weight: Any, bias_users: Sequence[str]) -> str | None:
-        """Why a layer with this weight is left alone, or None. ``bias_users``: other layers with its bias."""
+    def _refusal(
+        self, name: str, parameter: str, module: nn.Module, bias_users: Sequence[str], members: Sequence[str]
+    ) -> str | None:
+        """Why a layer is left alone whose weight is this parameter of a module, or None. ``bias_users``: other layers
+        with its bias; ``members``: the modules whose calls are its calls."""
+        weight: Any = module._parameters[parameter]
         if self.choice.include and not any(re.search(pattern, name) for pattern in self.choice.include):
             return "not matched by kfac.layers.include"
         for pattern in self.choice.exclude:
@@ -252,6 +247,8 @@ class _Scanner:
                 return f"matched by kfac.layers.exclude {pattern!r}"
         if not numel(weight):
             return "weight has no elements"
+        if not weight.is_floating_point():
+            return f"weight is {str(weight.dtype).removeprefix('torch.')}; factors are of real numbers"
         if not weight.requires_grad:
             return "weight is frozen"
         if id(weight) not in self.trained:
@@ -260,7 +257,11 @@ class _Scanner:
             return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
         if id(weight) in self.tied_stages:
             return "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other stages have the rows"
-        return f"bias is shared with {', '.join(bias_users)}" if bias_users else None
+        if bias_users:
+            return f"bias is shared with {', '.join(bias_users)}"
+        if len(users := self.users[id(weight)]) > len(members):
+            return f"{parameter} is shared by {', '.join(users)}"
+        return f"rows are looked up in {parameter}: it is a table" if id(weight) in self.tables else None
 
     def skipped_parameters(self, layers: list[LayerSpec]) -> list[Skipped]:
         """Parameters of preconditioned modules that are not part of the layer."""

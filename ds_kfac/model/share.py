@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ds_kfac.model.layers import LayerSpec, parameter_shape
+from ds_kfac.model.product_code import tables
 from ds_kfac.model.scan import Scan, numel
-from ds_kfac.model.tables import tables
 
 NAMED = 3
 """Kinds of modules that the report names, those with the most elements."""
@@ -92,19 +92,18 @@ def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
     ours = {name for layer in scan.layers for name in layer.parameters}
     table_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     table_ids |= tables(model)
-    named = dict(model.named_parameters()).items()
-    others = {n: p for n, p in named if n not in ours and id(p) not in table_ids and is_matrix(p)}
-    return {name for name, parameter in others.items() if not is_broadcast(model, name, parameter)}
+    others = set[str]()
+    for name, parameter in model.named_parameters():
+        if name not in ours and id(parameter) not in table_ids and is_matrix(parameter):
+            module = model.get_submodule(name.rpartition(".")[0])
+            shape = parameter_shape(parameter)  # not module.weight's: modules of TorchScript have no parameters by name
+            kernel = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+            if kernel or len(shape) == 2 or 1 not in shape[:-1]:  # with a side of 1 it is made to be broadcast
+                others.add(name)
+    return others
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
     """Whether a parameter has the shape of a matrix: at least two sides above 1, and several outputs."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
-
-
-def is_broadcast(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter in no layer is made to be broadcast: it has a side of 1, unlike a stack of matrices."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    shape = parameter_shape(parameter)  # not module.weight's: modules of TorchScript have no parameters by name
-    return not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and len(shape) > 2 and 1 in shape[:-1]

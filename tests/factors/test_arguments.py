@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from ds_kfac.config.values import read_config
 from ds_kfac.factors.command import _data, _texts
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
+from ds_kfac.factors.passes import _to
+from tests.close import exact
 from tests.factors.test_fit import Sequences, sequences
 from tests.ranks import free_port, run_ranks
 
@@ -104,3 +107,44 @@ def test_a_launched_script_that_has_not_joined_its_job_does(tmp_path):
     payload = {"out": str(tmp_path), "port": str(free_port())}
     said = run_ranks("tests.factors.test_arguments:joins", world=2, payload=payload, timeout=60)
     assert said == [12, 12]
+
+
+class Around(nn.Module):
+    """A model whose only child is called "module", as that of an engine."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.module(**batch)
+
+
+@pytest.mark.parametrize("kind", [Around, nn.DataParallel])
+def test_a_model_around_a_model_is_no_engine(kind, tmp_path):
+    expected = fit(Sequences(), sequences(1), out=tmp_path / "bare", progress=False)
+    found = fit(kind(Sequences()), sequences(1), out=tmp_path / "around", progress=False)
+    assert list(found) == (["module.twice", "module.head"] if kind is Around else list(expected))
+    exact(found.factor(next(iter(found)), "A"), expected.factor("twice", "A"))
+
+
+def test_a_loader_of_a_stream_has_no_length(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(sequences(2))
+
+    found = fit(Sequences(), DataLoader(Stream(), batch_size=None), out=tmp_path, progress=False)
+    assert found.header["batches"] == 2
+
+
+def test_a_model_without_parameters_has_no_layer(tmp_path):
+    with pytest.raises(ValueError, match="Identity has no layer to precondition"):
+        fit(nn.Identity(), sequences(1), out=tmp_path, progress=False)
+
+
+def test_a_batch_that_moves_itself_does(tmp_path):
+    class Moved(tuple):
+        def to(self, device: torch.device) -> dict:
+            return {name: x.to(device) for name, x in self[0].items()}
+
+    assert _to(Moved(sequences(1)), torch.device("cpu")).keys() == {"x", "labels"}

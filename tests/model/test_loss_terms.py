@@ -271,6 +271,16 @@ def test_with_reduce_a_term_is_an_example():
     assert recorder.counts("block") == recorder.counts("head") == [N, N]
 
 
+def test_with_reduce_a_label_of_an_example_is_a_term():
+    """As of Hugging Face's sequence classification: labels [N], of which some are -100."""
+    torch.manual_seed(0)
+    recorder = Recorder(Vision())
+    recorder.capture.rows.weight_sharing = "reduce"
+    recorder.capture.read_batch = lambda *given: BatchInfo(labelled=torch.arange(N) > 0)
+    F.cross_entropy(recorder.model(X)[1:], Y[1:]).backward()
+    assert recorder.counts("head")[1] == N - 1
+
+
 class Same(torch.autograd.Function):
     """As ZeRO-3 puts behind modules."""
 

@@ -14,7 +14,8 @@ EXPAND, REDUCE = "expand", "reduce"
 
 
 def terms(info: BatchInfo, weight_sharing: str = EXPAND) -> float:
-    loss = Forward(info).begins(weight_sharing=weight_sharing)
+    loss = Forward(info)
+    loss.begins(weight_sharing=weight_sharing)
     loss.returned(None, weight_sharing=weight_sharing)
     return float(loss.terms)
 

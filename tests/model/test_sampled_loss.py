@@ -59,7 +59,8 @@ def test_the_prediction_is_found_in_what_models_return():
 
     output = Output()
     output.logits = logits
-    for found in (logits, output, {"logits": logits}, (torch.tensor(1.0), logits)):
+    loss, hidden = torch.tensor(1.0), torch.randn(2, 4)
+    for found in (logits, output, {"logits": logits}, (loss, logits), (logits, loss), (logits, hidden)):
         assert prediction_tensor(found) is logits
     with pytest.raises(ValueError, match=r"got a scalar, a loss.*kfac.factor.prediction"):
         prediction_tensor(torch.tensor(1.0))

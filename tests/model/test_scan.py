@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model.capture import Capture
+from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.product_code import MatrixLayout, multiplied
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import other_matrices, share_of
@@ -74,6 +76,37 @@ def test_modules_with_the_same_parameters_are_one_layer():
     (layer,) = scan(model).layers
     assert (layer.name, layer.also) == ("0", ("1",))
     assert "weight is shared by 2, 3" in reasons(model)["2"] and set(reasons(model)) == {"2", "3"}
+
+
+def test_properties_that_raise_are_no_parts_of_a_model():
+    """As those of a model that can tell its encoder or experts only once it has run."""
+
+    class Late(nn.Sequential):
+        @property
+        def encoder(self):
+            raise RuntimeError("not before the first forward")
+
+        decoder = experts = batch_first = tied_modules = encoder
+
+    model = Late(nn.Linear(4, 4))
+    layers = scan(model).layers
+    capture, experts = Capture(model, layers, lambda: 1.0), ExpertRows(model)
+    capture.begin_step(frozenset(layers[0].keys), 0)
+    model(torch.randn(3, 3, 4)).sum().backward()  # as many examples as positions
+    assert float(capture.sums["0/A"].count) == 9
+    capture.remove()
+    experts.remove()
+
+
+def test_complex_weights_are_left_alone_and_said():
+    """Their rows would lose their imaginary parts."""
+    model = nn.ModuleDict({"real": nn.Linear(4, 4), "complex": nn.Linear(4, 4, dtype=torch.complex64)})
+    model["raw"] = Matrix()
+    model["raw"].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    found = scan(model)
+    assert [layer.name for layer in found.layers] == ["real"]
+    reasons = {left.name: left.reason for left in found.skipped}
+    assert reasons["complex"] == "weight is complex64; factors are of real numbers"
 
 
 def test_a_weight_without_elements_is_no_layer():
@@ -220,6 +253,7 @@ HEAD_AS_TABLE = written(
 TABLES = {
     "table and head": written("def logits(self, x):\n    return x @ self.weight.T", TABLE),
     "by index": written("table = self.weight.float()\nreturn table[x] @ self.weight.T", Matrix),
+    "columns of a Linear's, as LayoutLM's": written("return self.weight.t()[x] + x @ self.weight.T", Matrix),
     "codebook": written("nearest = (x @ self.weight.T).argmin(-1)\nreturn self.weight.index_select(0, index=nearest)",
                         Matrix),
     "books of residual quantization": written(
