@@ -207,8 +207,8 @@ class Estimate:
         plan, moments = self.plan, self.rule.moments(self.plan.config)
         basis = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
-        state = plan.assignment.work.state(self.workers, self.homes)
-        memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
+        nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
+        memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
         # layers that are stepped in one batch have copies of their eigenvectors there, each its own of a shared A
         batched = [[group for group in groups if len(group) > 1] for groups in self._layer_groups]
         copied = np.array([sum(map(basis_bytes, groups)) for groups in batched])
