@@ -23,7 +23,7 @@ T = TypeVar("T")
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
     """Whether a rank's steps of these layers are recorded, on this type of device."""
     few = 0 < sum(layer.numel for layer in layers) <= RECORDED_NUMEL
-    return few and plan.stacks and device in RECORDERS and plan.config.ops.backend != "torch"
+    return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
 def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:

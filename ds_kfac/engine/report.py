@@ -97,10 +97,10 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
-    several, stacked = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
+    several, batched = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
     if several:
-        stacked = (
-            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
+        batched = (
+            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} groups of one shape, "
             f"{sum(map(basis_bytes, several)):,} bytes of eigenvectors in them"
         )
     where: dict[str, tuple[str, ...]] = {}
@@ -114,7 +114,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         f"load max/mean {plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, {config.factor.weight_sharing}, "
         f"{config.padding.count} rows count; {plan.method.words} by {plan.method.solver}",
-        f"  products: {precision}; {stacked}",
+        f"  products: {precision}; {batched}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
         *([f"  burn-in: {plan.schedule.burn_in}"] if plan.schedule.burn_in else []),

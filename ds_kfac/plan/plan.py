@@ -61,7 +61,7 @@ class Plan:
         shares: whether layers that see the same input are to share A.
         config: with its nulls answered.
         precision: of the products of a step.
-        stacks: whether layers of equal shape are preconditioned together.
+        batched: whether layers of one shape are stepped in one batch.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         paired: whether a factor's refresh needs its partner, which is then on the same rank.
@@ -81,7 +81,7 @@ class Plan:
     shares: bool
     config: KFACConfig
     precision: Precision
-    stacks: bool
+    batched: bool
     clip_lr: str
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -252,7 +252,7 @@ def _made(
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
         gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients), shares=config.choice.shares,
         config=config, precision=choose(config.preconditioner.precision, facts.device),
-        stacks=stacks(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
+        batched=batched(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
         reasons=tuple(reasons), paired=paired,
     )  # fmt: skip
 
@@ -331,9 +331,9 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
     return offsets, worst
 
 
-def stacks(device: torch.device, method: Method) -> bool:
-    """Whether layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
-    launches. Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
+def batched(device: torch.device, method: Method) -> bool:
+    """Whether layers of one shape, if their gradients are rotated, are stepped in one batch: fewer, larger launches.
+    Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
     them, and those of a common A for each layer; memory plans do not count that. On a CPU a batched product is slower
     than its parts."""
     return method.rotates and device.type != "cpu"

@@ -278,9 +278,9 @@ def test_long_refreshes_are_late_on_a_gpu_alone():
     assert plan(costs=BUILTIN["cuda"]).lag == 0
 
 
-def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
+def test_layers_are_stepped_in_batches_on_gpus_where_there_are_eigenbases():
     cpu, gpu, inverse = torch.device("cpu"), torch.device("cuda"), METHODS["inverse"]
-    assert planning.stacks(gpu, EIGEN) and not planning.stacks(cpu, EIGEN) and not planning.stacks(gpu, inverse)
+    assert planning.batched(gpu, EIGEN) and not planning.batched(cpu, EIGEN) and not planning.batched(gpu, inverse)
 
 
 def test_the_same_input_gives_the_same_plan():

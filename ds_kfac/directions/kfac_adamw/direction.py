@@ -102,7 +102,7 @@ class AdamDirection(Direction):
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
         super().__init__(plan, layout, exchange)
-        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.stacks, plan.pending_dtype
+        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.batched, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
         layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in layers]
@@ -111,7 +111,7 @@ class AdamDirection(Direction):
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
             steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, device)
-        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.stacks))
+        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.batched))
         self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
         self.steps = [step for chunk in self.chunks for step in chunk]
         self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)
