@@ -264,7 +264,6 @@ def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
     return tuple(range(index, world, world // workers))
 
 
-EVERYONE = -1
 CAPTURE_TOLERANCE = 0.1
 """Fraction by which a rank's captures at a step may exceed their mean, for the sake of an even refresh."""
 
@@ -289,13 +288,13 @@ def refresh_offsets(
     captures, apart = (1, update) if together else (min(update, steps), 1)
     seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in (*work.factors, *factors)}
     squares = {factor.key: factor.side.dim**2 for factor in factors}
-    who = {key: eigen_workers[key] if alone else EVERYONE for key in squares}
-    everything = Counter[int]()
+    who = {key: eigen_workers[key] if alone else None for key in squares}  # None: all ranks
+    everything = Counter[int | None]()
     for key, square in squares.items():
         everything[who[key]] += square
     most = max(everything.values(), default=0)
     limit = max(*squares.values(), (1 + CAPTURE_TOLERANCE) * most / captures, 0)
-    captured = [Counter[int]() for _ in range(captures)]
+    captured = [Counter[int | None]() for _ in range(captures)]
     busy: list[dict[Any, float]] = [{} for _ in range(steps)]  # a rank, or a node's cores
     length, offsets = [0.0] * steps, dict.fromkeys(squares, 0)
     heaviest = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))

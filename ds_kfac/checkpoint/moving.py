@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG
 from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.log import logger
 from ds_kfac.zero.deepspeed_versions import with_global_state
 
 MARKS = tuple(dict.fromkeys(mark for rule in DIRECTIONS for mark in rule.marks))

@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup
