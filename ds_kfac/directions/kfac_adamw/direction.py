@@ -33,7 +33,6 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from ds_kfac.directions.kfac_adamw.group_step import (
 )
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.places import Places, StepTensors, recorded_step
+from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
@@ -221,7 +221,7 @@ class AdamDirection(Direction):
         self.parts = []
         if self.layout.rank == 0:
             values = [group[key] for group in self.optimizer.param_groups]
-            print(APART.format(key=key, values=values), file=sys.stderr, flush=True)
+            say(APART.format(key=key, values=values), here=True)
 
     def _adam(
         self, step: GroupStep, tensors: StepTensors | Places, unscale: Tensor | float, usable: Tensor
