@@ -101,7 +101,7 @@ def config_of(options: argparse.Namespace, method: str, *, stage: int) -> dict[s
     if has_kfac(method):
         # else each kind of work in a step of its own
         planning.LONG_REFRESH = LONG_REFRESH if options.staggered else math.inf
-        rotation.STACKED = options.stacked or rotation.STACKED
+        rotation.BATCHED = options.batched or rotation.BATCHED
         blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps")
     parser.add_argument("--staggered", action="store_true", help="refreshes spread over steps, as in a run")
-    parser.add_argument("--stacked", type=int, help="elements of the layers that are stepped together")
+    parser.add_argument("--batched", type=int, help="elements of the layers that are stepped in one batch")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
     parser.add_argument("--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage")

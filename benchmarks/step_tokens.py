@@ -77,7 +77,7 @@ def sizes(options: argparse.Namespace, cell: Cell) -> argparse.Namespace:
     rows, vocabulary = cell.tokens // accumulation // options.context, 11 if options.tiny else VOCABULARY
     return argparse.Namespace(
         width=width, blocks=blocks, heads=heads, context=options.context, vocabulary=vocabulary, rows=rows,
-        accumulation=accumulation, stage=1, kfac="{}", stacked=None, staggered=cell.plan != AT_ONCE,
+        accumulation=accumulation, stage=1, kfac="{}", batched=None, staggered=cell.plan != AT_ONCE,
     )  # fmt: skip
 
 

@@ -30,12 +30,12 @@ def resolved(block: Mapping[str, Any]) -> KFACConfig:
     return resolve(parse(block), fisher="empirical")[0]
 
 
-def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.device = CPU) -> Any:
+def planned(block: Mapping[str, Any], *, batched: bool = False, device: torch.device = CPU) -> Any:
     """What a direction reads of a plan."""
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
     return SimpleNamespace(
-        config=config, layers=(), precision=precision, stacks=stacks, clip_lr="current", pending_dtype=torch.float32
+        config=config, layers=(), precision=precision, batched=batched, clip_lr="current", pending_dtype=torch.float32
     )
 
 

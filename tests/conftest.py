@@ -1,6 +1,7 @@
 """Shared by all tests."""
 
 import contextlib
+import logging
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -19,6 +20,14 @@ with contextlib.suppress(ImportError):  # kernels are tested without DeepSpeed, 
     proving.RAISES = True
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture
+def caplog(caplog):
+    """It hears ds_kfac, too, whose logger hands nothing on to the root's."""
+    logging.getLogger("ds_kfac").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("ds_kfac").removeHandler(caplog.handler)
 
 
 SHUFFLED = os.environ.get("SHUFFLED_SUMS")

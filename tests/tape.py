@@ -74,5 +74,5 @@ def taped(steady: int = 1):
     """Steps of KFACAdamW on a CPU are recorded, and their layers stepped together, as on a GPU."""
     replays[0] = 0
     with patch.dict(recorded.RECORDERS, cpu=tape), patch.object(recorded, "STEADY", steady), \
-            patch.object(planning, "stacks", lambda device, method: method.rotates):  # fmt: skip
+            patch.object(planning, "batched", lambda device, method: method.rotates):  # fmt: skip
         yield replays

@@ -14,7 +14,7 @@ FLOORS = (
     "step", "checkpoint", "factors", "engine", "estimate", "integrations",
 )  # fmt: skip
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
-ANYWHERE = {"metrics"}
+ANYWHERE = {"log", "metrics"}
 WITHOUT_RANKS = FLOORS[: FLOORS.index("comm")]
 FILES = {path.relative_to(PACKAGE): path for path in PACKAGE.rglob("*.py")}
 INSIDE = {name: path for name, path in FILES.items() if len(name.parts) > 1}

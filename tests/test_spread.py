@@ -53,8 +53,8 @@ MISTAKES = ("sign", "terms", "refreshed every step", "a row")
 # Adam in an eigenbasis does not care how large a factor is, nor does damping relative to the mean eigenvalue. With the
 # corrected eigenvalues of a deep net of layers alike rounding moves more than an interval does.
 SEEN = {
-    "all": MISTAKES, "corrected": MISTAKES, "stacked": MISTAKES,
-    "stacked-corrected": ("sign", "a row"),
+    "all": MISTAKES, "corrected": MISTAKES, "batched": MISTAKES,
+    "batched-corrected": ("sign", "a row"),
 }  # fmt: skip
 
 

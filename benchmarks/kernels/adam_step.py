@@ -96,7 +96,7 @@ def main() -> None:
     from ds_kfac.plan import plan as planning
 
     if options.together:
-        planning.stacks = lambda device, method: True
+        planning.batched = lambda device, method: True
     task = TASKS[options.task]
     task = replace(task, model=replace(task.model, blocks=options.blocks or task.model.blocks))
     corpus = corpus_of(options.task, None)

@@ -53,6 +53,11 @@ class Assignment:
         """Predicted bytes of K-FAC state of each rank."""
         return tuple(self.work.memory(self.workers, self.eigen_workers))
 
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """Predicted bytes of each rank in a step: its state, and what is beside it."""
+        return tuple(self.work.peak(self.workers, self.eigen_workers))
+
     @property
     def imbalance(self) -> float:
         """Largest load over mean load; 1 is perfect."""
@@ -69,7 +74,7 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 if gradients are partitioned.
         paired: whether a layer's two factors must be on one rank, not just on any of its workers.
-        memory_cap: most bytes of K-FAC state per rank.
+        memory_cap: most bytes of a rank in a step, see :meth:`Work.bytes_of`.
 
     Raises:
         ValueError: no plan respects the cap.
@@ -85,14 +90,14 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
             placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
             homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
             found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
-        if fitting := [plan for plan in found if max(plan.memory) <= cap]:
+        if fitting := [plan for plan in found if max(plan.peak) <= cap]:
             return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
-    smallest = min(max(plan.memory) for plan in found)
+    smallest = min(max(plan.peak) for plan in found)
     ways = [f"a smaller gradient worker fraction than {workers / work.world:.6g}"] if workers > 1 else []
     ways += ["a smaller factor.dense_max", f"more than {work.world} ranks"]
     raise ValueError(
-        f"K-FAC state: the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs "
-        f"{smallest} ({smallest / 2**30:.3g} GiB); raise the cap, or use {' or '.join(ways)}"
+        f"the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs {smallest} "
+        f"({smallest / 1e9:.3g} GB) for K-FAC's state and a step; raise the cap, or use {' or '.join(ways)}"
     )
 
 
@@ -126,7 +131,7 @@ def place_workers(
         used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
         shares = sum(part * work.factor[factor.key] / users for factor, users in used)
         weights[layer.name] = work.precondition[layer.name] + shares
-        nbytes = sum((kept[factor.key] + part * packed_bytes(factor.side)) / users for factor, users in used)
+        nbytes = sum((kept[factor.key] + part * 2 * packed_bytes(factor.side)) / users for factor, users in used)
         sizes[layer.name] = sum(work.worker_bytes(layer)) + nbytes
     limit = (1 + LOAD_TOLERANCE) * sum(weights.values()) / count
     heaviest = sizes if by_memory else weights
@@ -140,7 +145,7 @@ def place_workers(
             for factor in work.used[layer.name]:
                 if not (there := bases[factor.key]):
                     seconds += part * work.factor[factor.key]
-                    nbytes += kept[factor.key] + part * packed_bytes(factor.side)
+                    nbytes += kept[factor.key] + part * 2 * packed_bytes(factor.side)
                 elif i not in there:  # a rank that has a shared basis pays nothing more
                     seconds += work.travel(factor)
                     nbytes += kept[factor.key]
@@ -180,14 +185,14 @@ def place_eigen_workers(
 ) -> Mapping[str, int]:
     """Factor key -> eigen worker: one of the layer's workers; for a shared factor, of any of its layers. With ``split``
     a layer's A and G may be on two ranks, if that pays."""
-    loads, memory = work.loads(workers, {}), work.memory(workers, {})
+    loads, memory = work.loads(workers, {}), work.peak(workers, {})
     eigen_workers: dict[str, int] = {}
 
     def seconds(item: tuple[FactorSpec, ...]) -> float:
         return sum(work.factor[factor.key] for factor in item)
 
     def size(item: tuple[FactorSpec, ...]) -> float:
-        return sum(packed_bytes(factor.side) for factor in item)
+        return sum(2 * packed_bytes(factor.side) for factor in item)
 
     for item in sorted(_items(work, split), key=size if by_memory else seconds, reverse=True):  # stable
         of_each = [work.users(factor, workers) for factor in item]
@@ -259,7 +264,6 @@ def column(index: int, *, world: int, workers: int) -> tuple[int, ...]:
     return tuple(range(index, world, world // workers))
 
 
-EVERYONE = -1
 CAPTURE_TOLERANCE = 0.1
 """Fraction by which a rank's captures at a step may exceed their mean, for the sake of an even refresh."""
 
@@ -284,13 +288,13 @@ def refresh_offsets(
     captures, apart = (1, update) if together else (min(update, steps), 1)
     seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in (*work.factors, *factors)}
     squares = {factor.key: factor.side.dim**2 for factor in factors}
-    who = {key: eigen_workers[key] if alone else EVERYONE for key in squares}
-    everything = Counter[int]()
+    who = {key: eigen_workers[key] if alone else None for key in squares}  # None: all ranks
+    everything = Counter[int | None]()
     for key, square in squares.items():
         everything[who[key]] += square
     most = max(everything.values(), default=0)
     limit = max(*squares.values(), (1 + CAPTURE_TOLERANCE) * most / captures, 0)
-    captured = [Counter[int]() for _ in range(captures)]
+    captured = [Counter[int | None]() for _ in range(captures)]
     busy: list[dict[Any, float]] = [{} for _ in range(steps)]  # a rank, or a node's cores
     length, offsets = [0.0] * steps, dict.fromkeys(squares, 0)
     heaviest = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))

@@ -310,10 +310,11 @@ class Work:
         sends = within * self.costs.transfer(nbytes, within_node=True)
         return sends + (width - 1 - within) * self.costs.transfer(nbytes)
 
-    def worker_bytes(self, layer: LayerSpec) -> tuple[int, int]:
-        """(bytes of identities' eigenvalues, bytes of moments and their counter) of a layer on each worker."""
+    def worker_bytes(self, layer: LayerSpec) -> tuple[int, int, int]:
+        """(bytes of identities' eigenvalues; of moments and their counter; of gradient and result in a step) of a layer
+        on each worker."""
         ones = sum(basis_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
-        return ones, 4 * self.moments * layer.numel + 4 if self.moments else 0
+        return ones, 4 * self.moments * layer.numel + 4 if self.moments else 0, 2 * ELEMENT_BYTES * layer.numel
 
     def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
         """Seconds per step of every rank; factors without an eigen worker are left out."""
@@ -350,36 +351,31 @@ class Work:
             loads[user] += seconds
         loads[rank] += sum(sent.values())
 
-    def state(self, workers: Workers, eigen_workers: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
-        """Kind -> bytes on every rank: factors on eigen workers; eigenbases, each once, and moments on workers."""
-        nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
+    def bytes_of(self, workers: Workers, eigen_workers: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
+        """Kind -> bytes on every rank. State: factors on eigen workers; eigenbases, each once, and moments on workers.
+        "beside" it what a step needs, without messages: batch sums on eigen workers, gradients and results."""
+        nbytes = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments", "beside")}
         for layer in self.layers:
-            ones, moments = self.worker_bytes(layer)
             for rank in workers[layer.name]:
-                nbytes["eigenbases"][rank] += ones
-                nbytes["moments"][rank] += moments
+                for kind, size in zip(("eigenbases", "moments", "beside"), self.worker_bytes(layer), strict=True):
+                    nbytes[kind][rank] += size
         for factor in self.factors:
             if factor.key in eigen_workers:
-                nbytes["factors"][eigen_workers[factor.key]] += packed_bytes(factor.side)
+                for kind in ("factors", "beside"):
+                    nbytes[kind][eigen_workers[factor.key]] += packed_bytes(factor.side)
             size = basis_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
                 nbytes["eigenbases"][rank] += size
         return nbytes
 
     def memory(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
-        """Bytes of :meth:`state` of every rank."""
-        return [sum(kinds) for kinds in zip(*self.state(workers, eigen_workers).values(), strict=True)]
+        """Bytes of every rank's state."""
+        *state, _ = self.bytes_of(workers, eigen_workers).values()
+        return [sum(kinds) for kinds in zip(*state, strict=True)]
 
-    def beside(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
-        """Bytes that a step needs on every rank beside the state, without messages: batch sums of the factors that it
-        averages, gradients and results of its layers."""
-        nbytes = [0] * self.world
-        for factor in self.factors:
-            nbytes[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
-        for layer in self.layers:
-            for rank in workers[layer.name]:
-                nbytes[rank] += 2 * ELEMENT_BYTES * layer.numel
-        return nbytes
+    def peak(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
+        """Bytes of every rank in a step: its state, and what is beside it."""
+        return [sum(kinds) for kinds in zip(*self.bytes_of(workers, eigen_workers).values(), strict=True)]
 
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:

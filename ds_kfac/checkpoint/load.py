@@ -6,8 +6,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import logger
-
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
@@ -17,6 +15,7 @@ from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Observations
 from ds_kfac.step.job import Job

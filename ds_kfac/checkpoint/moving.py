@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 
 from ds_kfac.checkpoint import files, stage_0
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moments import OfParameter, Universal
 from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.log import logger
 from ds_kfac.zero.deepspeed_versions import with_global_state
 from ds_kfac.zero.layout import parameter_groups
 

@@ -66,7 +66,7 @@ class Direction:
         self.config, self.layout, self.exchange = plan.config, layout, exchange
         self.parameter_groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.precision = plan.precision
-        groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.stacks else None))
+        groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
         self.layer_groups = [LayerGroup(layers, plan.precision) for layers in groups]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:

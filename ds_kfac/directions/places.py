@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
     """Whether a rank's steps of these layers are recorded, on this type of device."""
     few = 0 < sum(layer.numel for layer in layers) <= RECORDED_NUMEL
-    return few and plan.stacks and device in RECORDERS and plan.config.ops.backend != "torch"
+    return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
 def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:

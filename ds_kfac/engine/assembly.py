@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel, basis_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
@@ -17,6 +16,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.refusals import check_model
+from ds_kfac.log import warn
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
@@ -83,8 +83,8 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     lacking = {what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()}
     if lacking.keys() - choice.missing:
         choice = dispatch.use(name, device, without={**lacking, **choice.missing})
-    if choice.replaced and torch.distributed.get_rank() == 0:
-        logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
+    if choice.replaced:
+        warn(f"plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
 def _engine_view(engine: Any, domain: Domain, part: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:

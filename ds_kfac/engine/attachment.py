@@ -8,7 +8,6 @@
 """
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
@@ -32,6 +30,7 @@ from ds_kfac.engine.pipeline import announcing
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import begin_from, export
 from ds_kfac.factors.files import Factors, safetensors
+from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
@@ -290,7 +289,7 @@ class Attachment:
         scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
         if scaled and SEVERAL not in self._warned:
             self._warned.add(SEVERAL)
-            print(f"ds_kfac: WARNING: {SEVERAL}", file=sys.stderr, flush=True)
+            warn(SEVERAL, here=True)
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
             self._warned.add(OUTSIDE)
@@ -327,8 +326,7 @@ class Attachment:
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"
-            if any(kfac.rank == 0 for kfac in kfacs):  # not to a logger: frameworks mute those
-                print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
+            warn(text, here=any(kfac.rank == 0 for kfac in kfacs))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):

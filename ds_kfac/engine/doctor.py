@@ -9,14 +9,13 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 import ds_kfac_startup
-from ds_kfac.engine.preflight import COMPILED, extensions_root, is_compiled
+from ds_kfac.engine.preflight import COMPILED, extensions_root, is_compiled, needs_compiled
 from ds_kfac.ops.build import find_nvcc
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
@@ -122,7 +121,7 @@ def _cache() -> Answer:
 
 
 def _shm() -> Answer:
-    if get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
+    if not needs_compiled():
         return "not needed", ""
     later = f'compiled at the first start, for minutes, unless deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
     return "compiled" if is_compiled() else later, ""

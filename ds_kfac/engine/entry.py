@@ -14,7 +14,6 @@ from typing import Any
 import deepspeed
 import hjson
 import torch
-from deepspeed.utils import log_dist, logger
 from torch import nn
 
 import ds_kfac_startup
@@ -32,10 +31,10 @@ from ds_kfac.engine.preflight import (
     saying_how_to_launch,
     start_alone,
     trains_nothing,
-    warn,
     warn_of_compilation,
 )
 from ds_kfac.engine.refusals import of_engine, refused, without_optimizer
+from ds_kfac.log import say, warn
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
 from ds_kfac.zero.deepspeed_versions import STEP
@@ -141,11 +140,11 @@ def initialize(
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another engine has K-FAC
             warn(f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says that it is meant')
     elif without_optimizer(engine):
-        logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
+        say("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
     elif attach(engine, block) is None:
         watch_loads(engine)
         _remember(None)
-        log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
+        say('ds_kfac: not attached: the config says "enabled": false')
     else:
         for tell in on_attached:
             tell()

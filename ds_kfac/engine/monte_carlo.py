@@ -15,10 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from ds_kfac.log import logger
 from ds_kfac.model.batch import own_hook, tensors_of
 from ds_kfac.model.loss import SAMPLERS, Forward, Sampler, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner

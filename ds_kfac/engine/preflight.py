@@ -13,7 +13,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -21,6 +20,7 @@ from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.log import say, warn
 from ds_kfac.model.batch import tensors_of
 
 COMPILED = "deepspeed_shm_comm"
@@ -51,7 +51,7 @@ def alone() -> bool:
 
 
 def start_alone() -> None:
-    """If this process is :func:`alone`, make it the only rank of a job, and print that: sets a launcher's variables,
+    """If this process is :func:`alone`, make it the only rank of a job, and say that: sets a launcher's variables,
     with a free port. One rank sends nothing, so DeepSpeed need not compile :data:`COMPILED` for it."""
     if not alone():
         return
@@ -65,19 +65,17 @@ def start_alone() -> None:
     kind, count = get_accelerator().device_name(), get_accelerator().device_count()
     where, script = "the CPU" if kind == "cpu" else f"one {kind} device of {count}", Path(sys.argv[0]).name
     more = f"; `deepspeed {script if script.endswith('.py') else 'train.py'}` starts several" if count > 1 else ""
-    print(f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}{more}", file=sys.stderr)
-
-
-def warn(text: str) -> None:
-    """Warn on rank 0, on standard error: frameworks may silence DeepSpeed's logger."""
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (torch.distributed.get_rank() if ranks else int(os.environ.get("RANK") or 0)) == 0:
-        print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
+    say(f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}{more}")
 
 
 def extensions_root() -> Path:
     """Folder in which torch and DeepSpeed build extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def needs_compiled() -> bool:
+    """Whether DeepSpeed uses :data:`COMPILED` here."""
+    return get_accelerator().device_name() == "cpu" and bool(deepspeed.ops.__compatible_ops__.get(COMPILED))
 
 
 def is_compiled() -> bool:
@@ -89,12 +87,9 @@ def is_compiled() -> bool:
 @cache
 def warn_of_compilation() -> None:
     """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock."""
-    first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
-    if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
-        return
-    if not is_compiled():
-        logger.warning(
-            f"ds_kfac: DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
+    if needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
+        warn(
+            f"DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
             "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
             "that was killed has left"
         )

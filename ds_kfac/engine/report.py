@@ -1,7 +1,6 @@
 """The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ds_kfac.config.text import fitted
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.recipes import far_from_recipes
+from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
@@ -35,9 +35,8 @@ LOW_SHARE = 0.8
 
 
 def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KFACConfig) -> str:
-    """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job prints as much of it
-    as ``kfac.report`` says, and so does the first one of each pipeline stage. To standard error itself: DeepSpeed's
-    logger stands at WARNING, and frameworks mute others. ``given``: the config as it was given."""
+    """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job says as much of it as
+    ``kfac.report`` wants, and so does the first one of each pipeline stage. ``given``: the config as it was given."""
     first, layout = kfacs[0], kfacs[0].layout
     warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
     found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
@@ -53,7 +52,7 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
     # of a summary that is too long, the rest of its warnings
     text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
     if given.report != "none" and first.rank == 0 and first.engine_view.domain.shard[0] == 0:
-        print(fitted(text if given.report == "full" else "\n".join(brief)), file=sys.stderr, flush=True)
+        say(fitted(text if given.report == "full" else "\n".join(brief)), here=True)
     return text
 
 
@@ -97,10 +96,10 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
-    several, stacked = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
+    several, batched = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
     if several:
-        stacked = (
-            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
+        batched = (
+            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} groups of one shape, "
             f"{sum(map(basis_bytes, several)):,} bytes of eigenvectors in them"
         )
     where: dict[str, tuple[str, ...]] = {}
@@ -114,7 +113,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         f"load max/mean {plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, {config.factor.weight_sharing}, "
         f"{config.padding.count} rows count; {plan.method.words} by {plan.method.solver}",
-        f"  products: {precision}; {stacked}",
+        f"  products: {precision}; {batched}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
         *([f"  burn-in: {plan.schedule.burn_in}"] if plan.schedule.burn_in else []),

@@ -130,7 +130,7 @@ class Estimate:
         if costs.beside:  # a GPU: make_plan has chosen for this process's device, so choose again as a GPU with TF32
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
-            plan = replace(plan, precision=precision, stacks=planning.stacks(torch.device("cuda"), plan.method))
+            plan = replace(plan, precision=precision, batched=planning.batched(torch.device("cuda"), plan.method))
         self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
         self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
@@ -207,8 +207,8 @@ class Estimate:
         plan, moments = self.plan, self.rule.moments(self.plan.config)
         basis = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
-        state = plan.assignment.work.state(self.workers, self.homes)
-        memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
+        nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
+        memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
         # layers that are stepped in one batch have copies of their eigenvectors there, each its own of a shared A
         batched = [[group for group in groups if len(group) > 1] for groups in self._layer_groups]
         copied = np.array([sum(map(basis_bytes, groups)) for groups in batched])
@@ -270,7 +270,7 @@ class Estimate:
     @cached_property
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
         """The layers of each rank as they are stepped in batches."""
-        key = (lambda layer: layer.copies) if self.plan.stacks else None
+        key = (lambda layer: layer.copies) if self.plan.batched else None
         owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
         return [group_by_shape(layers, key=key) for layers in owned]
 

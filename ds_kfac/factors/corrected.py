@@ -9,7 +9,6 @@ Every rank has rows of all layers; layer by layer the bases are broadcast and th
 Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.factors.files import KINDS
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.ops.functional import block_product
 
-logger = logging.getLogger("ds_kfac")
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
 """Modules inside torch's attention, whose rows have positions first, whatever its ``batch_first``."""
 CHUNK = 1 << 26

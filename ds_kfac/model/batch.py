@@ -5,7 +5,6 @@ shapes are ambiguous, a warning says so once.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_kfac.log import logger
 from ds_kfac.model.layers import value_of
 from ds_kfac.model.slices import Fit, Slices, has_all
 
-logger = logging.getLogger("ds_kfac")
 SOURCE, TARGET = "source", "target"
 
 

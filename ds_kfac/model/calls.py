@@ -1,7 +1,6 @@
 """Which calls of layers count, and in which factor. Layers that see the same input, such as q, k, v or gate, up, share
 one A: they are found by tensor identity, and checked from then on. A call's rows wait until its gradient arrives."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward, Value
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
-
-logger = logging.getLogger("ds_kfac")
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
 """(storage, offset, shape, stride, version) of a tensor. Not the Python object: ZeRO-3 makes views."""

@@ -3,7 +3,6 @@
 Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed triangle.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
+from ds_kfac.log import logger
 from ds_kfac.model.batch import BatchInfo, Fit, counted
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import Forward
-
-logger = logging.getLogger("ds_kfac")
 
 
 @dataclass(frozen=True)

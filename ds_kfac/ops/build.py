@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-LOGGER = logging.getLogger("DeepSpeed")
+LOGGER = logging.getLogger("ds_kfac")
 PACKAGE = Path(__file__).parent.parent
 BUILT = PACKAGE / "ops" / "built"
 """Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""

@@ -7,7 +7,6 @@ function, so that a test can have it otherwise.
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add
 
 import torch
 
@@ -22,8 +21,6 @@ from ds_kfac.plan.common import common_inputs, own_inputs, rows_from, sharing_ca
 from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
-FITS = 4
-"""Attempts at an assignment whose steps fit the budget, too."""
 FIRST_BUCKETS = 4
 """Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
 COSTLY_TRAFFIC = 0.02
@@ -64,7 +61,7 @@ class Plan:
         shares: whether layers that see the same input are to share A.
         config: with its nulls answered.
         precision: of the products of a step.
-        stacks: whether layers of equal shape are preconditioned together.
+        batched: whether layers of one shape are stepped in one batch.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         paired: whether a factor's refresh needs its partner, which is then on the same rank.
@@ -84,7 +81,7 @@ class Plan:
     shares: bool
     config: KFACConfig
     precision: Precision
-    stacks: bool
+    batched: bool
     clip_lr: str
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -255,7 +252,7 @@ def _made(
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
         gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients), shares=config.choice.shares,
         config=config, precision=choose(config.preconditioner.precision, facts.device),
-        stacks=stacks(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
+        batched=batched(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
         reasons=tuple(reasons), paired=paired,
     )  # fmt: skip
 
@@ -276,7 +273,7 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
     found, problems = dict[int, roles.Assignment](), list[str]()
     for workers in counts:
         try:
-            found[workers] = _fitting(work, workers, paired, budget)
+            found[workers] = roles.assign(work, workers, paired=paired, memory_cap=budget and budget * 1e9)
         except ValueError as problem:
             problems.append(str(problem))
     if not found:
@@ -288,29 +285,6 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
         tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
     return found[best]
-
-
-def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> roles.Assignment:
-    """Within the budget, in 10^9 bytes, with what a step takes beside the state. Raises ValueError if there is none."""
-    if budget is None:
-        return roles.assign(work, workers, paired=paired)
-    cap, needed = budget * 1e9, 0
-    for _ in range(FITS):
-        try:
-            made = roles.assign(work, workers, paired=paired, memory_cap=cap)
-        except ValueError:
-            if not needed:
-                raise
-            break
-        beside = work.beside(made.workers, made.eigen_workers)
-        needed = max(map(add, made.memory, beside))
-        if needed <= budget * 1e9:
-            return made
-        cap = max(made.memory) - (needed - budget * 1e9)
-    raise ValueError(
-        f"K-FAC: the memory cap is {budget * 1e9:.0f} bytes per rank, but state and what a step takes beside it needs "
-        f"{needed} bytes; raise the cap, or take a smaller factor.dense_max or more ranks"
-    )
 
 
 def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
@@ -357,9 +331,9 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
     return offsets, worst
 
 
-def stacks(device: torch.device, method: Method) -> bool:
-    """Whether layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
-    launches. Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
+def batched(device: torch.device, method: Method) -> bool:
+    """Whether layers of one shape, if their gradients are rotated, are stepped in one batch: fewer, larger launches.
+    Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
     them, and those of a common A for each layer; memory plans do not count that. On a CPU a batched product is slower
     than its parts."""
     return method.rotates and device.type != "cpu"

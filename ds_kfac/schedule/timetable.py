@@ -6,9 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
-
-KINDS = ("constant", "linear", "cosine", "exponential", "piecewise")
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class Value:
     """A number as a function of the step. The config checks it, as it can name the key.
 
     Attributes:
-        kind: one of ``KINDS``. Ramps: linear, cosine (half a period, flat at both ends), exponential.
+        kind: constant, piecewise, or a ramp: linear, cosine (half a period, flat at both ends), exponential.
         values: the numbers it goes through.
         steps: increasing; begin and end of a ramp, or the beginnings of the pieces after the first.
     """
@@ -148,38 +146,26 @@ class Schedule:
     def due(self, step: int) -> Due:
         """Work due at ``step`` >= 0, the number of applied steps before it; steps may be queried in any order. Up to
         ``settled`` it depends on earlier steps, whose work is cached; then it is periodic."""
-        return Due(self.captures(step) > self.captures(step - 1), self.last_refresh(step) == step)
+        return Due(self.captures(step) > self.captures(step - 1), self.refreshes(step) > self.refreshes(step - 1))
 
     def captures(self, step: int) -> int:
         """Number of the steps 0 .. ``step`` that capture; 0 for step -1."""
-        captures = self._walked.captures
-        if self._walk(step):
-            return bisect_right(captures, step)
-        return len(captures) + (step - captures[-1]) // self._rhythm[0]
-
-    def last_refresh(self, step: int) -> int:
-        """The last refresh at or before ``step`` >= 0."""
-        refreshes = self._walked.refreshes
-        if self._walk(step):
-            return refreshes[bisect_right(refreshes, step) - 1]
-        _, next_refresh, period = self._rhythm
-        return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
+        return self._count("captures", step)
 
     def refreshes(self, step: int) -> int:
         """Number of the steps 0 .. ``step`` that refresh; 0 for step -1."""
-        refreshes = self._walked.refreshes
-        if self._walk(step):
-            return bisect_right(refreshes, step)
-        _, next_refresh, period = self._rhythm
-        return len(refreshes) + max(0, 1 + (step - next_refresh) // period)
+        return self._count("refreshes", step)
 
-    def _walk(self, step: int) -> bool:
-        """Decide all steps up to ``step``, but not beyond ``settled``; returns whether ``step`` is decided."""
+    def _count(self, which: Literal["captures", "refreshes"], step: int) -> int:
         walked = self._walked
         while walked.last < min(step, self.settled):
             walked.last += 1
             self._decide(walked.last)
-        return step <= self.settled
+        found: list[int] = getattr(walked, which)
+        if step <= self.settled:
+            return bisect_right(found, step)
+        first, interval = self._later[which]
+        return len(found) + max(0, 1 + (step - first) // interval)
 
     def _decide(self, step: int) -> None:
         walked, (update, refresh) = self._walked, self.intervals(step)
@@ -196,12 +182,12 @@ class Schedule:
         walked.refreshes += [step] * refreshes
 
     @cached_property
-    def _rhythm(self) -> tuple[int, int, int]:
-        """After ``settled``: (steps between captures, first refresh, steps between refreshes)."""
-        update, refresh = self.intervals(self.settled)
-        first, last_refresh = self._walked.captures[-1], self._walked.refreshes[-1]
-        next_refresh = first + update * max(1, -(-(last_refresh + refresh - first) // update))
-        return update, next_refresh, update * -(-refresh // update)
+    def _later(self) -> Mapping[str, tuple[int, int]]:
+        """After ``settled``: "captures" and "refreshes" -> (the first, steps between two)."""
+        (update, refresh), last = self.intervals(self.settled), self._walked.captures[-1]
+        waits = self._walked.refreshes[-1] + refresh - last  # of the next refresh, for a capture
+        refresh_rhythm = last + update * max(1, -(-waits // update)), update * -(-refresh // update)
+        return {"captures": (last + update, update), "refreshes": refresh_rhythm}
 
 
 def next_interval(interval: int, previous: int, similar_to_last: bool, similar_to_before: bool) -> tuple[int, int]:
@@ -283,6 +269,7 @@ class Timetable:
         for key in keys:
             groups.setdefault(offsets.get(key, 0), []).append(key)
         self._groups = tuple((schedule.displaced(offset), frozenset(group)) for offset, group in groups.items())
+        self._schedules = {key: displaced for displaced, group in self._groups for key in group}
         self.keys, self.adaptive, self._adaptive_from = frozenset(keys), adaptive, schedule.burnt_in
         self._quiet = range(0)  # steps at which no schedule captures
         self._cached: tuple[int, FactorsDue] | None = None  # the last step queried, and its work
@@ -309,12 +296,13 @@ class Timetable:
         """The first steps, ``step`` or later, at which the factor is captured, and refreshed; with an adaptive rule as
         far as its interval stays. Waits for the device like :meth:`settle`."""
         self.settle()
-        schedule, clock = next(schedule for schedule, group in self._groups if key in group), self.clocks[key]
+        schedule, clock = self._schedules[key], self.clocks[key]
         if not self.adaptive or step < self._adaptive_from:
-            clock = _Clock(captured=step - 1, refreshed=schedule.last_refresh(step - 1) if step else -1)
-        before = max(schedule.captures(step - 1), schedule.captures(clock.captured) + clock.interval - 1)
+            clock = _Clock(captured=step - 1, refreshed=step - 1)
+        before, refreshes = schedule.captures(clock.captured) + clock.interval - 1, schedule.refreshes(clock.refreshed)
+        before = max(schedule.captures(step - 1), before)
         capture = _first(lambda later: schedule.captures(later) > before, step)
-        refreshed = _first(lambda later: schedule.last_refresh(later) > clock.refreshed, capture)
+        refreshed = _first(lambda later: schedule.refreshes(later) > refreshes, capture)
         sat_out = -(-(schedule.captures(refreshed) - before - 1) // clock.interval) * clock.interval
         return capture, _first(lambda later: schedule.captures(later) > before + sat_out, capture)
 
@@ -322,7 +310,7 @@ class Timetable:
         """Whether a refresh at ``step`` decomposes from scratch, not from the last result: in the burn-in, at the first
         refresh after it, and at every ``every``-th one from there on; with an adaptive rule at the next one that the
         factor takes part in. Depends only on the step and on what a checkpoint has."""
-        schedule = next(schedule for schedule, group in self._groups if key in group)
+        schedule = self._schedules[key]
         start = schedule.burnt_in
         before = max(self.clocks[key].refreshed if self.adaptive else step - 1, start - 1)
         if step < start:
@@ -390,11 +378,11 @@ class Timetable:
                 capture |= group
                 refresh |= group if due.refresh else frozenset()
             elif due.capture:
-                captures, last_refresh = schedule.captures(step), schedule.last_refresh(step)
+                captures, refreshes = schedule.captures(step), schedule.refreshes(step)
                 for key in group:
                     clock = self.clocks[key]
                     if captures - schedule.captures(clock.captured) >= clock.interval:
                         capture.add(key)
-                        if last_refresh > clock.refreshed:
+                        if refreshes > schedule.refreshes(clock.refreshed):
                             refresh.add(key)
         return FactorsDue(frozenset(capture), frozenset(refresh))

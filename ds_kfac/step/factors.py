@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
@@ -19,6 +18,7 @@ from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
 from ds_kfac.curvature.factor import History, KroneckerFactor, updated
 from ds_kfac.curvature.methods import Decomposition
+from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, MessagePart, Move, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
+from ds_kfac.log import logger
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
@@ -222,7 +222,7 @@ class Sharing:
         sought = [f.key for f in plan.assignment.factors if f.key in empty and not used.isdisjoint(f.layers)]
         if empty and self.channel.rank == 0:
             more = f"; of {', '.join(sought)} other ranks had some, so twice as many contribute now" if sought else ""
-            logger.info(f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}")
+            logger.debug(f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}")
         return plan.seeking(observations, sought) if sought else None
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:

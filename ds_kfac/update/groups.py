@@ -34,7 +34,7 @@ def group_by_shape(
 
     Args:
         key: layers may be together if their keys are equal; None: every layer alone.
-        largest: elements of a group; None: :data:`ds_kfac.update.rotation.STACKED`.
+        largest: elements of a group; None: :data:`ds_kfac.update.rotation.BATCHED`.
         limit: bytes of the eigenvectors of groups of several; the smallest shapes first, as they gain most.
     """
     if key is None:

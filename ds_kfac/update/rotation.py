@@ -16,7 +16,7 @@ from ds_kfac.ops.functional import block_product
 AT_ONCE = 1 << 22
 """Elements of a single large matrix that are rotated, or folded into moments, at once; on a CPU also the elements of
 the layers whose directions are in memory together: 16 MiB."""
-STACKED = 1 << 24
+BATCHED = 1 << 24
 """Elements of the layers whose directions a GPU has in memory together, unless one layer has more: 64 MiB."""
 
 
@@ -26,7 +26,7 @@ def chunk_budget(*, batched: bool) -> int:
     Args:
         batched: whether layers of one shape are stepped in one batch, as on GPUs.
     """
-    return STACKED if batched else AT_ONCE
+    return BATCHED if batched else AT_ONCE
 
 
 def is_large(x_nOI: Tensor) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, MessagePart, Move
+from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.ops.host_copy import HostCopy

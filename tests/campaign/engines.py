@@ -79,7 +79,7 @@ def anywhere(texts: list[str]) -> list[str]:
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
     """Warnings of ds_kfac that are logged meanwhile, but for the good news."""
-    from deepspeed.utils import logger
+    from ds_kfac.log import logger
 
     said: list[str] = []
     handler = logging.Handler()

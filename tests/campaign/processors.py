@@ -42,7 +42,7 @@ SHORT = (
 )
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are named."""
 MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16", "adam-z0-fp16")
-GROUPS = ("corrected", "adam", "stacked", "")
+GROUPS = ("corrected", "adam", "batched", "")
 """Of the cases of test_features, by a word of their names; the first that fits."""
 
 

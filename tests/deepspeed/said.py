@@ -4,7 +4,9 @@ import contextlib
 import io
 import logging
 
-from deepspeed.utils import logger
+from deepspeed.utils import logger as of_deepspeed
+
+from ds_kfac.log import logger
 
 
 def error_of(action) -> str:
@@ -18,16 +20,16 @@ def error_of(action) -> str:
 
 @contextlib.contextmanager
 def heard(level: str = "WARNING"):
-    """What DeepSpeed's logger says on this rank, and at the end what was written to stderr."""
+    """What ds_kfac says on this rank. ``level``: of DeepSpeed's logger, which frameworks set to their own."""
     messages: list[str] = []
-    handler, before = logging.Handler(), logger.level
+    handler, before = logging.Handler(), of_deepspeed.level
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    logger.setLevel(level)
+    of_deepspeed.setLevel(level)
     try:
         with contextlib.redirect_stderr(io.StringIO()) as written:
             yield messages
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
-    messages += written.getvalue().splitlines()
+        of_deepspeed.setLevel(before)
+    assert all(message in written.getvalue() for message in messages), "it is on standard error, too"

@@ -91,20 +91,20 @@ CASES = {
     "all": case(**TYPES),
     "blocks": case(factor={"dense_max": 8}),
     "diagonal": case(factor={"dense_max": 8}, plan={"LONGEST": 8}, **TYPES),
-    "stacked": case(TwinNet, plan={"stacks": True}),
-    "stacked-relative": case(
+    "batched": case(TwinNet, plan={"batched": True}),
+    "batched-relative": case(
         TwinNet,
-        plan={"stacks": True},
+        plan={"batched": True},
         preconditioner={"kl_clip": 0.001},
         damping={"kind": "relative", "value": 0.3},
     ),
-    "stacked-corrected": case(
+    "batched-corrected": case(
         TwinNet,
-        plan={"stacks": True},
+        plan={"batched": True},
         preconditioner=CORRECTED,
         damping={"kind": "relative", "value": 1.0},
     ),
-    "stacked-adam": case(TwinNet, adam=True, plan={"stacks": True}),
+    "batched-adam": case(TwinNet, adam=True, plan={"batched": True}),
     "tf32": case(TwinNet, preconditioner={"precision": "tf32"}),
     "items": case(TrainerNet, items=True, **TYPES),
     "items-tiled": case(TiledNet, items=True, **TYPES),
@@ -113,7 +113,7 @@ CASES = {
     "adam-blocks": case(adam=True, factor={"dense_max": 8}),
     "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
     "adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS),
-    "stacked-adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"stacks": True}),
+    "batched-adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"batched": True}),
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def worker(payload) -> dict:
             engine = build(mode, ACCUMULATION, model=make_net(settings["model"]), train_micro_batch_size_per_gpu=ROWS)
             initial = weights(engine)
             sizes = {len(x.layers) for x in engine.kfac.preconditioner.direction.layer_groups}
-            assert (max(sizes, default=1) > 1) == ("stacked" in name), f"{name}: stacks of {sizes}"
+            assert (max(sizes, default=1) > 1) == ("batched" in name), f"{name}: groups of {sizes}"
             if name == "tf32":
                 assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, engine.kfac.report
             if engine.kfac.sampling:

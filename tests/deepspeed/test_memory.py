@@ -115,7 +115,7 @@ STEPS = [
     Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
-"""Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
+"""Of layers of which none is like another: what a single layer's products copy is little, and none are batched."""
 COPIES = 1
 """Of one layer, in its products and moments."""
 ROWS = 4

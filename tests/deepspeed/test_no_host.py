@@ -20,7 +20,7 @@ CASES = [
     *((name, {}) for name in ("z0", "z0-groups", "z1", "z2", "z2-groups", "z3", "z0-bf16", "z2-bf16", "z2-fp16")),
     *((name, {}) for name in ("z0-fp16", "z1-bf16-accum32", "adam-z0", "adam-z2", "adam-z3", "adam-z2-fp16")),
     ("z2", {"preconditioner": CORRECTED, "damping": {"kind": "relative", "value": 1.0}}),
-    ("z0", {"preconditioner": {"kl_clip": 0.001}, "plan": {"stacks": True}}),
+    ("z0", {"preconditioner": {"kl_clip": 0.001}, "plan": {"batched": True}}),
 ]
 
 

@@ -31,7 +31,7 @@ def backend_worker(_) -> dict:
     that rank 1 lacks."""
     import os
 
-    from ds_kfac.engine import entry
+    from ds_kfac import log
     from ds_kfac.ops import dispatch, functional
     from ds_kfac.ops.dispatch import Backend
 
@@ -58,11 +58,11 @@ def backend_worker(_) -> dict:
         lambda: {"ema_update_": functional.ema_update_, "adam_scale_": one_wrong if wrong else functional.adam_scale_}
     )
     said: list[str] = []
-    kept, entry.logger.warning = entry.logger.warning, said.append
+    kept, log.logger.log = log.logger.log, lambda level, text: said.append(text)
     for name in (None, "cuda"):
         os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
         results[f"replaced by {name}"] = start(name).kfac.report
-    entry.logger.warning = kept
+    log.logger.log = kept
     results["warnings"] = [text for text in said if "plain torch runs instead" in text]
     if wrong:
         offer(broken)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
+from ds_kfac.log import logger
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, difference, micro_batches, reference, train, weights

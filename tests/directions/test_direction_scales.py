@@ -1,4 +1,4 @@
-"""Loss scales, kl-clip's factor, stacks, copies and parameter groups in one step's direction, without an engine."""
+"""Loss scales, kl-clip's factor, batches of layers, copies and parameter groups in one direction, without an engine."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def make(
     layers=("a",),
     copies: int = 1,
     groups=None,
-    stacks=False,
+    batched=False,
     adam=None,
     times=(),
     norm=None,
@@ -52,7 +52,7 @@ def make(
             "preconditioner": {"kl_clip": 0.001, **preconditioner},
             "adam": adam or PLAIN,
         },
-        stacks=stacks,
+        batched=batched,
     )
     exchange = SimpleNamespace(
         owned=specs,
@@ -121,17 +121,17 @@ def test_a_flag_of_each_layer_travels_only_where_nu_is_asked_for():
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
-def test_stacked_layers_get_their_own_results(eigenvalues):
+def test_layers_of_a_batch_get_their_own_results(eigenvalues):
     names = ("a", "b", "c")
-    direction, stacked, _ = make(layers=names, stacks=True, eigenvalues=eigenvalues)
+    direction, batched, _ = make(layers=names, batched=True, eigenvalues=eigenvalues)
     assert [len(group.layers) for group in direction.layer_groups] == [3]
     _, alone, _ = make(layers=names, eigenvalues=eigenvalues)
     for name in names:
-        close(stacked.outbox[name], alone.outbox[name], sums=2 * SUMS)
+        close(batched.outbox[name], alone.outbox[name], sums=2 * SUMS)
         if eigenvalues == "corrected":
-            mine, own = (local.states[name].moments for local in (stacked, alone))
+            mine, own = (local.states[name].moments for local in (batched, alone))
             close(mine.second_OI, own.second_OI, sums=SUMS)
-    close(stacked.numbers[0], alone.numbers[0], sums=3 * (SUMS + ROWS * COLUMNS))
+    close(batched.numbers[0], alone.numbers[0], sums=3 * (SUMS + ROWS * COLUMNS))
 
 
 @pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
@@ -155,10 +155,10 @@ def factor_terms(adam: dict) -> dict:
 
 
 @pytest.mark.parametrize("adam", [ORTHOGONAL, PLAIN])
-@pytest.mark.parametrize("stacks", [False, True])
-def test_only_gradients_that_moments_can_hold_are_stepped_along(stacks, adam):
+@pytest.mark.parametrize("batched", [False, True])
+def test_only_gradients_that_moments_can_hold_are_stepped_along(batched, adam):
     times = (1.0, 0.0, 1e20, math.inf, math.nan, 1e-20)
-    _, local, _ = make(AdamDirection, layers="abcdef", groups=ADAM, stacks=stacks, adam=adam, times=times)
+    _, local, _ = make(AdamDirection, layers="abcdef", groups=ADAM, batched=batched, adam=adam, times=times)
     _, alone, _ = make(AdamDirection, groups=ADAM, adam=adam)
     close(local.outbox["a"], alone.outbox["a"], **factor_terms(adam))
     for name in "bc":  # +0: not even decay
@@ -245,11 +245,11 @@ def test_orthogonalized_rows_are_put_back_where_they_lay(experts):
         close(step.x_nOI[:, rows], wanted, sums=100, what=str(rows))
 
 
-@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
-def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(eigenvalues, stacks):
+def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(eigenvalues, batched):
     """Layers of one shape are stepped in one batch, whether all of them have a basis or not."""
-    direction, whole, gradients = make(layers="abc", stacks=stacks, eigenvalues=eigenvalues)
+    direction, whole, gradients = make(layers="abc", batched=batched, eigenvalues=eigenvalues)
     moments, states = KFACGradientRule().moments(direction.config), {}
     for index, name in enumerate("abc"):
         basis, terms = random_basis(ROWS, COLUMNS, seed=index), torch.tensor(7.0 + index)

@@ -98,8 +98,7 @@ def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_nam
 
 def fits_in(made: Plan) -> int:
     """Bytes of the fullest rank: state, and what a step takes beside it."""
-    beside = made.assignment.work.beside(made.assignment.workers, made.assignment.eigen_workers)
-    return max(state + more for state, more in zip(made.assignment.memory, beside, strict=True))
+    return max(made.assignment.peak)
 
 
 def test_a_slow_link_wants_many_workers_and_costly_memory_few():
@@ -120,10 +119,10 @@ def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
     message = str(error.value)
     assert message.startswith("kfac.assignment.memory_budget_gb: ") and "the memory cap is 10000 bytes" in message
     needed = int(message.split("needs ")[1].split(" ")[0])
-    with pytest.raises(ValueError) as error:  # for the state, but a step needs more
-        plan(facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
-    more = int(str(error.value).split("needs ")[1].split(" ")[0])
-    assert needed < more == fits_in(plan(facts, assignment={"memory_budget_gb": more / 1e9}))
+    made = plan(facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
+    assert needed == fits_in(made) > max(made.assignment.memory), "state, and what a step takes beside it"
+    with pytest.raises(ValueError, match=f"needs {needed} "):
+        plan(facts, assignment={"memory_budget_gb": (needed - 1) / 1e9, "gradient_worker_fraction": fraction})
 
 
 def test_moments_count_against_the_budget():
@@ -279,9 +278,9 @@ def test_long_refreshes_are_late_on_a_gpu_alone():
     assert plan(costs=BUILTIN["cuda"]).lag == 0
 
 
-def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
+def test_layers_are_stepped_in_batches_on_gpus_where_there_are_eigenbases():
     cpu, gpu, inverse = torch.device("cpu"), torch.device("cuda"), METHODS["inverse"]
-    assert planning.stacks(gpu, EIGEN) and not planning.stacks(cpu, EIGEN) and not planning.stacks(gpu, inverse)
+    assert planning.batched(gpu, EIGEN) and not planning.batched(cpu, EIGEN) and not planning.batched(gpu, inverse)
 
 
 def test_the_same_input_gives_the_same_plan():
@@ -348,7 +347,7 @@ def test_experts_have_an_a_each_within_the_bound(monkeypatch, part):
     shares = {layer.name: layer.shares for layer in made.layers}
     if part:
         assert [shares[f"1.up.{e}"] for e in range(EXPERTS)] == [f"1.gate.{e}" for e in range(EXPERTS)]
-    kinds = [made.assignment.work.state(made.assignment.workers, made.assignment.eigen_workers) for made in (
+    kinds = [made.assignment.work.bytes_of(made.assignment.workers, made.assignment.eigen_workers) for made in (
         made, plan(replace(ADAM, rotates=False), model=model))]  # fmt: skip
     more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))
     assert more <= part * sum(kinds[0]["moments"]) and (more > 0) == (part > 0)

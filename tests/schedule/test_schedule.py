@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ds_kfac.schedule.timetable import KINDS, BurnIn, Due, Schedule, Value
+from ds_kfac.schedule.timetable import BurnIn, Due, Schedule, Value
 from tests.close import close
 
 constant, ramp, piecewise = Value.constant, Value.ramp, Value.piecewise
@@ -144,7 +144,7 @@ def test_the_burn_in_ends_with_a_refresh_and_the_long_interval_starts_there():
 
 
 def random_value(rng: random.Random) -> Value:
-    kind = rng.choice(KINDS)
+    kind = rng.choice(["constant", "linear", "cosine", "exponential", "piecewise"])
     if kind == "constant":
         return constant(rng.randint(1, 20))
     if kind == "piecewise":
@@ -171,14 +171,13 @@ def test_due_depends_on_the_step_only(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_captures_and_the_last_refresh_are_counted_in_any_order(seed):
+def test_captures_and_refreshes_are_counted_in_any_order(seed):
     rng = random.Random(seed)
     schedule = random_schedule(rng).displaced(rng.choice([0, rng.randint(1, 150)]))
-    expected = simulated(schedule, 400)
-    for step in rng.choices(range(400), k=60):
+    expected = simulated(schedule, 600)
+    for step in [-1, *rng.choices(range(600), k=60)]:
         assert schedule.captures(step) == sum(due.capture for due in expected[: step + 1]), (schedule, step)
-        assert schedule.last_refresh(step) == max(s for s in range(step + 1) if expected[s].refresh), (schedule, step)
-    assert schedule.captures(-1) == 0
+        assert schedule.refreshes(step) == sum(due.refresh for due in expected[: step + 1]), (schedule, step)
 
 
 # displaced
@@ -237,16 +236,6 @@ def test_an_offset_costs_nothing_in_the_long_run(seed):
     for kind in ("capture", "refresh"):
         counts = [sum(getattr(schedule.due(step), kind) for step in steps) for schedule in (plain, displaced)]
         assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_refreshes_are_counted_in_any_order(seed):
-    rng = random.Random(seed)
-    schedule = random_schedule(rng).displaced(rng.randint(0, 60))
-    fresh = copy.deepcopy(schedule)
-    refreshes = dues(fresh, 600)[1]
-    for step in [-1, *rng.choices(range(600), k=60)]:
-        assert schedule.refreshes(step) == sum(at <= step for at in refreshes)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -155,10 +155,10 @@ def kernels(operations: Operations) -> Iterator[None]:
 def worker(interval: int) -> tuple[dict[str, tuple[int, float]], dict[str, int]]:
     """Of the last step by function: operations, and bytes an element; and operations by name."""
     mode, operations = BY_NAME["adam-z2"], Operations()
-    limit = rotation.STACKED // NARROWER**2
+    limit = rotation.BATCHED // NARROWER**2
     torch.manual_seed(0)
-    with patch.object(rotation, "STACKED", limit):
-        kfac_block = {**KFAC, "factor": {"update_interval": interval}, "plan": {"stacks": True, **AT_ONCE}}
+    with patch.object(rotation, "BATCHED", limit):
+        kfac_block = {**KFAC, "factor": {"update_interval": interval}, "plan": {"batched": True, **AT_ONCE}}
         engine = build(mode, 1, kfac=kfac_block, model=Blocks())
         kfac = engine.kfac.preconditioner
         assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 7

@@ -19,15 +19,15 @@ from tests.models import linear_layer
 SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
 CASES = {
     "kronecker": {"preconditioner": {"kl_clip": 0.001}},
-    "stacked": {},
-    "corrected, stacked": {"preconditioner": {"eigenvalues": "corrected"}},
+    "batched": {},
+    "corrected, batched": {"preconditioner": {"eigenvalues": "corrected"}},
 }
 
 
 def make(case: str, device: torch.device):
     """A function of gradients and learning rate: results, new second moments and kl-clip's factor."""
     plan, layers = (
-        planned(CASES[case], stacks="stacked" in case, device=device),
+        planned(CASES[case], batched="batched" in case, device=device),
         [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)],
     )
     generator = torch.Generator().manual_seed(0)

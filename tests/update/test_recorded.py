@@ -104,7 +104,7 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
 @pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "large", "none"])
 def test_who_is_recorded(case):
     config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
-    plan = SimpleNamespace(stacks=case != "alone", config=config)
+    plan = SimpleNamespace(batched=case != "alone", config=config)
     numel = {"large": recorded.RECORDED_NUMEL + 1, "none": 0}.get(case, recorded.RECORDED_NUMEL)
     layers = [SimpleNamespace(numel=numel)]
     assert places.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
@@ -173,4 +173,4 @@ def test_the_tape_leaves_inputs_as_they_were():
 
 def test_a_recording_is_made_by_the_device_type():
     with patch.dict(recorded.RECORDERS, clear=True):
-        assert not places.is_recorded(SimpleNamespace(stacks=True), [SimpleNamespace(numel=1)], "cuda")
+        assert not places.is_recorded(SimpleNamespace(batched=True), [SimpleNamespace(numel=1)], "cuda")

@@ -33,7 +33,6 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 """
 
 import math
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from ds_kfac.directions.kfac_adamw.group_step import (
 )
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.places import Places, StepTensors, recorded_step
+from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
@@ -102,7 +102,7 @@ class AdamDirection(Direction):
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
         super().__init__(plan, layout, exchange)
-        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.stacks, plan.pending_dtype
+        self.optimizer, self.batches, self.pending_dtype = optimizer, plan.batched, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
         layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in layers]
@@ -111,7 +111,7 @@ class AdamDirection(Direction):
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
             steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, device)
-        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.stacks))
+        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.batched))
         self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
         self.steps = [step for chunk in self.chunks for step in chunk]
         self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)
@@ -221,7 +221,7 @@ class AdamDirection(Direction):
         self.parts = []
         if self.layout.rank == 0:
             values = [group[key] for group in self.optimizer.param_groups]
-            print(APART.format(key=key, values=values), file=sys.stderr, flush=True)
+            say(APART.format(key=key, values=values), here=True)
 
     def _adam(
         self, step: GroupStep, tensors: StepTensors | Places, unscale: Tensor | float, usable: Tensor

@@ -108,7 +108,7 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
     """Indices of those with the same sides, as they are or transposed, at most
-    :data:`ds_kfac.update.rotation.STACKED` elements unless one alone has more."""
+    :data:`ds_kfac.update.rotation.BATCHED` elements unless one alone has more."""
     limit = chunk_budget(batched=True)
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []

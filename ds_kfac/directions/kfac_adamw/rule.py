@@ -133,7 +133,7 @@ class KFACAdamWRule(UpdateRule):
         return kept_bytes(plan, layers, device, in_place=in_place)
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
-        taken = chunks(groups, limit=chunk_budget(batched=plan.stacks))
+        taken = chunks(groups, limit=chunk_budget(batched=plan.batched))
         return [([layer for group in chunk for layer in group], self._workspace(plan, chunk)) for chunk in taken]
 
     def _workspace(self, plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
@@ -153,9 +153,9 @@ class KFACAdamWRule(UpdateRule):
                     copied += 4 * numel
                 for sides, count in Counter(sides for layer in group for sides in layer.maps).items():
                     nbytes = width * count * workspace(*sides)
-                    same_sides[tuple(sorted(sides)) if plan.stacks else (group[0].name, sides)] += nbytes
+                    same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
                     iterated = max(iterated, nbytes)
-        limit = 3 * width * chunk_budget(batched=plan.stacks)
+        limit = 3 * width * chunk_budget(batched=plan.batched)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
