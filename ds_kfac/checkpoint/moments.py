@@ -74,7 +74,7 @@ def take_adamws(job: Job, saved: OfParameter) -> None:
                 kind, shape = LAYERS[layer.kind], layer.shape  # noqa: B023
                 return kind.matrix(weight, bias, shape).to(kfac.device, copy=True).contiguous()
 
-            steps = torch.full(layer.shape[:-2], float(values[0][STEP]), device=kfac.device)
+            steps = torch.full(layer.shape[:-2], float(values[0][STEP]), dtype=torch.float32, device=kfac.device)
             moments = AdamWsMoments(matrix(FIRST), matrix(SECOND), steps)
             kfac.state[layer.name] = replace(kfac.state[layer.name], moments=moments)
     kfac.direction.forget()

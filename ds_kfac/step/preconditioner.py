@@ -230,7 +230,9 @@ class KFACPreconditioner:
     def precondition(self, draft: StepDraft) -> None:
         """Compute the results of this rank's layers."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
-            context = StepContext(self.steps, draft.norm, draft.peak_lr, draft.fresh(self.state))
+            context = StepContext(
+                self.steps, draft.norm, draft.peak_lr, draft.fresh(self.state) if draft.factors else ()
+            )
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
