@@ -230,9 +230,8 @@ class KFACPreconditioner:
     def precondition(self, draft: StepDraft) -> None:
         """Compute the results of this rank's layers."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
-            context = StepContext(
-                self.steps, draft.norm, draft.peak_lr, draft.fresh(self.state) if draft.factors else ()
-            )
+            fresh = draft.fresh(self.state) if draft.factors else ()
+            context = StepContext(self.steps, draft.norm, draft.peak_lr, fresh)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
@@ -325,8 +324,8 @@ class KFACPreconditioner:
             self.settle()
         accompanies = self.accompanies(self.steps)
         if self.due.capture or accompanies or self.capture.active:
-            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = {} if accompanies and keys is None else keys
+            none = {} if accompanies else None
+            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else none
             proof = self.proving.begin(self.steps, self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
@@ -348,10 +347,9 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from :meth:`state_dict`. Collective.
+        """Continue from :meth:`state_dict`; what is missing in it begins empty. Collective.
 
         Args:
-            state: what is missing in it begins empty.
             decompose: all factors, now: the state has no eigenbases, or those of another method.
         """
         if state.get("observations", self.observations) not in (Observations(), self.observations):
