@@ -324,7 +324,7 @@ class KFACPreconditioner:
             self.settle()
         accompanies = self.accompanies(self.steps)
         if self.due.capture or accompanies or self.capture.active:
-            none = {} if accompanies else None
+            none: Any = {} if accompanies else None
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else none
             proof = self.proving.begin(self.steps, self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
