@@ -23,7 +23,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.groups import LayerGroup, group_by_shape
+from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments, PendingEigenvalues
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
@@ -354,13 +354,9 @@ class KFACGradientRule(UpdateRule):
         return f"{how}, kl-clip {clip}; then {optimizer}"
 
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
-        """Steps whose eigenbases are new are not the recorded one, and so have temporaries of their own."""
+        """With the new eigenvalues of a recorded step, beside those of one whose eigenbases are new."""
         kept = kept_bytes(plan, layers, device, in_place=in_place)
-        if not kept:
-            return 0
-        groups = group_by_shape(layers, key=lambda layer: layer.copies)
-        corrected = 4 * self.moments_count(plan.config) * sum(layer.numel for layer in layers)
-        return kept + corrected + max(nbytes for _, nbytes in self.workspace(plan, groups))
+        return kept and kept + 4 * self.moments_count(plan.config) * sum(layer.numel for layer in layers)
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

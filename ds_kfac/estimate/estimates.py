@@ -224,7 +224,7 @@ class Estimate:
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
         kept = np.array(self._kept())
-        waiting = self._on_workers(lambda layer: pending * layer.numel) + kept
+        waiting = self._on_workers(lambda layer: pending * layer.numel)
 
         first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _cached={})
         memory["sums"], under_way = self._reduced(self.every, self.layout)
@@ -244,7 +244,7 @@ class Estimate:
         sending = np.maximum(outgoing + scattering, scatters) + staying
         in_turn = [*captured, new + gathers - gathering + np.maximum(exact, gathered), new + working]
         memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
-        memory["drafts"] = waiting + new
+        memory["drafts"] = waiting + kept + new
         # a recording keeps its workspace, too
         memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0) + np.where(kept, kept + working, 0)
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}

@@ -79,7 +79,7 @@ class Passes:
         self.model: nn.Module = model.module if isinstance(model, AROUND) else model
         self.data, self.loss, self.channel, self.shows = data, loss, channel, shows
         self.fisher, self.sampler = fisher, sampler
-        first: Tensor = next(self.model.parameters(), torch.empty(0))
+        first: Tensor = next(self.model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         self.device = torch.device(first.device if self.engine is None else self.engine.device)
         with self._autocast():
             casts = torch.is_autocast_enabled(self.device.type)

@@ -117,7 +117,8 @@ pytestmark = pytest.mark.distributed
 @of([name for name in CASES if name.split("-")[0] in ("tied", "adapter", "without", "groups")])
 def test_it_resumes_as_if_it_had_not_stopped(name, found):
     run = found[name]
-    assert run["state"]["mine"] == "tag" and apart(run["was"], run["expected"]) > 1e-3
+    assert run["state"]["mine"] == "tag"
+    assert apart(run["was"], run["expected"]) > 1e-3  # a step moves the weights: many times their rounding
     assert apart(run["was"], run["loaded"]) == 0 and apart(run["expected"], run["next"]) == 0
 
 
