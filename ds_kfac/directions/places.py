@@ -51,13 +51,13 @@ class StepTensors:
         return lengths([self.gradients[name] for group in self.groups for name in group.names])
 
     def take(self, group: LayerGroup) -> tuple[Tensor, int]:
-        """The group's gradients [n, O, I] in their dtype, and the address of memory that must stay as it is: it may be
-        DeepSpeed's own. Once."""
+        """The group's gradients [n, O, I] in their dtype, and an address: the memory there may be DeepSpeed's own and
+        must not be written to. Call it once for each group."""
         parts = [self.gradients.pop(name) for name in group.names]
         return group.matrices(parts), parts[0].data_ptr()
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
-        """The group's results. Once."""
+        """Take the group's results. Call it once for each group."""
         self.outbox.add(group.layers, group.by_layer(x_nOI))
 
 
@@ -66,7 +66,7 @@ class Places:
     dtype.
 
     Attributes:
-        dtypes: of each layer's gradient, as it arrives; a group's are in one that holds them all.
+        dtypes: of each layer's gradient, as it arrives. A group's tensor has the widest of its layers'.
         gradients: of each layer, in the order of the groups.
         matrices, results: of each group, [n, O, I].
         rounded: groups whose results are in the dtype in which they are stored.
@@ -133,9 +133,10 @@ class RecordedStep(Generic[T]):
         result for each group.
 
         Args:
-            values: what else decides on what it computes, compared.
+            values: settings by which it computes: other ones are recorded anew.
         """
-        if not all(group.at_home for group in self.groups):  # eigenbases that go if the step is skipped
+        # a skipped step must leave the recorded eigenbases as they were
+        if not all(group.at_home for group in self.groups):
             return compute(StepTensors(self.groups, gradients, outbox), **inputs)
         names = [name for group in self.groups for name in group.names]
         dtypes = [gradients[name].dtype for name in names]

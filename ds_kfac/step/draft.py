@@ -74,5 +74,9 @@ class StepDraft:
     local: LocalResult = field(init=False)
 
     def fresh(self, state: Mapping[str, LayerState]) -> set[str]:
-        """Layers with a decomposition in :attr:`states` that is not in ``state``, which is that of applied steps."""
+        """Layers with a decomposition that arrived in this step.
+
+        Args:
+            state: after the last applied step.
+        """
         return {name for name, now in self.states.items() if now.A is not state[name].A or now.G is not state[name].G}

@@ -315,8 +315,8 @@ class KFACPreconditioner:
         self.resume()
 
     def resume(self, *, settles: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed. Collective, but
-        after a step that raised (``settles`` False): the next one takes its place, without what its hooks have seen."""
+        """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed. Collective.
+        After a step that raised (``settles`` False) it is local, and drops what that step's hooks have seen."""
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)

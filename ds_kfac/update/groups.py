@@ -134,7 +134,7 @@ class LayerGroup:
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            # a layer that waits for its first basis may have another kind than the others, which turns as theirs later on
+            # a layer that waits for its first basis may have another kind, which later on turns as the others' do
             kind = max(map(type, moments), key=lambda kind: len(kind.__mro__))
             layers = self.keep(states, kind(*(self.matrices(part) for part in parts)))
         bases = [state.basis for state in layers]

@@ -158,7 +158,7 @@ class AdamMoments(Moments):
 
 @dataclass(frozen=True)
 class AdamWsMoments(AdamMoments):
-    """AdamW's, of a run that goes on as KFACAdamW's, until the first eigenbasis."""
+    """Moments that a run has brought from AdamW, until the layer gets its first eigenbasis."""
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> AdamMoments:
         """Out of the layer's own coordinates the second moment too, as far as a diagonal can be. Not in place: the step
