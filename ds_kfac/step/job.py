@@ -49,8 +49,8 @@ class Job:
     def step(self) -> list[StepDraft]:
         """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
 
-        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, the next step is as if this
-        one had not been begun.
+        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, the next step is as if
+        this one had not been begun.
         """
         try:
             drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
