@@ -42,8 +42,8 @@ class Moments:
         return sum(part.nbytes for part in vars(self).values())
 
     def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> Any:
-        """Into one layer's new eigenbasis those of its moments that go with it, in place. Returns what is kept now."""
-        return self
+        """Into one layer's new eigenbasis those of its moments that go with it, in place. Returns other moments if
+        these are to stay as they were; None: they have changed."""
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of one layer's eigenbasis, which is given up."""
@@ -145,10 +145,10 @@ class AdamMoments(Moments):
     second_OI: Tensor
     updates: Tensor
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> "AdamMoments":
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> "AdamMoments | None":
         """The first moment; the second stays as it is."""
         change_basis_(self.first_OI, old, new)
-        return self
+        return None
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
@@ -160,7 +160,7 @@ class AdamMoments(Moments):
 class AdamWsMoments(AdamMoments):
     """Moments that a run has brought from AdamW, until the layer gets its first eigenbasis."""
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> AdamMoments:
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> AdamMoments | None:
         """Out of the layer's own coordinates the second moment too, as far as a diagonal can be. Not in place: the step
         may be skipped, and begin again from these."""
         if old is not None:
@@ -254,7 +254,7 @@ class LayerState:
         if not self.moments_rotate or new.basis is None:
             return new
         moments = self.moments.change_basis_(self.basis, new.basis)
-        return new if moments is self.moments else replace(new, moments=moments)
+        return new if moments is None else replace(new, moments=moments)
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
