@@ -56,20 +56,20 @@ class KFACGradient(Direction):
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         super().__init__(plan, layout, exchange)
         self.clip_lr, self.metrics = plan.clip_lr, metrics
-        self.all_layers = [layer for group in self.layer_groups for layer in group.layers]
+        self.rank_layers = [layer for group in self.layer_groups for layer in group.layers]
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
-        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.all_layers))}
+        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.rank_layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
         self.set_clip(context, local)
-        if not self.all_layers:
+        if not self.rank_layers:
             local.numbers = [torch.zeros_like(local.replaced)]
             return local
         for group in self.layer_groups:
             group.load(states, fresh=context.fresh)
-        ready = [states[layer.name].preconditioner is not None for layer in self.all_layers]
+        ready = [states[layer.name].preconditioner is not None for layer in self.rank_layers]
         rates = self._rates(context)
         # where a weight's and its bias' rates differ the sum is made of their parts
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
@@ -77,7 +77,7 @@ class KFACGradient(Direction):
         if context.norm is not None:
             inputs["clip"] = local.clip
         if self.config.preconditioner.eigenvalues == "corrected":  # of raw gradients, as factors are
-            terms = torch.stack([states[layer.name].terms for layer in self.all_layers])
+            terms = torch.stack([states[layer.name].terms for layer in self.rank_layers])
             inputs["terms"] = terms / (self.layout.grad_scale() * local.clip) ** 2
         how = tuple(ready), split
         compute = partial(self._directions, states, *how)
@@ -94,7 +94,7 @@ class KFACGradient(Direction):
         """Of each layer's parameters, those that kl-clip goes by."""
         groups = self.layout.optimizer.param_groups
         of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
-        return [[of_group[group] for group in self.parameter_groups[layer.name]] for layer in self.all_layers]
+        return [[of_group[group] for group in self.parameter_groups[layer.name]] for layer in self.rank_layers]
 
     def _directions(
         self, states: Mapping[str, LayerState], ready: Sequence[bool], split: bool,
@@ -118,16 +118,17 @@ class KFACGradient(Direction):
             gradient = tensors.take(group)[0].float()
             if clip is not None:
                 gradient = gradient * clip
-            V, dot = gradient, gradient.new_zeros(group.n)
-            if any(ready[places]):
+            if not any(ready[places]):
+                V, dot = gradient, gradient.new_zeros(group.n)
+            else:
                 on = group.flags(ready[places], gradient.device)
                 inverses = None if group.rotation else states[group.names[0]].preconditioner
                 terms_n = None if terms is None else repeated(terms[places], group.maps)
-                V, dot, finite, new, over = self._precondition(group, inverses, gradient, on, damping, terms_n)
+                V, dot, finite, corrected = self._precondition(group, inverses, gradient, on, damping, terms_n)
                 replaced = replaced + group.any_map(~finite if on is None else ~finite & on).sum()
-                if new is not None:
-                    pending.append(new)
-                    limited = limited + group.any_map(over).sum()
+                if corrected is not None:
+                    pending.append(corrected[0])
+                    limited = limited + group.any_map(corrected[1]).sum()
             dots.append(self._dots(group, ready[places], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
@@ -136,9 +137,9 @@ class KFACGradient(Direction):
     def _precondition(
         self, group: LayerGroup, inverses: Any, gradient: Tensor, on: Tensor | None,
         damping: float | Tensor, terms_n: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, PendingEigenvalues | None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[PendingEigenvalues, Tensor] | None]:  # fmt: skip
         """V of a group's matrices, or the gradient where it is not finite or they are not ``on``; <V, gradient> [n], 0
-        where not ``on``; whether V is finite; new second moments; and whether gradients were scaled down for them.
+        where not ``on``; whether V is finite; and new second moments, with whether gradients were scaled down for them.
 
         Args:
             inverses: damped ones, of a layer that is alone; None: by the group's eigenbases.
@@ -147,7 +148,7 @@ class KFACGradient(Direction):
         norm = norms(gradient.flatten(-2)).float()
         if on is not None:
             norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
-        new, over = None, torch.zeros_like(norm, dtype=torch.bool)
+        corrected = None
         damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
         if group.rotation is None:
             (of_layer,) = group.by_layer(gradient)
@@ -157,11 +158,12 @@ class KFACGradient(Direction):
             V, dot, new, over = precondition_corrected(
                 gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
             )
+            corrected = new, over
         else:
             V, dot = precondition(gradient, group.rotation, **damped)
         V, finite = finite_or(V, gradient, on)
         dot = torch.where(finite, dot, norm.square())
-        return V, dot if on is None else dot.masked_fill(~on, 0.0), finite, new, over
+        return V, dot if on is None else dot.masked_fill(~on, 0.0), finite, corrected
 
     def _dots(
         self, group: LayerGroup, ready: Sequence[bool], V: Tensor, gradient: Tensor, dot: Tensor, split: bool
