@@ -1,4 +1,6 @@
-"""What importing costs: commands about keys know neither torch nor DeepSpeed, and ds_kfac adds little to DeepSpeed."""
+"""What importing costs: commands about keys know neither torch nor DeepSpeed, and ds_kfac adds little to DeepSpeed.
+
+Times are compared with importing DeepSpeed in the same run: machines differ by a factor of two and more."""
 
 import re
 import resource
@@ -22,23 +24,33 @@ def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, run
 
 
+def seconds_to(*command: str) -> float:
+    return min(cpu_seconds(*command)[0] for _ in range(3))
+
+
+@pytest.fixture(scope="module")
+def deepspeeds() -> float:
+    return seconds_to("-c", "import deepspeed")
+
+
 @pytest.mark.parametrize("command", ["--help", "--version", "schema", "config", "plot --help"])
-def test_commands_about_keys_import_nothing_heavy(command):
+def test_commands_about_keys_import_nothing_heavy(command, deepspeeds):
     _, run = cpu_seconds("-X", "importtime", "-m", "ds_kfac", *command.split())
     imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
     assert "ds_kfac" in imported and not imported & set(HEAVY), imported & set(HEAVY)
     assert run.stdout
-    best = min(cpu_seconds("-m", "ds_kfac", *command.split())[0] for _ in range(3))
-    print(f"{command}: {best:.2f} s")
-    assert best < 1.0
+    best = seconds_to("-m", "ds_kfac", *command.split())
+    print(f"{command}: {best:.2f} s, deepspeed {deepspeeds:.2f} s")
+    assert best < 0.33 * deepspeeds
 
 
-def test_the_import_takes_at_most_a_second_more_than_deepspeeds():
-    best = {name: min(cpu_seconds("-c", f"import {name}")[0] for _ in range(3)) for name in ("deepspeed", "ds_kfac")}
-    print(best)
-    assert best["ds_kfac"] - best["deepspeed"] < 1.0
+def test_the_import_takes_at_most_a_third_more_than_deepspeeds(deepspeeds):
+    best = seconds_to("-c", "import ds_kfac")
+    print(f"ds_kfac {best:.2f} s, deepspeed {deepspeeds:.2f} s")
+    assert best < 1.33 * deepspeeds
     _, run = cpu_seconds("-X", "importtime", "-c", "import ds_kfac")
-    assert "torch._dynamo" not in run.stderr, "torch's compiler: more than a second"
+    for slow in ("torch._dynamo", "setuptools"):  # more than a second, and a quarter of one
+        assert f" {slow}\n" not in run.stderr, slow
 
 
 def test_a_commands_model_may_use_all_of_ds_kfac(tmp_path):

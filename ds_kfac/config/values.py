@@ -85,7 +85,10 @@ NameEnd = Annotated[
 
 
 class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    """Without docstrings of attributes: pydantic would look for the source of each generic model, a quarter of a
+    second."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     _numbers_fit = field_validator("*", mode="before")(fits)
 
 
@@ -93,10 +96,8 @@ class Ramp(_Form, Generic[Number]):
     """From one number to another; checking both is enough, as no value lies outside of them."""
 
     schedule: str
-    start: Number
-    """Until step ``delay``."""
-    end: Number
-    """From step ``delay + steps`` on."""
+    start: Number = Field(description="Until step ``delay``.")
+    end: Number = Field(description="From step ``delay + steps`` on.")
     steps: int = Field(ge=1)
     delay: int = Field(0, ge=0)
 

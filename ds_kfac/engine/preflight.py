@@ -14,7 +14,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import Block, KFACConfig
@@ -70,6 +69,8 @@ def start_alone() -> None:
 
 def extensions_root() -> Path:
     """Folder in which torch and DeepSpeed build extensions."""
+    from torch.utils.cpp_extension import get_default_build_root  # setuptools: a third of what importing us would cost
+
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
