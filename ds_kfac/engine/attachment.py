@@ -255,24 +255,26 @@ class Attachment:
         kfac, engine = self.job.preconditioners[0], self.engine
         captures = any(capture.active for capture in self._captures)
         monitored = captures and engine.monitor.enabled and engine.global_rank == 0
-        if captures:
-            self._warn()
         if self.sampling is not None:
             self.sampling.check()
         if captures:
+            self._warn()
             self._tell_of_new_hooks()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             drafts = self.job.step()
         scaler = kfac.layout.grad_scaler
         scale = scaler_scale(scaler) if scaler else 0.0
         scale = scale.clone() if isinstance(scale, torch.Tensor) else scale
-        with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
-            result = original(*args, **kwargs)
-        # a GradScaler skips the step without telling the engine; only its falling scale shows that. Reading the scale
-        # costs no wait: the scaler has synchronised already
-        skipped = bool(scaler) and bool(scaler_scale(scaler) < scale)
-        applied = engine.was_step_applied() and not skipped
-        self.job.commit(drafts, applied=applied)
+        engine._step_applied, whole = False, False  # as DeepSpeed's step() sets it, but a pipeline's does not
+        try:
+            with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
+                result = original(*args, **kwargs)
+            whole = True
+        finally:  # a scheduler may raise when weights have been stepped
+            # a GradScaler, which has synchronised, skips steps without telling the engine: its scale falls
+            skipped = bool(scaler) and bool(scaler_scale(scaler) < scale)
+            applied = engine.was_step_applied() and not skipped
+            self.job.commit(drafts, applied=applied, whole=whole)
         if applied and any(draft.verdict is not None for draft in drafts):
             self._tell()
         for rescale in self._rescalings if applied else ():

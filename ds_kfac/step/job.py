@@ -66,13 +66,14 @@ class Job:
             return drafts
         except BaseException:
             for kfac in self.preconditioners:
-                kfac.resume(settles=False)
+                kfac.resume(whole=False)
             raise
 
-    def commit(self, drafts: Sequence[StepDraft], *, applied: bool) -> None:
-        """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective."""
+    def commit(self, drafts: Sequence[StepDraft], *, applied: bool, whole: bool = True) -> None:
+        """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective; of a step that raised,
+        which is not ``whole``, local."""
         for kfac, draft in zip(self.preconditioners, drafts, strict=True):
-            kfac.commit(draft, applied=applied)
+            kfac.commit(draft, applied=applied, whole=whole)
 
     def reset(self) -> None:
         """Start again at step 0, without factors and eigenbases."""

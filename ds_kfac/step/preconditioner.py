@@ -282,9 +282,9 @@ class KFACPreconditioner:
             return numbers, {}
         return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
-    def commit(self, draft: StepDraft, *, applied: bool) -> None:
+    def commit(self, draft: StepDraft, *, applied: bool, whole: bool = True) -> None:
         """Call after the engine's optimizer. If its step was applied, the new state is kept; if DeepSpeed skipped it,
-        everything is as before the step."""
+        everything is as before the step. ``whole``: of :meth:`resume`."""
         due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
         if draft.factors is not None:
@@ -312,15 +312,15 @@ class KFACPreconditioner:
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
         self.metrics.end(applied=applied)
-        self.resume()
+        self.resume(whole=whole)
 
-    def resume(self, *, settles: bool = True) -> None:
+    def resume(self, *, whole: bool = True) -> None:
         """Prepare the hooks for the next step. Call after :attr:`state` and :attr:`steps` have changed. Collective.
-        After a step that raised (``settles`` False) it is local, and drops what that step's hooks have seen."""
+        After a step that raised (``whole`` False) it is local, and drops what that step's hooks have seen."""
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
-        if self.due.capture and settles:
+        if self.due.capture and whole:
             self.settle()
         accompanies = self.accompanies(self.steps)
         if self.due.capture or accompanies or self.capture.active:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -198,11 +198,18 @@ def interrupted_worker(names: list[str]) -> dict:
     """Weights after steps of which each is interrupted at a place, its gradients dropped, and done again."""
     found = {}
     for name in names:
-        for place in ("", "decompose", "precondition", "write"):
+        for place in ("", "decompose", "precondition", "write", "step", "scheduler"):
             engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}})
             kfac = engine.kfac.preconditioner
             for step in range(4):
-                holder = {"decompose": kfac.curvature, "precondition": kfac, "write": kfac.exchange}.get(place)
+                holder = {"decompose": kfac.curvature, "precondition": kfac, "write": kfac.exchange,
+                          "step": engine.optimizer}.get(place)  # fmt: skip
+                if place == "scheduler":  # it raises when weights have been stepped
+                    engine.lr_scheduler = Mock(step=Mock(side_effect=ValueError))
+                    with suppress(ValueError):
+                        train(engine, 1, steps=1, first=step)
+                    engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)  # which DeepSpeed leaves out
+                    continue
                 if holder is not None:
                     with patch.object(holder, place, side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
                         train(engine, 1, steps=1, first=step)
