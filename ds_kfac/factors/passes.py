@@ -141,6 +141,8 @@ class Passes:
                             "the data is not what it was before the last save; remove the folder, or give that data"
                         )
                     batch = next(iterator, END)
+                    if batch is not END and not any(x.ndim for x in tensors_of(batch)):
+                        problem = f"batch {number}, counted from 0: has no tensor of at least one dimension"
                 except Exception as error:  # raised on all ranks by _summed, as they wait for this one
                     problem = f"batch {number}: {type(error).__name__}: {error}"
                     self._error = error
@@ -196,32 +198,38 @@ class Passes:
 
     def _run(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
         """Raises FactorsError for a batch that has no factors."""
-        first = next((x for x in tensors_of(batch) if x.ndim), None)
-        if first is None:
-            raise FactorsError("has no tensor of at least one dimension")
+        first = next(x for x in tensors_of(batch) if x.ndim)
         capture.begin_step(keys, number)
         with torch.enable_grad(), self._autocast():
             value = self._value(batch, number, capture)
         calls = capture.pending
         if self.fisher == "activations_only":
             gradients: Sequence[Tensor | None] = [call.x for call in calls]
-        elif not isinstance(value, Tensor) or value.numel() != 1:
-            got = type(value).__name__ if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
-            got = "no loss (a scalar)" if value is None else got
-            raise FactorsError(
-                f"the loss is no scalar: got {got}"
-                if self.loss is not None
-                else f"the model returned {got}: give it labels, or fit the argument loss"
-            )
-        elif not calls or not value.requires_grad:
-            raise FactorsError("its loss depends on no layer")
         else:
+            problem = self._no_loss(value, calls)
+            refused = float(bool(problem))
+            if self.sharded:  # others would wait in their backward for this rank's weights
+                refused = float(self.channel.sum(torch.tensor(refused, dtype=torch.float64, device=self.device)))
+            if problem:
+                raise FactorsError(problem)
+            if refused:
+                return Batch(number)
             edges = [call.edge for call in calls if call.edge is not None]
             gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
             if not bool(torch.isfinite(value)):  # checked after the backward: at ZeRO stage 3 all ranks must run it
                 raise FactorsError(f"the loss is {float(value.detach())}; leave the batch out")
         rows = len(first) if first.is_floating_point() else first.numel()
         return Batch(number, list(zip(calls, gradients, strict=True)), len(first), rows, first.shape[:2].numel())
+
+    def _no_loss(self, value: Any, calls: Sequence[Any]) -> str:
+        """Why this has no gradients; "": it has."""
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = type(value).__name__ if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
+            got = "no loss (a scalar)" if value is None else got
+            if self.loss is not None:
+                return f"the loss is no scalar: got {got}"
+            return f"the model returned {got}: give it labels, or fit the argument loss"
+        return "" if calls and value.requires_grad else "its loss depends on no layer"
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The engine's autocast; without an engine, that around the call stays."""

@@ -86,18 +86,24 @@ def test_a_rank_that_dies_is_no_reason_to_begin_again(tmp_path):
         exact(found.corrected(name, "sequence"), whole.corrected(name, "sequence"))
 
 
-def test_a_problem_of_one_rank_stops_all(tmp_path):
-    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "nan_at": 1}
-    said = run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    assert said[0] == said[1]
-    assert "rank 1, batch 1, counted from 0: the loss is nan" in said[0]["whole"]
+SPOILT = {
+    "nan": "rank 1, batch 1, counted from 0: the loss is nan",
+    "vector": "rank 1, batch 1, counted from 0: the loss is no scalar: got shape [2, 1]",
+    "apart": "rank 1, batch 1, counted from 0: its loss depends on no layer",
+    "number": "rank 1, batch 1, counted from 0: has no tensor",
+    "raises": "rank 1, batch 1: RuntimeError: no memory",
+}
 
 
-def test_an_error_in_the_loss_of_one_rank_stops_all(tmp_path):
-    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "nan_at": 1, "raises": True}
-    said = run_ranks("tests.factors.worker:main", world=2, payload=payload)
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_problem_of_one_rank_stops_all(tmp_path, how):
+    """At stage 3 others must not wait for its weights; an error in the loss ends its rank there."""
+    modes = {mode: MODES[mode] for mode in ("whole", "stage 3, no optimizer")[: 1 if how == "raises" else 2]}
+    said = run_ranks("tests.factors.worker:main", world=2, payload={"modes": modes, "out": str(tmp_path),
+                     "batches": COUNT, "spoils": how})  # fmt: skip
     assert said[0] == said[1]
-    assert "rank 1, batch 1: RuntimeError: no memory" in said[0]["whole"]
+    for mode in modes:
+        assert SPOILT[how] in said[0][mode]
 
 
 def test_a_rank_without_batches_helps_the_others(made, tmp_path):

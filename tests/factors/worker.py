@@ -60,15 +60,17 @@ class Dies(list):
             yield batch
 
 
-def spoilt(at: int, rank: int, *, raises: bool):
-    """A loss that is no number in one batch of rank 1, or raises."""
+def spoilt(at: int, rank: int, how: str):
+    """A loss that is no number in one batch of rank 1, no scalar, none of the layers', or raises."""
     calls = iter(range(1 << 30))
 
     def loss(own, batch):
-        bad = rank == 1 and next(calls) == at
-        if bad and raises:
+        bad, value = rank == 1 and next(calls) == at, own(*batch)
+        if bad and how == "raises":
             raise RuntimeError("no memory")
-        return own(*batch) * (float("nan") if bad else 1.0)
+        if not bad:
+            return value
+        return {"nan": value * float("nan"), "vector": value[None, None].expand(2, 1), "apart": value.detach()}[how]
 
     return loss
 
@@ -77,7 +79,8 @@ def main(payload: dict):
     """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None.
 
     ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends; saves come after every batch then.
-    ``nan_at``: batch of rank 1 whose loss is no number, or with ``raises`` an error. ``idle``: rank 0 has all batches.
+    ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that batch is one.
+    ``idle``: rank 0 has all batches.
     """
     init_deepspeed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -95,10 +98,11 @@ def main(payload: dict):
         if mode is not None:
             own = ds_kfac.engine.entry._plain_initialize(model=own, config=mode)[0]
         before = [p.detach().clone() for p in getattr(own, "module", own).parameters()]
-        if "nan_at" in payload:
-            bad = spoilt(payload["nan_at"], rank, raises=payload.get("raises", False))
+        if how := payload.get("spoils"):
+            if how == "number" and rank == 1:
+                data[1] = 1
             try:
-                fit(own, data, bad, out=Path(payload["out"]) / name, progress=False)
+                fit(own, data, spoilt(1, rank, how), out=Path(payload["out"]) / name, progress=False)
             except FactorsError as problem:
                 said[name] = str(problem)
             continue
