@@ -197,21 +197,25 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
     found."""
     for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
-            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
+            named = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
         except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
             continue
+        functions = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+        lines = [function.__code__.co_firstlineno for function in functions]
+        tree = max(named, key=lambda tree: sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines))
         yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @lru_cache(maxsize=8)
-def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
-    """Qualified name -> code of a file's classes. Cached, as inspect would read the file again for each class."""
-    by_name: dict[str, ast.ClassDef] = {}
+def classes_of(file: str, module: str) -> Mapping[str, list[ast.ClassDef]]:
+    """Qualified name -> code of a file's classes of that name, as in if and else. Cached: inspect would read the file
+    again for each class."""
+    by_name: dict[str, list[ast.ClassDef]] = {}
     waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
     while waiting:
         node, path = waiting.pop(0)
         if isinstance(node, ast.ClassDef):
-            by_name.setdefault(path + node.name, node)
+            by_name.setdefault(path + node.name, []).append(node)
             path += f"{node.name}."
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             path += f"{node.name}.<locals>."

@@ -496,6 +496,31 @@ def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
         assert multiplied(module) == found and borrowed_weights(module) == []
 
 
+if torch.cuda.device_count() < 0:  # as where a library is missing
+
+    class Either(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w
+
+else:
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+
+        @torch.no_grad()
+        def reset(self) -> None:
+            self.w.zero_()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+
+def test_of_two_classes_with_one_name_the_one_that_exists_is_read():
+    assert multiplied(Either()) == {"w": MatrixLayout(True)}
+
+
 class Behind(nn.Module):
     """Rows behind those of the groups, as in a buffer for as many tokens as may come."""
 
