@@ -16,7 +16,7 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.step.job import Job
-from ds_kfac.update.state import AdamMoments, AdamWsMoments
+from ds_kfac.update.state import AdamMoments
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 OfParameter = Mapping[str, Mapping[str, Any]]
@@ -75,6 +75,7 @@ def take_adamws(job: Job, saved: OfParameter) -> None:
                 return kind.matrix(weight, bias, shape).to(kfac.device, copy=True).contiguous()
 
             steps = torch.full(layer.shape[:-2], float(values[0][STEP]), dtype=torch.float32, device=kfac.device)
-            moments = AdamWsMoments(matrix(FIRST), matrix(SECOND), steps)
+            moments = AdamMoments(matrix(FIRST), matrix(SECOND), steps)
             kfac.state[layer.name] = replace(kfac.state[layer.name], moments=moments)
+            kfac.begins.discard(layer.name)
     kfac.direction.forget()

@@ -44,6 +44,7 @@ class KFACPreconditioner:
         state: layer name -> :class:`LayerState`, of the layers this rank is a gradient worker of.
         steps: applied steps, the clock of every schedule. It changes in :meth:`commit` only: all stages of a step see
             the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped steps too.
+        begins: layers without moments, which use eigenbases of the first step in it, as later steps do not.
         due: factors that the next step updates, and those that it decomposes.
         observations: what the first captured batch has shown.
         names: layer name -> its name in checkpoints.
@@ -179,8 +180,8 @@ class KFACPreconditioner:
         draft.states = dict(self.state)
         if factors is not None:
             draft.next_bases = self._take_arrivals(factors, draft.states)
-            if not self.steps:  # no moments yet
-                self._rebase(draft.states, draft.next_bases)
+            for name in self.begins & draft.next_bases.keys():
+                draft.states[name] = draft.states[name].rebased(**draft.next_bases.pop(name))
 
     def _broadcast(
         self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
@@ -215,8 +216,7 @@ class KFACPreconditioner:
             if bases and state.moments_rotate:
                 next_bases[layer.name] = bases
             elif bases:
-                state = state.rebased(**bases)
-            states[layer.name] = state
+                states[layer.name] = state.rebased(**bases)
         return next_bases
 
     @staticmethod
@@ -311,6 +311,7 @@ class KFACPreconditioner:
                 self.metrics.step_counts["factor_updates"] += 1
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
+            self.begins.clear()
         self.metrics.end(applied=applied)
         self.resume(whole=whole)
 
@@ -356,10 +357,9 @@ class KFACPreconditioner:
             self.observe(state["observations"])
         self.curvature.load_state_dict(state.get("factors", {}))
         self.state = dict(state.get("layers", {}))
-        for layer in self.owned:
-            if layer.name not in self.state:
-                self.state[layer.name] = self._empty(layer)
+        self.state |= {layer.name: self._empty(layer) for layer in self.owned if layer.name not in self.state}
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
+        self.begins = {name for name, of in self.state.items() if not (self.steps or of.moments_begun)}
         self.proving.restart(resumed=self.steps > 0)
         self.direction.forget()
         self.sharing.updates = None

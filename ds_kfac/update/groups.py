@@ -134,9 +134,7 @@ class LayerGroup:
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            # a layer that waits for its first basis may have another kind, which later on turns as the others' do
-            kind = max(map(type, moments), key=lambda kind: len(kind.__mro__))
-            layers = self.keep(states, kind(*(self.matrices(part) for part in parts)))
+            layers = self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
         bases = [state.basis for state in layers]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         based = tuple(index for index, basis in enumerate(bases) if basis)

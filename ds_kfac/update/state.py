@@ -41,9 +41,12 @@ class Moments:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values())
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> Any:
-        """Into one layer's new eigenbasis those of its moments that go with it, in place. Returns other moments if
-        these are to stay as they were; None: they have changed."""
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """Into one layer's new eigenbasis those of its moments that go with it, in place.
+
+        Args:
+            old: None: the layer's own coordinates.
+        """
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of one layer's eigenbasis, which is given up."""
@@ -145,28 +148,16 @@ class AdamMoments(Moments):
     second_OI: Tensor
     updates: Tensor
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> "AdamMoments | None":
-        """The first moment; the second stays as it is."""
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """The first moment. The second goes into the first basis, as far as a diagonal can be, and stays as it is."""
         change_basis_(self.first_OI, old, new)
-        return None
+        if old is None:
+            self.second_OI.copy_(new.squared().rotate(self.second_OI))
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
         first, second = basis.restore(self.first_OI), basis.squared().restore(self.second_OI)
         return replace(self, first_OI=first.contiguous(), second_OI=second.contiguous())
-
-
-@dataclass(frozen=True)
-class AdamWsMoments(AdamMoments):
-    """Moments that a run has brought from AdamW, until the layer gets its first eigenbasis."""
-
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> AdamMoments | None:
-        """Out of the layer's own coordinates the second moment too, as far as a diagonal can be. Not in place: the step
-        may be skipped, and begin again from these."""
-        if old is not None:
-            return super().change_basis_(old, new)
-        first, second = new.rotate(self.first_OI), new.squared().rotate(self.second_OI)
-        return AdamMoments(first.contiguous(), second.contiguous(), self.updates)
 
 
 @dataclass(frozen=True)
@@ -243,18 +234,21 @@ class LayerState:
         return 0 if self.moments is None else self.moments.nbytes
 
     @property
+    def moments_begun(self) -> bool:
+        """Whether they have anything of any gradient. Waits for the device."""
+        return self.moments is not None and any(bool(part.any()) for part in vars(self.moments).values())
+
+    @property
     def moments_rotate(self) -> bool:
         """Whether moments go with the eigenbases."""
         return self.moments is not None and self.moments.ROTATES and self.method.rotates
 
     def rebased(self, *, A: Decomposition | None = None, G: Decomposition | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides. Adam's first moment is rotated into the eigenbases, in
-        place; second moments stay as they are. AdamW's go into the first basis as :class:`AdamWsMoments` says."""
+        """With new eigenbases or inverses of one or both sides, to which moments change, in place."""
         new = replace(self, A=A or self.A, G=G or self.G)
-        if not self.moments_rotate or new.basis is None:
-            return new
-        moments = self.moments.change_basis_(self.basis, new.basis)
-        return new if moments is None else replace(new, moments=moments)
+        if self.moments_rotate and new.basis is not None:
+            self.moments.change_basis_(self.basis, new.basis)
+        return new
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""

@@ -115,6 +115,8 @@ def load_worker(payload) -> dict:
             "moments": adamws(engine) if kind == "KFACAdamW" else {},
             "said": [text for text in texts if "ds_kfac: " in text],
         }
+        if kind == "KFACAdamW":
+            engine.save_checkpoint(f"{folder}/moved", tag="tag")
         train(engine, 1, steps=1, first=4)
         found[saved, (kind, stage)]["next"] = weights(engine)
         if (kind, stage) == ("AdamW", 0):
@@ -123,7 +125,14 @@ def load_worker(payload) -> dict:
             assert set(steps.values()) == {1, 5}, steps
         train(engine, 1, steps=8, first=5)
         found[saved, (kind, stage)]["steps of K-FAC"] = engine.kfac.counters()["steps"] if kind == KINDS[1] else None
+        ends = weights(engine)
         engine.destroy()
+        if kind == "KFACAdamW":
+            resumed = engine_of(kind, stage, seed=98)
+            resumed.load_checkpoint(f"{folder}/moved", tag="tag")
+            train(resumed, 1, steps=9, first=4)
+            found[saved, (kind, stage)]["resumed"] = ends, weights(resumed)
+            resumed.destroy()
     return found
 
 
@@ -217,6 +226,8 @@ def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(sa
             goes_on = difference < 1e-4  # rounding of a step; another step is another one by tenths
             assert goes_on == name.startswith("norm."), (case, name, difference)
         assert found["steps of K-FAC"] in (9, None), case
+        for name, weight in found["resumed"][0].items() if "resumed" in found else ():
+            assert torch.equal(weight, found["resumed"][1][name]), (case, name)
         (said,) = found["said"]
         wanted = "warm up again" if then[1] else "those of new parameters"
         assert (wanted if now[0] == "AdamW" else "AdamW's moments of all parameters") in said, (case, said)

@@ -10,7 +10,7 @@ from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, repeated
-from ds_kfac.update.state import AdamMoments, AdamWsMoments, LayerState
+from ds_kfac.update.state import AdamMoments, LayerState
 from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
@@ -140,18 +140,6 @@ def test_moments_of_the_group_are_its_layers(states):
     group.keep(states, new)
     exact(states["c"].moments.second_OI, new.second_OI[2])
     assert group.moments is new and group.load(states)[2] is states["c"] and group.moments is new
-
-
-def test_adamws_moments_of_a_layer_that_waits_for_its_first_basis_stay_adamws(states):
-    waiting = state(1, basis=False)
-    states["b"] = replace(waiting, moments=AdamWsMoments(*vars(waiting.moments).values()))
-    group = LayerGroup(LAYERS)
-    layers = group.load(states)
-    new = random_basis(ROWS, COLUMNS, seed=7)
-    turned = layers[1].rebased(A=new.A, G=new.G).moments
-    exact(turned.second_OI, new.squared().rotate(waiting.moments.second_OI))
-    before = layers[0].moments.second_OI.clone()
-    exact(layers[0].rebased(A=new.A, G=new.G).moments.second_OI, before)
 
 
 def test_a_layer_that_has_no_basis_yet_is_rotated_by_the_identity(states):
