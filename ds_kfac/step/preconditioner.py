@@ -359,7 +359,7 @@ class KFACPreconditioner:
         self.state = dict(state.get("layers", {}))
         self.state |= {layer.name: self._empty(layer) for layer in self.owned if layer.name not in self.state}
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
-        self.begins = {name for name, of in self.state.items() if not (self.steps or of.moments_begun)}
+        self.begins = {name for name, of in self.state.items() if not (self.steps or (state and of.moments_begun))}
         self.proving.restart(resumed=self.steps > 0)
         self.direction.forget()
         self.sharing.updates = None
