@@ -8,6 +8,7 @@ step, bytes on the wire per rank and K-FAC state per rank.
 
 import argparse
 import csv
+import io
 import math
 import os
 import platform
@@ -29,6 +30,8 @@ from ds_kfac.plan import plan as planning
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25
+
+COLUMNS = ["device", "stage", "ranks", "what", "median ms or count", "min ms", "max ms", "to AdamW"]
 
 
 def build(arguments: argparse.Namespace, *, kfac: bool):
@@ -131,10 +134,13 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
         print(f"{name:40} {count:14,}")
         rows.append([name, count, "", "", ""])
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"step_{device}_zero{arguments.stage}_{world}ranks.csv"
+        path = arguments.out / "step.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        key = [str(device), str(arguments.stage), str(world)]
+        with open(path, newline="") if path.exists() else io.StringIO() as file:
+            others = [row for row in csv.reader(file) if row[:3] not in (key, COLUMNS[:3])]
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([["what", "median ms or count", "min ms", "max ms", "to AdamW"], *rows])
+            csv.writer(file).writerows([COLUMNS, *others, *([*key, *row] for row in rows)])
 
 
 if __name__ == "__main__":
