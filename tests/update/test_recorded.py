@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_kfac.directions import places
-from ds_kfac.update import recorded
+from ds_kfac.update import recorded, rotation
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
 from tests.deepspeed.modes import ADAM, MODES
@@ -101,12 +101,12 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
     assert current == ["default"]
 
 
-@pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "large", "none"])
+@pytest.mark.parametrize("case", ["yes", "device", "alone", "backend", "many", "large", "none"])
 def test_who_is_recorded(case):
     config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
     plan = SimpleNamespace(batched=case != "alone", config=config)
-    numel = {"large": recorded.RECORDED_NUMEL + 1, "none": 0}.get(case, recorded.RECORDED_NUMEL)
-    layers = [SimpleNamespace(numel=numel)]
+    numel, most = {"large": rotation.BATCHED + 1, "none": 0}.get(case, rotation.BATCHED), recorded.RECORDED_NUMEL
+    layers = [SimpleNamespace(numel=numel)] * (1 if case == "large" else most // rotation.BATCHED + (case == "many"))
     assert places.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
 
 
