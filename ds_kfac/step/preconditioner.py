@@ -181,7 +181,7 @@ class KFACPreconditioner:
         if factors is not None:
             draft.next_bases = self._take_arrivals(factors, draft.states)
             for name in self.begins & draft.next_bases.keys():
-                draft.states[name] = draft.states[name].rebased(**draft.next_bases.pop(name))
+                draft.states[name] = replace(draft.states[name], **draft.next_bases.pop(name))
 
     def _broadcast(
         self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
