@@ -162,8 +162,7 @@ class KFACPreconditioner:
         """Fetch whole gradients of this rank's layers, and the global norm if the engine clips. New eigenbases and
         scalars travel in the same message."""
         factors, curvature, world = draft.factors, self.curvature, self.channel.world
-        names: list[list[Hashable]] = [[] for _ in range(world)]
-        scalars: dict[Hashable, Tensor] = {}
+        names, scalars = [list[Hashable]() for _ in range(world)], dict[Hashable, Tensor]()
         if factors is not None:
             names, scalars = curvature.scalars(factors)
         if self.needs_norm:
@@ -181,7 +180,8 @@ class KFACPreconditioner:
         if factors is not None:
             draft.next_bases = self._take_arrivals(factors, draft.states)
             for name in self.begins & draft.next_bases.keys():
-                draft.states[name] = replace(draft.states[name], **draft.next_bases.pop(name))
+                bases: Any = draft.next_bases.pop(name)
+                draft.states[name] = replace(draft.states[name], **bases)
 
     def _broadcast(
         self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
