@@ -2,10 +2,12 @@
 
 Times are compared with importing DeepSpeed in the same run: machines differ by a factor of two and more."""
 
+import os
 import re
 import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -13,18 +15,23 @@ from ds_kfac import __all__ as names
 from ds_kfac.curvature.methods import METHODS
 from tests.ranks import ROOT
 
+CACHE = tempfile.TemporaryDirectory()
+"""Of bytecode, which the environment may keep Python from writing beside the sources."""
 HEAVY = ("torch", "deepspeed", "numpy", "transformers", "matplotlib")
 
 
 def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
     """Of a process and what it starts, whatever else the machine does."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    env = os.environ | {"PYTHONPYCACHEPREFIX": CACHE.name, "PYTHONDONTWRITEBYTECODE": ""}
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+                         check=True)  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, run
 
 
 def seconds_to(*command: str) -> float:
+    """The best of three runs, of which the first may write bytecode."""
     return min(cpu_seconds(*command)[0] for _ in range(3))
 
 
