@@ -103,7 +103,7 @@ def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
 
 
 def of_layers(engine: Any, before: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Layers, those that moved, and those of these whose rows nothing showed."""
+    """Layers, those that moved, and those of these that are stepped without curvature after all."""
     kfac, now = engine.kfac.preconditioner, dict(engine.module.named_parameters())
     moved, silent = 0, []
     for layer in kfac.layers:
@@ -111,7 +111,8 @@ def of_layers(engine: Any, before: Mapping[str, torch.Tensor]) -> dict[str, Any]
         change = now[layer.weight].detach() != before[layer.weight]
         if bool(change.reshape(count, -1)[index].any()):
             moved += 1
-            silent += [layer.name] if layer.name not in kfac.capture.called else []
+            curved = kfac.state[layer.name].preconditioner is not None and layer.name not in kfac.proving.unfit
+            silent += [] if curved else [layer.name]
     return {"layers": len(kfac.layers), "moved": moved, "silent": silent}
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.coverage.__main__ import train_phase
 from benchmarks.coverage.architectures import TIMM, Architecture
 from benchmarks.coverage.measure import STAGES, shares
 from benchmarks.coverage.report import CURVED, STEPPED, all_rows, report
@@ -58,3 +59,16 @@ def test_a_row_is_what_is_counted_now(rows, name):
     pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
     row = rows[name]
     assert shares(Architecture(name, row["task"], row["head"])) == row["shares"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_tiny_model_trains_as_its_row_says(rows, name):
+    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    row = rows[name]
+    now = train_phase(Architecture(name, row["task"], row["head"]), 300)
+    for stage, run in now.items():
+        assert "error" not in run, run
+        assert {key: run[key] for key in ("layers", "moved", "silent")} == {
+            key: row["train"][stage][key] for key in ("layers", "moved", "silent")
+        }
+        assert run["after"] < 0.5 * run["before"]
