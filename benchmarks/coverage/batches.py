@@ -146,6 +146,9 @@ EXTRA: dict[str, Any] = {
         lambda m, b: {"decoder_input_ids": tokens(m, TOKENS // 4), "labels": None},
     ),
     "granite_speech5_ctc": lambda m, b: {"input_features": torch.randn(EXAMPLES, FRAMES, 320)},
+    "omniasr_ctc": lambda m, b: {
+        "input_values": torch.randn(EXAMPLES, 1, SAMPLES), "padding_mask": torch.ones(EXAMPLES, SAMPLES).long(),
+    },
     "whisper": lambda m, b: {"input_features": torch.randn(EXAMPLES, 80, 128), "attention_mask": None},
     "videoprism": lambda m, b: {
         "pixel_values_videos": torch.randn(EXAMPLES, 16, 3, IMAGE, IMAGE), "pixel_values": None,

@@ -7,8 +7,8 @@ R has a positive diagonal, so a column keeps its sign. Between two refreshes a r
 step tracks its eigenvectors closely enough for preconditioning. Clusters of eigenvalues are harmless: nothing is
 divided by a gap. Source: SOAP, Vyas et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
-Only GPUs use it (none has run it yet): Q' takes products, a Cholesky factor and a triangular solve, batched over all
-sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR takes as long as eigh up to width 2,048
+Only GPUs use it (an H100 has, docs/gpu.md): Q' takes products, a Cholesky factor and a triangular solve, batched over
+all sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR takes as long as eigh up to width 2,048
 (docs/notes/kernels.md), so eigh stays.
 
 Cholesky-QR squares the condition of Z. Therefore directions below rounding in C are not iterated, their columns of Q
