@@ -1,4 +1,4 @@
-"""Benchmarks that have no test of their own run to their end at a small size: what they read of the package is there."""
+"""Benchmarks without a test of their own run to their end at a small size: what they read of the package is there."""
 
 import os
 import subprocess
