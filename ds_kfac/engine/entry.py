@@ -7,6 +7,7 @@ import base64
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -104,37 +105,50 @@ def initialize(
         ValueError: no model, or the block is wrong, or the engine's mode is refused; before any training.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    if not isinstance(model, nn.Module):
-        raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
-    if dist_init_required is not False:
-        start_alone()
-    warn_of_compilation()
-    # DeepSpeed looks up a config's scheduler type in this module
-    deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
-    bound = inspect.signature(_plain_initialize).bind(**given)
-    source = _config_source(bound.arguments) or {}
-    rule, block = rule_in(source, bound.arguments.get("optimizer")), find_block(source)
-    check_objects(bound.arguments, source, rule)
+    return _initialized(inspect.signature(_plain_initialize).bind(**given), wanted=True)
+
+
+def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, Any, Any, Any]:
+    """See :func:`initialize`. Without ``wanted`` K-FAC is attached only if the engine has a KFACAdamW, by name, as an
+    object or made by a function: DeepSpeed alone cannot step it."""
+    arguments, model = bound.arguments, bound.arguments.get("model")
+    source = _config_source(arguments) or {}
+    rule = rule_in(source, arguments.get("optimizer"))
+    wanted |= rule.optimizer_type is not None
+    block = find_block(source) if wanted else None
+    if wanted:
+        if not isinstance(model, nn.Module):
+            raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
+        if arguments.get("dist_init_required") is not False:
+            start_alone()
+        warn_of_compilation()
+        # DeepSpeed looks up a config's scheduler type in this module
+        deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
+    check_objects(arguments, source, rule)
     if rule.optimizer_type is not None and block is None:
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
-        if trains_nothing(bound.arguments.get("model")):
+        if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer
-            bound.arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
+            arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
         elif rule.optimizer_type is not None:
-            rule.install(bound.arguments, parsed, source)
-        check_tensors(bound.arguments.get("model"))
-    if rule.optimizer_type is None and is_factory(bound.arguments.get("optimizer")):
-        when_made(bound.arguments, source)
-    with saying_how_to_launch():
+            rule.install(arguments, parsed, source)
+        check_tensors(model)
+    if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):
+        when_made(arguments, source)
+    with saying_how_to_launch() if wanted else nullcontext():
         result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
-    if block is None and _rule_of(engine).optimizer_type is not None:
-        block = {}
-    if block is None:
+    if _rule_of(engine).optimizer_type is not None:
+        wanted, block = True, {} if block is None else block
+    if not wanted:
+        watch_loads(engine)
+        if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
+            warn(NOT_ENABLED)
+    elif block is None:
         _remember(NOT_NAMED)
         watch_loads(engine)
         if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another engine has K-FAC
@@ -199,25 +213,7 @@ def disable() -> None:
 
 @wraps(_plain_initialize)
 def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
-    bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
-    source, optimizer = _config_source(bound.arguments) or {}, bound.arguments.get("optimizer")
-    rule = rule_in(source, optimizer)
-    if enabled() or rule.optimizer_type is not None:  # KFACAdamW, by name or as an object: DeepSpeed would refuse it
-        return initialize(*args, **kwargs)
-    check_objects(bound.arguments, source, rule)
-    if is_factory(optimizer):
-        when_made(bound.arguments, source)
-    result = _plain_initialize(*bound.args, **bound.kwargs)
-    block = find_block(result[0].config)
-    if _rule_of(result[0]).optimizer_type is not None:  # a function made a KFACAdamW
-        attach(result[0], {} if block is None else block)
-        for tell in on_attached:
-            tell()
-    else:
-        watch_loads(result[0])
-        if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
-            warn(NOT_ENABLED)
-    return result
+    return _initialized(inspect.signature(_plain_initialize).bind(*args, **kwargs), wanted=enabled())
 
 
 deepspeed.initialize = _our_initialize
