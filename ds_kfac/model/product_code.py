@@ -2,9 +2,10 @@
 
 :func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout of the matrix in
 them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O] in ``x @ self.w``, ``bmm``, ``addmm``
-and grouped products. In a stack [E, ..] each entry is a matrix (``linear(x, self.w[e])``). In ``einsum`` the dimensions
-that are summed over are one side, those of the output the other. :func:`borrowed_weights` finds weights of its children
-that a module multiplies by itself, :func:`tables` the parameters in which rows are looked up.
+and grouped products. In a stack [E, ..] each entry is a matrix (``linear(x, self.w[e])``), also where
+``self.w.view(self.E, ..)`` is one. In ``einsum`` the dimensions that are summed over are one side, those of the output
+the other. :func:`borrowed_weights` finds weights of its children that a module multiplies by itself, :func:`tables` the
+parameters in which rows are looked up.
 """
 
 import ast
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ds_kfac.model.layers import parameter_shape
+from ds_kfac.model.layers import parameter_shape, value_of
 
 MAKES = ("__init__", "_init", "init", "reset", "_reset", "_tie", "tie", "_load", "load", "extra_repr", "__repr__")
 """Beginnings of names of functions that set up a module, and do not run it."""
@@ -42,7 +43,7 @@ class MatrixLayout(NamedTuple):
         transposed: it is [I, O], not [O, I].
         first: number of leading dimensions that together are the first side; all others are the second. 0: the last two
             dimensions are the sides, and a third one before them numbers the matrices of a stack.
-        stack: number of matrices that follow each other along the first dimension.
+        stack: number of matrices that follow each other along the first of two dimensions.
     """
 
     transposed: bool
@@ -71,13 +72,17 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
         layouts = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     else:
-        layouts = {}
-        unclear: set[str] = set()
+        layouts, unclear = {}, set[str]()
         parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
-        for name, layout, other, letters in _products(kind):
+        for weight, layout, other, letters in _products(kind):
+            name = weight.path
             if name not in parameters or other in parameters:  # two parameters, as in a penalty: no rows of a batch
                 continue
-            if letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with an entry of a stack
+            if weight.cut and (stack := _stack(module, module, name, weight.cut)) == 1:
+                continue
+            if weight.cut:
+                layout = MatrixLayout(layout.transposed, stack=stack)
+            elif letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with a stack's entry
                 layout = MatrixLayout(layout.transposed)
             if layouts.setdefault(name, layout).first != layout.first:
                 unclear.add(name)  # the code uses the parameter as two different matrices
@@ -85,15 +90,24 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
     return {name: layout for name, layout in layouts.items() if module._parameters.get(name) is not None}
 
 
-def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Children whose weights a module's code multiplies, or passes to a function; and whether it calls them, too."""
+def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> int:
+    """Into how many matrices a module's code, by :attr:`Operand.cut`, cuts the rows of a ``holder``'s parameter."""
+    count, parameter = value_of(module, cut) if isinstance(cut, str) else cut, holder._parameters.get(name)
+    shape = () if parameter is None else parameter_shape(parameter)
+    return count if type(count) is int and count > 1 and len(shape) == 2 and shape[0] % count == 0 else 1
+
+
+def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool, int]]:
+    """Children whose weights a module's code multiplies, or passes to a function; whether it calls them, too; and into
+    how many matrices of as many rows each it cuts the weight."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
-        return [(module.out_proj, False)]
+        return [(module.out_proj, False, 1)]
     kind: Any = type(module)
     if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
-        return [(gate, False)]
-    children = [(module._modules.get(name), called) for name, called in _borrowed(kind).items()]
-    return [(child, called) for child, called in children if child is not None]
+        return [(gate, False, 1)]
+    children = [(module._modules.get(name), *how) for name, how in _borrowed(kind).items()]
+    found = [(x, called, _stack(module, x, "weight", cut), cut) for x, called, cut in children if x is not None]
+    return [(child, called, stack) for child, called, stack, cut in found if stack > 1 or not cut]
 
 
 def tables(model: nn.Module) -> set[int]:
@@ -135,12 +149,14 @@ class Operand(NamedTuple):
         transposed: whether it is transposed.
         dims: number of dimensions that indices remove, or pick along.
         varies: whether it may be rows of a batch: it is looked up, or held by a variable that has other values, too.
+        cut: into how many matrices its rows are viewed, ``self.w.view(self.n, ..)``: "n", or a number; "" if not.
     """
 
     path: str
     transposed: bool = False
     dims: int = 0
     varies: bool = False
+    cut: str | int = ""
 
 
 class Code:
@@ -189,6 +205,11 @@ class Code:
             return None
         if how.attr in TURNS | KEEPS:
             return inner._replace(transposed=inner.transposed != (how.attr in TURNS))
+        if how.attr in ("view", "reshape") and isinstance(node, ast.Call) and not (inner.cut or inner.transposed):
+            sizes = node.args[0].elts if len(node.args) == 1 and isinstance(node.args[0], ast.Tuple) else node.args
+            first = sizes[0] if len(sizes) == 3 else None
+            cut: Any = first.value if isinstance(first, ast.Constant) else first and self.attribute(first)
+            return inner._replace(cut=cut) if cut else None
         return Operand(f"{inner.path}.{how.attr}") if how is node and inner == Operand(inner.path) else None
 
 
@@ -251,9 +272,9 @@ def is_computed(node: ast.Subscript) -> bool:
 
 
 @cache
-def _borrowed(kind: Any) -> Mapping[str, bool]:
-    """Name of a child -> whether it is called, too."""
-    taken, called = dict[str, None](), set[str]()
+def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
+    """Name of a child -> whether it is called, too, and :attr:`Operand.cut` of its weight."""
+    taken, called = dict[str, str | int](), set[str]()
     for code in codes_of(kind):
         for node in code.nodes:
             operands: list[ast.expr] = []
@@ -265,8 +286,8 @@ def _borrowed(kind: Any) -> Mapping[str, bool]:
                     operands = given(node)
             for operand in filter(None, map(code.operand, operands)):
                 child, _, name = operand.path.rpartition(".")
-                taken |= {child: None} if name == "weight" and child else {}
-    return {name: name in called for name in taken}
+                taken |= {child: operand.cut} if name == "weight" and child else {}
+    return {name: (name in called, cut) for name, cut in taken.items()}
 
 
 @cache
@@ -301,13 +322,13 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
 
 
 @cache
-def _products(kind: Any) -> tuple[tuple[str, MatrixLayout, str, int], ...]:
+def _products(kind: Any) -> tuple[tuple[Operand, MatrixLayout, str, int], ...]:
     """Products in a class's code, in its order: (parameter, its layout, the other operand if that is a parameter, too,
     else "", number of its dimensions in an einsum, else 0)."""
     return tuple(product for code in codes_of(kind) for product in _products_in(code))
 
 
-def _products_in(code: Code) -> Iterator[tuple[str, MatrixLayout, str, int]]:
+def _products_in(code: Code) -> Iterator[tuple[Operand, MatrixLayout, str, int]]:
     def other(node: ast.expr | None) -> str:
         operand = code.operand(node)
         return "" if operand is None or operand.varies else operand.path
@@ -322,30 +343,30 @@ def _products_in(code: Code) -> Iterator[tuple[str, MatrixLayout, str, int]]:
                 for place, operand in enumerate(arguments[1:]):
                     weight, sums = code.operand(operand), contraction(str(arguments[0].value), place)
                     if weight is not None and not weight.transposed and sums is not None:
-                        yield weight.path, sums.layout, other(arguments[2 - place]), sums.dims
+                        yield weight, sums.layout, other(arguments[2 - place]), sums.dims
             elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
                 left, right = node.func.value, arguments[0]
             elif name in LINEAR | RIGHT and len(arguments) > 1:
                 left, right, linear = arguments[0], arguments[1], name in LINEAR
             elif name in LINEAR:
-                right = next((word.value for word in node.keywords if word.arg == "weight"), None)
-                linear = True
+                right, linear = next((word.value for word in node.keywords if word.arg == "weight"), None), True
             elif name in ADDED and len(arguments) > 2:
                 left, right = arguments[1:3]
         if (weight := code.operand(right)) is not None:
-            yield weight.path, MatrixLayout(weight.transposed == linear), other(left), 0
+            yield weight, MatrixLayout(weight.transposed == linear), other(left), 0
         if not linear and (weight := code.operand(left)) is not None:
-            yield weight.path, MatrixLayout(weight.transposed), other(right), 0
+            yield weight, MatrixLayout(weight.transposed), other(right), 0
 
 
 class Contraction(NamedTuple):
-    """A product of rows with a matrix, written as an einsum.
+    """A product of rows with a matrix, or of rows for each of a stack with that one, written as an einsum.
 
     Attributes:
-        x: permutation that brings the other operand into [rows.., I..], with I.. in the matrix's order.
-        output: permutation that brings the output into [rows.., O..].
+        x, output: permutations that bring the other operand into [rows.., I..], with I.. in the matrix's order, and the
+            output into [rows.., O..].
         rows: number of dimensions of the rows.
         dims: number of dimensions of the matrix.
+        stacked: whether the first dimension of the rows numbers the matrices of a stack.
     """
 
     layout: MatrixLayout
@@ -353,26 +374,26 @@ class Contraction(NamedTuple):
     output: tuple[int, ...]
     rows: int
     dims: int
+    stacked: bool = False
 
 
 @cache
 def contraction(equation: str, place: int) -> Contraction | None:
-    """The product that an einsum's equation is if its operand ``place`` is the matrix; None if it is none."""
+    """The product that an einsum's equation is if its operand ``place`` is the matrix, or a stack; None: it is none."""
     operands, arrow, output = equation.replace(" ", "").partition("->")
     letters = operands.split(",")
     if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
         return None  # "..." counts as letters that repeat
     matrix, x = letters[place], letters[1 - place]
-    inner = "".join(letter for letter in matrix if letter in x)
+    stack = "".join(letter for letter in matrix if letter in x and letter in output)
+    inner = "".join(letter for letter in matrix if letter in x and letter not in stack)
     outer = "".join(letter for letter in matrix if letter not in x)
-    rows = "".join(letter for letter in x if letter not in inner)
-    if not inner or not outer or matrix not in (inner + outer, outer + inner) or set(output) != set(rows + outer):
+    rows = stack + "".join(letter for letter in x if letter not in stack + inner)
+    transposed = matrix == stack + inner + outer
+    if not inner or not outer or (stack and (len(stack), len(matrix)) != (1, 3)):
         return None
-    transposed = matrix == inner + outer
-    return Contraction(
-        MatrixLayout(transposed, len(inner) if transposed else len(outer)),
-        tuple(map(x.index, rows + inner)),
-        tuple(map(output.index, rows + outer)),
-        len(rows),
-        len(matrix),
-    )
+    if set(output) != set(rows + outer) or not (transposed or matrix == stack + outer + inner):
+        return None
+    layout = MatrixLayout(transposed, 0 if stack else len(inner if transposed else outer))
+    x_order, output_order = tuple(map(x.index, rows + inner)), tuple(map(output.index, rows + outer))
+    return Contraction(layout, x_order, output_order, len(rows), len(matrix), bool(stack))

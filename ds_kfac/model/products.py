@@ -185,7 +185,7 @@ class Products(TorchFunctionMode):
         return Product(place.param, given["input"], output, False, entries, window=window)
 
     def _summed(self, args: tuple, output: Tensor) -> Product | None:
-        """An einsum of rows with one whole matrix that is contiguous in memory."""
+        """An einsum of rows with one whole matrix, or a whole stack, that is contiguous in memory."""
         equation, *operands = args
         for at in (1, 0):
             place, x = self.places.find(operands[at]), operands[1 - at]
@@ -195,13 +195,17 @@ class Products(TorchFunctionMode):
             param, count = place.param, self.places.count(place.param)
             entry, rest = divmod(place.offset, param.numel() // count)
             inner = [prod(place.shape[d + 1 :]) for d in range(len(place.shape))]
-            whole = prod(place.shape) * count == param.numel() and not rest and place.chosen is None
+            whole = place.shape[0] == count if sums.stacked else not rest and place.chosen is None
+            whole &= prod(place.shape) * (1 if sums.stacked else count) == param.numel()
             flat = all(n == 1 or a == b for n, a, b in zip(place.shape, place.stride, inner, strict=True))
-            if whole and flat and param.is_contiguous() and not self.places.is_weight(x):
-                x, to_rows = x.permute(sums.x).flatten(sums.rows), gradient_to_rows(output, sums)
-                entries = ((entry, EVERY),)
-                return Product(param, x, output, sums.layout.transposed, entries, to_rows=to_rows)
-            return None
+            if not (whole and flat and param.is_contiguous()) or self.places.is_weight(x):
+                return None
+            x, to_rows = x.permute(sums.x).flatten(sums.rows), gradient_to_rows(output, sums)
+            entries: tuple[tuple[int, slice], ...] = ((entry, EVERY),)
+            if sums.stacked:
+                x = x.reshape(count, -1, x.shape[-1])
+                entries = (*_between([(k + 1) * x.shape[1] for k in range(count)]),)
+            return Product(param, x, output, sums.layout.transposed, entries, to_rows=to_rows)
         return None
 
     def _multiplied(

@@ -122,7 +122,7 @@ class _Scanner:
         trained: ids of the parameters that are trained.
         tied_stages: ids of the parameters that a PipelineModule ties over its stages.
         borrowed: id of a module whose weight its parent uses directly, as torch's attention does -> whether the module
-            is called, too.
+            is called, too, and into how many matrices the weight is cut.
         tables: ids of the parameters in which rows are looked up.
     """
 
@@ -139,7 +139,7 @@ class _Scanner:
         tied = dict(model.named_children()).get("tied_modules")
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.tables = tables(model)
-        self.borrowed = {id(child): called for module in model.modules() for child, called in borrowed_weights(module)}
+        self.borrowed = {id(child): how for module in model.modules() for child, *how in borrowed_weights(module)}
 
     def layers_of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
         """The layers of a module, why it is left alone, or None if another module's layer includes it."""
@@ -147,6 +147,9 @@ class _Scanner:
         if why is not None:
             return self._products(name, module) or why
         layer_type, product, choice = LAYERS[kind], False, self.choice
+        called, stack = self.borrowed.get(id(module), (True, 1))
+        if stack > 1 and not called and isinstance(module, nn.Linear):
+            return self._products(name, module, stack)
         users, bias = self.users[id(module.weight)], module._parameters.get("bias")
         holders = [self.modules[user] for user in users]
         biases = {id(holder._parameters.get("bias")) for holder in holders}
@@ -182,21 +185,24 @@ class _Scanner:
         if id(module) in self.borrowed:
             if isinstance(module, nn.Linear):
                 product = True
-            elif not self.borrowed[id(module)]:
+            elif not called:
                 return "its parent module uses its weight without calling it"
         bias_name = self.names[id(bias)] if trained_bias else None
         weight_name, also = self.names[id(module.weight)], tuple(members[1:])
         layer = LayerSpec(name, kind, name, weight_name, bias_name, A, G, product, also)
         return [replace(layer, groups=groups, keeps_direction=layer_type.keeps_direction(module))]
 
-    def _products(self, name: str, module: nn.Module) -> list[LayerSpec] | str:
+    def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
         """Layers of a module of no known type, from the parameters that its code multiplies rows by.
 
         A matrix is a layer; in a stack of matrices [n, .., ..] each matrix is one. If there is no layer: why.
+        ``borrowed``: number of matrices in the weight of a linear layer, if other code multiplies by it.
         """
         layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
             layouts.setdefault("weight", MatrixLayout(False))
+        if borrowed > 1:
+            layouts["weight"] = MatrixLayout(False, stack=borrowed)
         shapes = {name: layout.shape(parameter_shape(module._parameters[name])) for name, layout in layouts.items()}
         stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
         layers: list[LayerSpec] = []

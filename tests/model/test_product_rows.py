@@ -143,6 +143,10 @@ COUNTED = {
     "one input, lying": Case((1, O), lambda s, x: x[:, :1] @ s.w, transposed=True),
     "einsum": Case(LYING, lambda s, x: torch.einsum("ni,io->no", x, s.w), transposed=True),
     "einsum, transposed output": Case(UP, lambda s, x: torch.einsum("oi,bni->bon", s.w, x.view(2, 3, I))),
+    "einsum of a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->eno", dispatched(x), s.w)),
+    "einsum of a stack, of a batch": Case(
+        LYING_STACK, lambda s, x: torch.einsum("eio,bnei->oben", s.w, groups(x, 0, 2, 1, 3)), transposed=True
+    ),
     "einsum of an entry": Case(LYING_STACK, lambda s, x: torch.einsum("ni,io->no", x, s.w[2]), transposed=True),
     "entries": Case(STACK, lambda s, x: sum(F.linear(x * e, s.w[e]) for e in range(E - 1))),
     "an entry from the end": Case(STACK, lambda s, x: F.linear(x, s.w[-1])),
@@ -191,6 +195,8 @@ COUNTED = {
 SPREAD = torch.arange(1.0, 1 + O)[:, None]
 NONE = {
     "scaled": Case(UP, lambda s, x: F.linear(x, 0.5 * s.w)),
+    "einsum of a part of a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->eno", dispatched(x)[:2], s.w[1:3])),
+    "einsum that sums over a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->no", dispatched(x), s.w)),
     "masked": Case(UP, lambda s, x: F.linear(x, s.w * (SPREAD > 1))),
     "where": Case(UP, lambda s, x: F.linear(x, torch.where(SPREAD > 1, s.w, 0.0))),
     "masked_fill": Case(UP, lambda s, x: F.linear(x, s.w.masked_fill(SPREAD > 2, 0.0))),

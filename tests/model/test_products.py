@@ -217,7 +217,8 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
         MatrixLayout(False, 1)), ("ab,bc->ac", 0, MatrixLayout(False, 1)), ("b n h, d n h -> b d", 1,
         MatrixLayout(False, 1)), ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None), ("...i,io->...o", 1, None),
         ("ii,io->o", 1, None), ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1,
-        None),
+        None), ("ecd,edf->ecf", 1, MatrixLayout(True)), ("bsgd,grd->bsgr", 1, MatrixLayout(False)), ("neo,bni->beno", 0,
+        None), ("ecd,edf->cf", 1, MatrixLayout(True, 2)), ("cd,edf->ecf", 1, None), ("ecdk,edkf->ecf", 1, None),
     ],
 )  # fmt: skip
 def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
@@ -248,7 +249,7 @@ class Lender(nn.Module):
 def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     model = Lender()
     names = {id(module): name for name, module in model.named_modules()}
-    assert {names[id(child)]: called for child, called in borrowed_weights(model)} == {
+    assert {names[id(child)]: called for child, called, _ in borrowed_weights(model)} == {
         "by_operator": False, "by_function": False, "by_word": False, "both": True, "convolution": False,
     }  # fmt: skip
     found = scan(model)
@@ -323,6 +324,74 @@ def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
     recorder = Recorder(model, LayerChoice(shares=False))
     model(X).backward()
     close(recorder.means()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
+
+
+GROUPS, RANK = 3, 2
+
+
+class GroupedLinear(nn.Linear):
+    """As DeepSeek-V4's in transformers: a map of its own for each group of the inputs."""
+
+    def __init__(self):
+        super().__init__(IN, GROUPS * RANK, bias=False)
+        self.groups = GROUPS
+
+    def forward(self, x):
+        w = self.weight.view(self.groups, -1, IN).transpose(1, 2)
+        return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+
+
+class BorrowingGroups(nn.Module):
+    """As in DeepSeek-V4's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.wo_a = GROUPS, nn.Linear(IN, GROUPS * RANK, bias=False)
+
+    def forward(self, x):
+        return torch.einsum("ngi,gri->ngr", x, self.wo_a.weight.view(self.groups, RANK, -1))
+
+
+class GroupsByNumber(BorrowingGroups):
+    def forward(self, x):
+        w = self.wo_a.weight.reshape((3, RANK, IN))
+        return torch.stack([F.linear(rows, part) for rows, part in zip(x.unbind(1), w.unbind(), strict=True)], 1)
+
+
+@pytest.mark.parametrize("kind", [GroupedLinear, BorrowingGroups, GroupsByNumber])
+def test_rows_that_are_viewed_as_a_stack_are_a_matrix_each(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()), torch.randn(ROWS, GROUPS, IN)
+    found = scan(model)
+    place = "0" if kind is GroupedLinear else "0.wo_a"
+    assert not found.skipped and [layer.name for layer in found.layers] == [f"{place}.{k}" for k in range(GROUPS)]
+    assert {(layer.G.dim, layer.A.dim) for layer in found.layers} == {(RANK, IN)}
+    recorder = Recorder(model, LayerChoice(shares=False))
+    output = model(x)
+    output.retain_grad()
+    output.square().sum().backward()
+    for k, (A, G) in enumerate(recorder.means().values()):
+        rows, gradients = x[:, k].double(), output.grad[:, k].double()
+        close(A, symmetric_pack(rows.T @ rows / ROWS))
+        close(G, symmetric_pack(gradients.T @ gradients * ROWS * GROUPS))  # a loss term each
+
+
+class Uncut(nn.Module):
+    """A number that does not divide the rows cuts nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.wo_a = nn.Linear(IN, GROUPS * RANK)
+
+    def forward(self, x):
+        return self.wo_a(x) + sum(w.square().sum() for w in self.wo_a.weight.view(self.parts, -1, IN))
+
+    parts = property(lambda self: 4)
+
+
+def test_a_view_that_is_no_stack_is_none():
+    model = nn.Sequential(Uncut())
+    assert borrowed_weights(model[0]) == [] and [layer.name for layer in scan(model).layers] == ["0.wo_a"]
 
 
 def test_one_matrix_in_two_ways_is_none():
@@ -571,7 +640,7 @@ class AroundClamped(nn.Module):
 def test_a_weight_that_a_method_bounds_is_seen():
     torch.manual_seed(0)
     recorder = Recorder(nn.Sequential(AroundClamped()))
-    assert [child is recorder.model[0].inner.coefs for child, _ in borrowed_weights(recorder.model[0].inner)] == [True]
+    assert [child is recorder.model[0].inner.coefs for child, *_ in borrowed_weights(recorder.model[0].inner)] == [True]
     recorder.model(X).square().mean().backward()
     means = recorder.means()
     assert set(means) == {"0.inner.coefs", "0.inner.other"}
