@@ -233,7 +233,7 @@ _ROWS = [
      "or leaf_of(tensor, PASSES) is not place.param", "", "tests/model/test_product_rows.py"),
     ("a stack whose rows are picked from the end", "model/places.py", "index.remainder(place.shape[0])", "index",
      "tests/model/test_product_rows.py"),
-    ("a weight's rows are inputs", "model/products.py", "or self.places.is_weight(x)", "",
+    ("a weight's rows are inputs", "model/products.py", "if place is None or self.places.is_weight(x)", "if place is None",
      "tests/model/test_product_rows.py"),
     ("alpha of addmm forgotten", "model/products.py", "gradient if scale == 1 else gradient * scale", "gradient",
      "tests/model/test_product_rows.py"),
