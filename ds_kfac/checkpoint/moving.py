@@ -70,7 +70,8 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
             + weights_from(load_dir, folder)
         )
     known = not isinstance(error, AssertionError) and any(text in str(error) for text in OTHER_GROUPS)
-    if not known and kfac_stepped(folder) in (None, of_kfac(engine.basic_optimizer.param_groups)):
+    then, now = kfac_stepped(folder), of_kfac(engine.basic_optimizer.param_groups)
+    if then in (None, now) and not (known and (then or now)):
         return None
     headline = (
         f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "

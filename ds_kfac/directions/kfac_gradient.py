@@ -8,8 +8,9 @@ Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -219,7 +220,10 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
         if scheduler is not None:  # of DeepSpeed or torch, as far as it says
             lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
             planned = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
-            found += map(float, [*planned, *(group[key] for key in ("initial_lr", "max_lr") if key in group)])
+            planned += [group[key] for key in ("initial_lr", "max_lr") if key in group]
+            factors = getattr(scheduler, "lr_lambdas", ())  # of LambdaLR, whose rates may only be factors, as Noam's
+            part = largest(factors[index]) if index < len(factors) else 1.0
+            found += [float(rate) * part for rate in planned]
         peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
         for rate in found:
             if isinstance(peak, Tensor) or isinstance(rate, Tensor):
@@ -230,6 +234,18 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
                 peak = max(peak, rate)
         peaks[index] = peak
     return peaks
+
+
+@lru_cache(maxsize=64)
+def largest(factor: Callable[[int], float]) -> float:
+    """Largest value of a schedule's factor by its steps 0, 1, 2, 4, 8, ..; 1 if that is from a half to 1, as where a
+    warmup ends between two of them."""
+    values = list[float]()
+    with suppress(Exception):  # a table of rates ends
+        for step in (0, *(2**k for k in range(21))):
+            values.append(float(factor(step)))
+    most = max(values, default=1.0)
+    return 1.0 if 0.5 <= most <= 1 else most
 
 
 def precondition(

@@ -136,14 +136,13 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """A few numbers for a line of a framework's logs, by the monitor's names: the size of a step, the spread of
-        eigenvalues, and failures that have occurred. Empty with ``"report": "none"``. Reads device scalars."""
+        """A few numbers for a framework's logs, by the monitor's names: a step's size, the spread of eigenvalues,
+        failures. Empty with ``"report": "none"``. Reads device scalars."""
         return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
 
     def log_constants(self) -> dict[str, float]:
-        """Numbers for the first line of a framework's logs, as they hold for the whole run: the fractions of the
-        trained matrix parameters in K-FAC's layers and in layers with curvature, and learning rates over the
-        optimizer's. Empty with ``"report": "none"``."""
+        """Numbers for the first line of a framework's logs: the fractions of the trained matrix parameters in K-FAC's
+        layers and in those with curvature, and rates over the optimizer's. Empty with ``"report": "none"``."""
         return {PREFIX + name: value for name, value in self._constants().items()} if self._reports else {}
 
     def _constants(self) -> dict[str, float]:
@@ -280,8 +279,7 @@ class Attachment:
         for rescale in self._rescalings if applied else ():
             rescale()
         if monitored:
-            more = {} if self._monitored else self._constants()
-            self._monitored = True
+            more, self._monitored = {} if self._monitored else self._constants(), True
             engine.monitor.write_events(events(self.job, engine.global_samples, more))
         return result
 
@@ -336,6 +334,7 @@ class Attachment:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
+                stack.callback(capture.leave)  # after Ctrl-C, of which no hook of torch's hears
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
@@ -343,6 +342,7 @@ class Attachment:
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
         with ExitStack() as stack:
+            stack.push(self.job.raised)  # as by a batch that is too large
             for capture in self._captures:
                 stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph))
             if not any(capture.active for capture in self._captures) or not loss.requires_grad:

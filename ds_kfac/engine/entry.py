@@ -129,13 +129,13 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
+        check_tensors(model, arguments.get("model_parameters") if parsed.enabled else ())
         if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer
             arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
         elif rule.optimizer_type is not None:
             rule.install(arguments, parsed, source)
-        check_tensors(model)
     if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):
         when_made(arguments, source)
     with saying_how_to_launch() if wanted else nullcontext():

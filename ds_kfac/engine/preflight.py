@@ -119,9 +119,18 @@ def check_config(config: KFACConfig) -> None:
             )
 
 
-def check_tensors(model: Any) -> None:
-    """Raise ValueError for weights that DeepSpeed cannot broadcast: its own error names neither them nor a reason."""
-    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+def check_tensors(model: Any, given: Any = ()) -> None:
+    """Raise ValueError for weights that DeepSpeed cannot broadcast: its own error names neither them nor a reason; and
+    for parameters ``given`` to the optimizer that the model has not got."""
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    known = {*map(id, named.values())}
+    if named and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None:
+        raise ValueError(
+            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got, as "
+            "a loss with a learned weight. Make it a parameter of the model that is given to initialize, or step it by "
+            "an optimizer of its own"
+        )
+    for name, parameter in named.items():
         if not parameter.ndim:
             raise ValueError(
                 f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which deepspeed.initialize cannot broadcast "

@@ -112,9 +112,9 @@ class Capture(StepSums):
             products = self._products = Products(counts, self._product)
             for ours in owners.values():  # observe products while a captured forward, or a recomputation, of it runs
                 self._hook(ours.register_forward_pre_hook, ours, lambda module, inputs: products.enter(module))
-                self._hook(
-                    ours.register_forward_hook, ours, lambda module, *_: products.leave(module), always_call=True
-                )
+                # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
+                left = lambda module, *_: products.leave(module)  # noqa: E731
+                self._hook(ours.register_forward_hook, ours, left, always_call=True, prepend=True)
 
     def begin_step(
         self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
@@ -139,11 +139,15 @@ class Capture(StepSums):
         self.seen = set()
         self.measured = {} if measure else None
 
+    def leave(self) -> None:
+        """No forward runs any more: calls of torch are not looked at."""
+        if self._products is not None:
+            self._products.leave(None)
+
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        if self._products is not None:
-            self._products.leave(None)
+        self.leave()
         self._masks.remove()
         self.active = False
 
@@ -160,8 +164,7 @@ class Capture(StepSums):
             yield
         finally:
             self._backwards.remove(self)
-            if self._products is not None:
-                self._products.leave(None)
+            self.leave()
             if retain_graph:
                 self.arrived.clear()
             self.end_backward()
@@ -211,8 +214,7 @@ class Capture(StepSums):
     def _begin_batch(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._products is not None:  # still entered if the last forward raised
-            self._products.leave(None)
+        self.leave()  # still entered if the last forward raised
         if self.rows.counted:  # after a plain loss.backward(), which nothing closes
             self.end_backward()
         self._inside = True

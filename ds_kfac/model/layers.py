@@ -119,9 +119,11 @@ def value_of(place: Any, name: str) -> Any:
 
 
 def computed_parameter(module: Any) -> str | None:
-    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None."""
+    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None. It is
+    not computed for that: a parametrization may draw numbers."""
     for name in ("weight", "bias"):
-        if getattr(module, name, None) is not None and name not in module._parameters:
+        held = (vars(module), module._buffers, module._modules, vars(type(module)))
+        if name not in module._parameters and any(place.get(name) is not None for place in held):
             return f"its {name} is computed by a parametrization, not a parameter"
     return None
 

@@ -219,10 +219,10 @@ def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
     for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
             named = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
-        except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
+            functions = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+            lines = [code.co_firstlineno for x in functions if (code := getattr(x, "__code__", None)) is not None]
+        except (KeyError, OSError, TypeError, SyntaxError, ValueError):  # made in a shell or by a program; odd wrappers
             continue
-        functions = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
-        lines = [function.__code__.co_firstlineno for function in functions]
         tree = max(named, key=lambda tree: sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines))
         yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 

@@ -336,6 +336,7 @@ class Timetable:
                 ``sorted(due.capture)`` 1 and 2 added up. It is called at the next step that might capture.
         """
         if callable(similar):
+            self.settle()
             self._unread = step, due, similar
             return
         self.captured += len(due.capture)

@@ -373,6 +373,11 @@ class FactorUpdates:
             history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
             history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
 
+    def abandon(self) -> None:
+        """Drop decompositions of a step that raised after it had begun them."""
+        if "refresher" in vars(self):
+            self.refresher.drop(self.refresher.jobs.keys() - self.pending.keys())
+
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         nothing = FactorsDue(frozenset(), frozenset())

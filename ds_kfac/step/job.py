@@ -1,6 +1,7 @@
 """K-FAC on one rank: a preconditioner for each of its domains (dense layers, experts), which step as one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -65,9 +66,19 @@ class Job:
                 kfac.finish(draft, sums)
             return drafts
         except BaseException:
-            for kfac in self.preconditioners:
-                kfac.resume(whole=False)
+            self._abandon()
             raise
+
+    def raised(self, error: Any, *_: Any) -> None:
+        """The exit of a context around a backward."""
+        if error is not None:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Drop what the step has seen and begun so far. Local."""
+        for kfac in self.preconditioners:
+            kfac.curvature.abandon()
+            kfac.resume(whole=False)
 
     def commit(self, drafts: Sequence[StepDraft], *, applied: bool, whole: bool = True) -> None:
         """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective; of a step that raised,

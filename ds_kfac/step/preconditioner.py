@@ -142,7 +142,8 @@ class KFACPreconditioner:
                 draft.verdict = self.proving.verdict(proof, numbers, draft.gradients, self.plan, self.capture.used)
                 curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
                 unfit = curved & draft.verdict.unfit.keys()
-                draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
+                empty = {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
+                draft.states |= {name: draft.states[name].given_up(none) for name, none in empty.items()}
                 for name in draft.verdict.unfit:
                     draft.next_bases.pop(name, None)
                 if draft.factors is not None:
@@ -337,8 +338,7 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what a resumed run needs: steps, peak_lr, observations, layers (name -> state) and
-        factors (:meth:`FactorUpdates.state_dict`)."""
+        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
@@ -388,8 +388,7 @@ class KFACPreconditioner:
         return sum(state.moments_nbytes for state in self.state.values())
 
     def observe(self, observations: Observations) -> None:
-        """Change the plan by these observations: which layers share one A, and how many rows a factor has. Call it on
-        every rank with the same ones."""
+        """Change the plan by these observations, the same on every rank: which layers share an A, a factor's rows."""
         self.capture.every_row = observations.every_row
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
@@ -398,3 +397,4 @@ class KFACPreconditioner:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
+            self.curvature.reducer.begin(self.due.capture, self.steps)  # of a step whose hooks are prepared already

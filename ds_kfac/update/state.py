@@ -250,6 +250,10 @@ class LayerState:
             self.moments.change_basis_(self.basis, new.basis)
         return new
 
+    def given_up(self, empty: "LayerState") -> "LayerState":
+        """``empty``, of the same layer, with the moments: out of their eigenbasis, as far as a diagonal can be."""
+        return empty if self.moments is None else replace(empty, moments=self.without(A=self.A, G=self.G).moments)
+
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]

@@ -131,8 +131,9 @@ class GradientExchange:
         """
         gradients, replacements = list[Tensor](), list[Tensor]()
         for layers, x, matrices in outbox.groups:
-            if (scale := scales.get(layers[0].name)) is not None:
-                torch.mul(x, scale.view(1, 1, 1), out=x)  # by a scalar the product would be in 16 bits
+            if layers[0].name in scales:  # then all are, but their scales may differ
+                rows = x.view(len(layers), -1)  # by a vector: by a scalar the product would be in 16 bits
+                torch.mul(rows, torch.stack([scales[layer.name] for layer in layers])[:, None], out=rows)
             for layer, matrix_OI in zip(layers, matrices, strict=True):
                 for param, flat in zip(self.plan.of_layer[layer.name], self.parts(layer, matrix_OI), strict=True):
                     gradients.append(self.view(self.shards[param][0]))

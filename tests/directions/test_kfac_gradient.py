@@ -100,6 +100,24 @@ def schedulers():
     }
 
 
+def noam(step: int) -> float:
+    """Vaswani et al. 2017, of width 16 and 30 steps of warmup: the rate is 1, and this is what it is multiplied by."""
+    return 16**-0.5 * min(max(1, step) ** -0.5, max(1, step) * 30**-1.5)
+
+
+def table(step: int) -> float:
+    return [0.2, 0.3, 1.0, 0.1][step]
+
+
+@pytest.mark.parametrize(("factor", "peak"), [(noam, (0.5, 1.0)), (table, (1.0, 1.0))])
+def test_factors_of_a_rate_are_no_rates(factor, peak):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    highest = 2.0 * max(factor(step) for step in range(4 if factor is table else 1000))
+    (found,) = peak_rates(optimizer.param_groups, {}, scheduler).values()
+    assert peak[0] * highest <= found <= peak[1] * highest
+
+
 @pytest.mark.parametrize("name", schedulers())
 def test_the_peak_is_the_schedules_from_the_first_step_on(name):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.4)

@@ -1,5 +1,7 @@
 """Matrices that are parameters of any module: found in its code, their rows seen in its products."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -563,6 +565,18 @@ def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
         module = kind()
         module.w = nn.Parameter(torch.ones(2, 3))
         assert multiplied(module) == found and borrowed_weights(module) == []
+
+
+class Wrapping(AsLinear):
+    """Its methods have the names of functions that have no code, as those of torch."""
+
+    attend = functools.wraps(F.scaled_dot_product_attention)(lambda self, *args: args)
+    circle = functools.wraps(F.relu)(lambda self, x: x)
+    circle.__wrapped__ = circle
+
+
+def test_methods_that_wrap_what_has_no_code_are_read():
+    assert multiplied(Wrapping()) == {"w": MatrixLayout(False)}
 
 
 if torch.cuda.device_count() < 0:  # as where a library is missing

@@ -267,6 +267,22 @@ TABLES = {
 }  # fmt: skip
 
 
+class Drawing(nn.Module):
+    def forward(self, weight):
+        return weight + torch.rand_like(weight)
+
+
+def test_a_parametrized_weight_is_not_computed_to_know_that_it_is_one():
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("keep", "drawn", "normed", "old")})
+    nn.utils.parametrize.register_parametrization(model["drawn"], "weight", Drawing())
+    normed = nn.utils.parametrizations.spectral_norm(model["normed"])
+    nn.utils.spectral_norm(model["old"])
+    state, before = torch.get_rng_state(), normed.parametrizations.weight[0]._u.clone()
+    assert {"drawn", "normed", "old"} <= {name for name, why in reasons(model).items() if "computed" in why}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(normed.parametrizations.weight[0]._u, before)
+
+
 @pytest.mark.parametrize("kind", TABLES.values(), ids=TABLES)
 def test_what_rows_are_looked_up_in_is_a_table_also_if_it_is_multiplied(kind):
     model = nn.Sequential(nn.Linear(4, 4), kind())

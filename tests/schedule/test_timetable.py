@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 
@@ -218,6 +219,21 @@ def test_a_step_that_was_not_applied_changes_nothing():
         assert table.due(step + 7) == other.due(step + 7)  # looking ahead neither
         for each in (table, other):
             each.record(step, each.due(step), SAME)
+
+
+def test_an_extra_capture_loses_no_record_that_was_not_read_yet():
+    """A step that the schedule calls quiet may capture, where a layer had rows and no gradient."""
+    schedule = Schedule(Value.constant(4), Value.constant(4))
+    late, at_once = (Timetable(schedule, KEYS, adaptive=True) for _ in range(2))
+    extra = FactorsDue(frozenset(KEYS[:1]), frozenset())
+    for step in range(9):
+        due = extra if step == 1 else late.due(step)
+        assert step == 1 or due == at_once.due(step)
+        if due.capture:
+            late.record(step, due, partial(list, [3.0] * len(due.capture)))
+            at_once.record(step, due, dict.fromkeys(due.capture, (True, True)))
+    late.settle()
+    assert late.clocks == at_once.clocks and late.captured == at_once.captured
 
 
 @pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])

@@ -1,0 +1,207 @@
+"""What is left of a step, a backward or a forward that raises; and what goes on where a layer's rows are not known."""
+
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+import ds_kfac
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.said import error_of
+from tests.deepspeed.test_no_rows import FusedHead, Hidden
+from tests.models import FEATURES, Net, cross_entropy
+from tests.ranks import run_ranks
+from tests.tape import taped
+
+pytestmark = pytest.mark.distributed
+LATE = {"eigenbasis": {"refresh_interval": 3, "lag": 2}, "factor": {"update_interval": 1}}
+
+
+def lag_worker(names: list[str]) -> dict:
+    """Weights after steps that were interrupted when decompositions had begun beside them, and done again."""
+    found = {}
+    for name in names:
+        for interrupted in (False, True):
+            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, **LATE})
+            kfac = engine.kfac.preconditioner
+            for step in range(8):
+                if interrupted:
+                    with patch.object(kfac, "precondition", side_effect=KeyboardInterrupt):
+                        with suppress(KeyboardInterrupt):
+                            train(engine, 1, steps=1, first=step)
+                    engine.optimizer.zero_grad()
+                train(engine, 1, steps=1, first=step)
+            found[name, interrupted] = weights(engine)
+            engine.destroy()
+    return found
+
+
+def test_a_step_that_is_interrupted_leaves_no_decompositions_beside_it():
+    names = ["z0", "adam-z2"]
+    for found in run_ranks("tests.deepspeed.test_interruptions:lag_worker", world=2, payload=names):
+        for name in names:
+            for key, weight in found[name, False].items():
+                assert torch.equal(found[name, True][key], weight), (name, key)
+
+
+class Fragile(Net):
+    """Its backward, or its forward, raises on demand."""
+
+    error: BaseException | None = None
+    backward = False
+
+    def forward(self, x, y=None):
+        z = self.norm(self.silu(self.first(x)))
+        if self.error is not None and not self.backward:
+            raise self.error
+        if self.error is not None:
+            z.register_hook(self.raises)
+        z = self.head(torch.tanh(self.middle(z)))
+        return z if y is None else cross_entropy(z, y)
+
+    def raises(self, gradient):
+        raise self.error
+
+
+def raising_worker(names: list[str]) -> dict:
+    """Weights and unfit layers where a backward raised in each step before its own; and what a Ctrl-C in a forward
+    leaves of torch."""
+    found = {}
+    for name in names:
+        for backward in (None, False, True):
+            options = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}}
+            torch.manual_seed(0)
+            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, **options}, model=Fragile())
+            plain, model = F.linear, engine.module
+            for step in range(4):
+                raises = step > 0 and backward is not None
+                model.error, model.backward = (KeyboardInterrupt(), backward) if raises else (None, False)
+                with suppress(KeyboardInterrupt):
+                    if raises:
+                        engine.backward(engine(torch.randn(3, 4, FEATURES), torch.zeros(3, 4, dtype=torch.int64)))
+                assert F.linear is plain and not _get_current_function_mode_stack()
+                model.error = None
+                engine.optimizer.zero_grad()
+                train(engine, 1, steps=1, first=step)
+            found[name, backward] = weights(engine), dict(engine.kfac.preconditioner.proving.unfit)
+            engine.destroy()
+    return found
+
+
+def test_a_forward_or_backward_that_raises_leaves_nothing_behind():
+    names = ["z0", "adam-z0"]
+    (found,) = run_ranks("tests.deepspeed.test_interruptions:raising_worker", world=1, payload=names)
+    for (name, backward), (actual, unfit) in found.items():
+        assert not unfit, (name, backward)
+        for key, weight in found[name, None][0].items():
+            assert torch.equal(actual[key], weight), (name, backward, key)
+
+
+class Lost(FusedHead):
+    """Its head is called for six steps, and then by a kernel."""
+
+    steps = 0
+
+    def forward(self, x, y=None):
+        self.fused = self.steps >= 6
+        self.steps += y is not None
+        return super().forward(x, y)
+
+
+class Alike(nn.Module):
+    """Three layers of one shape, of which the rows of one are not seen."""
+
+    def __init__(self, hidden: str) -> None:
+        super().__init__()
+        self.hidden = hidden
+        for name in "abc":
+            setattr(self, name, nn.Linear(8, 8, bias=False))
+
+    def forward(self, x):
+        for name in "abc":
+            layer = getattr(self, name)
+            x = torch.tanh(Hidden.apply(x, layer.weight) if name == self.hidden else layer(x))
+        return x.square().mean()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x)[0]).square().mean()
+
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
+ADAM = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+EVERY = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+
+
+def made(model, *given, **config):
+    parameters = [*model.parameters(), *given]
+    return ds_kfac.initialize(model=model, model_parameters=parameters, config={**CONFIG, **config})[0]
+
+
+def odd_worker(_) -> dict:
+    from ds_kfac.step import proving
+
+    proving.RAISES, found = False, {}
+    engine = build(BY_NAME["adam-z2"], 1, model=Lost(), kfac={**BY_NAME["adam-z2"].kfac_block, **EVERY})
+    train(engine, 1, steps=10)
+    kfac = engine.kfac.preconditioner
+    found["steps of moments"] = {name: float(state.moments.updates) for name, state in kfac.state.items()}, kfac.steps
+    found["unfit"] = [*kfac.proving.unfit]
+    engine.destroy()
+
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    block = {**EVERY, "eigenbasis": {"refresh_interval": 4}, "preconditioner": {"kl_clip": 1e-5}, "report": "none"}
+    for hidden in "ab":
+        for recorded in (False, True):
+            with taped(1) if recorded else nullcontext():
+                torch.manual_seed(0)
+                engine = made(Alike(hidden), optimizer=sgd, kfac=block, zero_optimization={"stage": 1},
+                              zero_allow_untested_optimizer=True)  # fmt: skip
+                for step in range(8):
+                    engine.backward(engine(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))))
+                    engine.step()
+                found["scales", hidden, recorded] = weights(engine), float(engine.kfac.metrics.nu)
+                engine.destroy()
+
+    profiler = {"enabled": True, "profile_step": 2, "output_file": "/dev/null"}
+    engine = made(Attends(), optimizer=ADAM, kfac={**EVERY, "report": "none"}, flops_profiler=profiler)
+    for _step in range(4):
+        engine.backward(engine(torch.randn(4, 5, 8)))
+        engine.step()
+    found["profiled"] = engine.kfac.preconditioner.steps
+    engine.destroy()
+
+    given = nn.Parameter(torch.ones(1))
+    found["given"] = error_of(lambda: made(Alike("a"), given, optimizer=ADAM, kfac={}))
+
+    engine = build(BY_NAME["z2"], 1)
+    kfac = engine.kfac.preconditioner  # the hooks of step 0 are prepared
+    kfac.observe(replace(kfac.observations, rows=dict.fromkeys((layer.name for layer in kfac.layers), 10**6)))
+    found["slots"] = len(kfac.curvature.reducer._slots), len(kfac.due.capture)
+    engine.destroy()
+    return found
+
+
+def test_layers_without_known_rows_programs_and_plans_that_change():
+    (found,) = run_ranks("tests.deepspeed.test_interruptions:odd_worker", world=1, payload=None)
+    moments, steps = found["steps of moments"]
+    assert found["unfit"] == ["head"] and set(moments.values()) == {float(steps)}, "a layer keeps its moments"
+    for hidden in "ab":
+        (plain, nu), (recorded, _) = found["scales", hidden, False], found["scales", hidden, True]
+        assert nu < 0.5, "kl-clip has something to scale"
+        for name, weight in plain.items():
+            assert torch.allclose(recorded[name], weight, rtol=1e-5, atol=1e-7), (hidden, name)
+    assert found["profiled"] == 4
+    assert "parameter of shape [1] that the model has not got" in found["given"]
+    assert found["slots"][0] == found["slots"][1] > 0
