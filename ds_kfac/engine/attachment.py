@@ -41,7 +41,7 @@ from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, norm_of_stored, set_gradient_norm
 from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
@@ -384,17 +384,17 @@ def _groups(engine: Any, job: Job) -> dict[str, int]:
 def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
     """Wraps DeepSpeed's step, which then neither clips preconditioned gradients nor reports their norm.
 
-    For rules that clip raw gradients by the user's "gradient_clipping", a bound on the norm of all of them: K-FAC
-    has preconditioned clipped gradients, and kl-clip bounds its step; other parameters' gradients are clipped here, by
-    the same factor. Afterwards the engine reports the raw norm.
+    For rules that clip raw gradients by the user's "gradient_clipping", a bound on the norm of all: K-FAC has
+    preconditioned clipped ones, and kl-clip bounds its step; other parameters' are clipped here, by the same factor.
     """
-    if draft.norm is None:
-        yield
-        return
     engine = kfac.layout.engine
+    if draft.norm is None:
+        with norm_of_stored(engine.optimizer):
+            yield
+        return
     kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, dtype=torch.float32, device=kfac.device))
     norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
-    with kfac.layout.unclipped():
+    with kfac.layout.unclipped(), norm_of_stored(engine.optimizer):
         yield
     if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
         set_gradient_norm(engine, norm)

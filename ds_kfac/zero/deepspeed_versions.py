@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -205,6 +206,29 @@ def multiplies_loss(optimizer: Any) -> bool:
 def lacks_loss_scale(optimizer: Any) -> bool:
     """Whether they divide by a scale that no loss was multiplied by (deepspeed PR 8393)."""
     return not multiplies_loss(optimizer) and bool(optimizer.loss_scale_config.use_grad_scaling)
+
+
+@contextmanager
+def norm_of_stored(optimizer: Any) -> Iterator[None]:
+    """Wraps a step. FP16_UnfusedOptimizer takes the norm of gradients cast to the parameters' dtype: results in fp32
+    that leave fp16 would be an overflow, though its masters take them in fp32. It gets the norm of gradients as they
+    are, as in FP16_Optimizer; others do not have the function. Its check of each gradient, before, casts nothing. All
+    versions."""
+    module, name = sys.modules[type(optimizer).__module__], "split_params_grads_into_shared_and_expert_params"
+    if (original := getattr(module, name, None)) is None:
+        yield
+        return
+
+    def split(group: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        used = [param for param in group if param.grad is not None]
+        shared, experts = ([p.grad for p in used if is_moe_param(p) is of_expert] for of_expert in (False, True))
+        return shared, experts
+
+    setattr(module, name, split)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 # ZeRO

@@ -30,6 +30,7 @@ _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_refere
 _HOOKS = "tests/deepspeed/test_report.py::test_hooks_on_gradients_are_told_with_a_remedy_that_helps"
 _ACCESS = "tests/deepspeed/test_gradient_access.py"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
+_LARGE = "test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is"
 
 _ROWS = [
     # ops
@@ -599,6 +600,10 @@ _ROWS = [
      "bool(optimizer.norm_for_param_grads) or deepspeed_versions", "deepspeed_versions", _ACCESS),
     ("seam: stage 3's gradients do not wait", "zero/deepspeed_versions.py", "return optimizer.micro_step_id > 0 or",
      "return", _ACCESS),
+    ("stage 0: results that leave fp16 are an overflow", "zero/deepspeed_versions.py", "([p.grad for p in used",
+     "([p.grad.to(p.dtype) for p in used", f"{_TRAPS}::{_LARGE}"),
+    ("stage 0: so they are where K-FAC clips", "engine/attachment.py",
+     "kfac.layout.unclipped(), norm_of_stored(engine.optimizer):", "kfac.layout.unclipped():", f"{_TRAPS}::{_LARGE}"),
     ("seam: a rank waits for one that raised", "directions/kfac_adamw/rule.py", "layout.guard_states(no_state)",
      "pass", _ACCESS),
     ("seam: states of the first group alone", "zero/deepspeed_versions.py",

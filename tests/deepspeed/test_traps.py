@@ -461,6 +461,58 @@ def test_the_reported_norm_is_of_the_raw_gradient():
         assert (norms["not_16_bit"] > 100) == kept, f"{name}: gradients come back rounded to 16 bits only there"
 
 
+def large_worker(cases) -> dict:
+    """Results that leave fp16, and a step in which one rank alone overflows."""
+    results, scale = {}, {"loss_scale": 128}
+    block = {**KFAC, "damping": {"kind": "tikhonov", "value": 1e-11}, "preconditioner": {"kl_clip": 0}}
+    for name, clip in cases:
+        mode = BY_NAME[name]
+        half = {"fp16": {"enabled": True, **scale}} if mode.dtype == "fp16" else {}
+        optimizer = {"type": "SGD", "params": {"lr": 1e-6, "momentum": 0.9}}
+        engine = build(mode, 1, kfac=block, optimizer=optimizer, gradient_clipping=clip, **half)
+        kfac, seen, reported = engine.kfac.preconditioner, [], []
+        step = engine.kfac.job.step
+
+        def record(step=step, kfac=kfac, seen=seen):
+            raw = float(kfac.layout.squared_norm() + kfac.engine_view.other_params.squared_norm()) ** 0.5
+            drafts, flats = step(), kfac.layout.consume()
+            norm = sum(float(flat.double().square().sum()) for flat in flats) ** 0.5
+            seen.append([raw, norm, max(float(flat.abs().max()) for flat in flats)])
+            return drafts
+
+        engine.kfac.job.step = record
+        with patched(mode):
+            for index in range(3):
+                train(engine, 1, steps=1, first=index)
+                reported.append(float(engine.get_global_grad_norm() or 0))
+            trained, before, skipped = weights(engine), snapshot(kfac), engine.skipped_steps
+            for x, y in micro_batches(3, 1):
+                loss = engine(x.to(engine.get_data_types()[0]), y)
+                engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
+                engine.step()
+        kept = same(trained, weights(engine)) and same(before, snapshot(kfac))
+        divisor = kfac.layout.grad_scale()
+        results[name, clip] = trained, skipped, engine.skipped_steps - skipped, kept, seen, reported, divisor
+        engine.destroy()
+    return results
+
+
+def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
+    """FP16_UnfusedOptimizer takes the norm of gradients in the parameters' dtype: all steps were skipped."""
+    cases = [(name, clip) for name in ("z0-fp16", "z0-fp16-fused", "z0-bf16", "z0-bf16-fused") for clip in (0.0, 0.5)]
+    for results in run_ranks("tests.deepspeed.test_traps:large_worker", world=2, payload=cases):
+        for (name, clip), (trained, skipped, then, kept, seen, reported, divisor) in results.items():
+            case = name, clip, seen, reported
+            assert skipped == 0 and then == 1 and kept, (*case, skipped, then, kept)
+            for norm, (raw, preconditioned, largest) in zip(reported, seen[:3], strict=True):
+                assert "bf16" in name or largest > 2 * torch.finfo(torch.float16).max, case
+                # DeepSpeed reports the norm of results as they are, times the loss scale with some optimizers
+                wanted = [raw / divisor] if clip else [preconditioned, preconditioned / divisor]
+                assert any(abs(norm / x - 1) < 1e-3 for x in wanted), (*case, wanted)
+            fused = results[f"{name.removesuffix('-fused')}-fused", clip][0]
+            assert same(trained, fused), case
+
+
 def nan_worker(_) -> dict:
     """Break one layer's eigenbasis: its preconditioned gradient is NaN, which bf16 ZeRO-2 would apply."""
     from dataclasses import replace

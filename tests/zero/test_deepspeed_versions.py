@@ -26,7 +26,7 @@ NAMES = {
     "managed_gradient_accumulation", "zero_compute_grad_norm", "torch_autocast_enabled", "torch_autocast_dtype",
     "zenflow", "is_decoupled", "torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "loss_scale_config",
     "master_weights_and_grads_dtype", "parameter_alignment", "check_grad_overflow", "round_robin_bit16_offsets",
-    "all_grad_tensors", "get_flat_partition",
+    "all_grad_tensors", "get_flat_partition", "split_params_grads_into_shared_and_expert_params",
     # of which a version says more than others
     "micro_step_id", "gradient_accumulation_dtype",
 }  # fmt: skip
