@@ -34,7 +34,7 @@ from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.loss import Sampler
+from ds_kfac.model.loss import Sampler, divided
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
@@ -136,8 +136,7 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """A few numbers for a framework's logs, by the monitor's names: a step's size, the spread of eigenvalues,
-        failures. Empty with ``"report": "none"``. Reads device scalars."""
+        """Numbers for a framework's logs, by the monitor's names. Empty with ``"report": "none"``. Reads the device."""
         return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
 
     def log_constants(self) -> dict[str, float]:
@@ -348,8 +347,9 @@ class Attachment:
             if not any(capture.active for capture in self._captures) or not loss.requires_grad:
                 return original(loss, *args, **kwargs)
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-            # a caller who switches that off has divided the loss by the number of micro-batches
-            divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
+            # a caller who switches that off may have divided the loss by the number of micro-batches
+            gas = self.engine.gradient_accumulation_steps()
+            divisor = gas if not scale_wrt_gas and divided(loss.grad_fn, gas) else 1
             if self.sampling is not None:
                 self.sampling.sample(loss)
                 return original(loss, *args, **kwargs)

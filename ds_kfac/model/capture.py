@@ -207,7 +207,8 @@ class Capture(StepSums):
 
         def hook(module: nn.Module, *values: Any) -> None:
             if torch.is_grad_enabled() and self.active and module is ours:
-                captured(module, *values)
+                if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
+                    captured(module, *values)
 
         self._handles.append(register(hook, **how))
 
@@ -351,13 +352,14 @@ class Capture(StepSums):
             self.outside += 1
         if not own and call.proof is None:
             return
-        if accumulates(self._weights[call.layer.name]):
+        try:
+            if not accumulates(self._weights[call.layer.name]):
+                return
             self._running = call.forward if own else self._running
             self._means.add(call.forward)
-            try:
-                if own:
-                    self.add(call, gradient, 1.0 if inner else None)
-                else:
-                    call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
-            except Exception as error:
-                self.fail(call.layer, error)
+            if own:
+                self.add(call, gradient, 1.0 if inner else None)
+            else:
+                call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
+        except Exception as error:
+            self.fail(call.layer, error)

@@ -7,7 +7,7 @@ same terms, with drawn labels in place of the true ones. Shape suffixes: N examp
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -128,6 +128,26 @@ def losses_in(loss: Tensor) -> set[Value]:
     return scalars
 
 
+def divided(node: Any, number: Any) -> bool:
+    """Whether a scalar is computed from scalars with a division by ``number``; taken to be, where it is not seen to be
+    a mean. A tensor on a GPU is taken to be the number."""
+    waiting, mean = [node], False
+    while waiting:
+        node = waiting.pop()
+        name, other = node.name(), getattr(node, "_saved_other", None)
+        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
+        if name.startswith(("DivBackward", "MulBackward")) and other is not None and number is not None:
+            by, n = (float(x) if not isinstance(x, Tensor) or x.is_cpu else None for x in (other, number))
+            if by is None or n is None or by == (n if name[0] == "D" else 1 / n):
+                return True
+        waiting += [
+            below
+            for below, at in node.next_functions
+            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
+        ]
+    return not mean
+
+
 def _of_scalars(node: Any) -> bool:
     """Whether a scalar is computed from scalars alone: then it is a temperature, such as CLIP's, and no loss."""
     visited, waiting = set[Any](), [node]
@@ -149,7 +169,7 @@ class Forward:
     """One forward of the model and its loss. The calls of its layers hold it; it holds no graph.
 
     Attributes:
-        info: what the model's arguments show about the micro-batch.
+        info: what the model's arguments show about the micro-batch; without ``items`` once the model ignored them.
         detached: whether no input of the model came from another graph.
         summed: layers with a call whose sum of inputs was made at once, and whose gradient is still to come.
         proven: layers that were called, in a step that proves.
@@ -209,6 +229,9 @@ class Forward:
         if len(losses) > 1:
             inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
         self._losses = tuple(value for value in losses if value not in inside)
+        items = self.info.items
+        if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
+            self.info = replace(self.info, items=None)
         for value in self._losses:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it

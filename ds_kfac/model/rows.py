@@ -371,9 +371,10 @@ class RowSums:
             new = terms * info.ranks if told is None else told[:, 0].sum()
             sum_.count.add_(new * (now > before))
             self.counted[key] = before | now
-        returned = info.items is not None or divisor is None  # what is known is of the loss that the model returned
+        items = None if forward.info.items is None else info.items  # the model may have ignored them
+        returned = items is not None or divisor is None  # what is known is of the loss that the model returned
         if forward.seed is not None and self._divided and returned:
-            seed, divisor = forward.seed, info.items
+            seed, divisor = forward.seed, items
         if told is not None:
             return told[:, 1] / seed
         return (divisor if self._divided and divisor is not None else terms) / seed

@@ -178,6 +178,8 @@ class Labelled(nn.Module):
     def forward(self, x: Tensor, labels: Tensor, **kwargs) -> dict[str, Tensor]:
         logits = self.head(self.twice(torch.tanh(self.twice(x))))
         items = kwargs.get("num_items_in_batch")
+        if "ignored" in kwargs:  # as BERT's masked language model does with it
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return {"loss": losses / ((labels >= 0).sum() if items is None else items), "logits": logits}
 
@@ -224,12 +226,13 @@ def test_a_second_call_of_a_layer_does_not_count_its_labels_again():
 
 
 @pytest.mark.parametrize("outside", [1.0, 0.25])
-@pytest.mark.parametrize("style", ["mean", "items", "items on a scaled loss"])
+@pytest.mark.parametrize("style", ["mean", "items", "items on a scaled loss", "items ignored"])
 def test_micro_batches_with_unequal_labels_make_the_whole_batch(style, outside):
     """Hugging Face's loss is a sum divided by the labels of all micro-batches, on all ranks: "items"."""
     recorder, total = recorder_of_labelled(), int((UNEVEN >= 0).sum())
     for rows in (slice(0, 1), slice(1, 4)):
         items = {} if style == "mean" else {"num_items_in_batch": torch.tensor(total)}
+        items |= {"ignored": True} if "ignored" in style else {}
         loss = recorder.model(X[rows], UNEVEN[rows], **items)["loss"]
         # what Trainer does to it outside, by the world size or the micro-batches, and a loss scale
         final = loss * outside * (2.0**10 if "scaled" in style else 1.0)

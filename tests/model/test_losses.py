@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
+from ds_kfac.model.loss import divided, losses_in, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -141,3 +141,23 @@ def test_what_a_model_returns_beside_its_prediction_is_no_other_size_of_it():
     assert not of_levels({"hidden": hidden[:, :2], "logits": logits})
     assert not of_levels((logits, hidden, other, other.mean(1), torch.zeros(N, 2, C)))
     assert of_levels((logits, other, hidden[:, :2]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "number", "expected"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), 4, False),
+        (lambda x, y: F.cross_entropy(x, y) / 4, 4, True),
+        (lambda x, y: F.cross_entropy(x, y) * 0.25 + x.square().mean(), 4, True),
+        (lambda x, y: F.cross_entropy(x, y) / 3, 4, False),
+        (lambda x, y: x.square().mean() * 2, torch.tensor(4), False),
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum") / 4.0, torch.tensor(4), True),
+        (lambda x, y: (F.cross_entropy(x, y, reduction="sum") / torch.tensor(4)) * 0.3, 4, True),
+        (lambda x, y: (F.cross_entropy(x, y, reduction="none") / 4).sum(), 4, True),
+        (lambda x, y: F.mse_loss(x, x.detach() + 1), None, False),
+        (lambda x, y: x.square().sum(), None, True),
+    ],
+)
+def test_a_division_of_a_loss_is_seen_and_a_mean_is_none(loss, number, expected):
+    x = torch.randn(N, C, requires_grad=True)
+    assert divided(loss(x, torch.arange(N) % C).grad_fn, number) is expected
