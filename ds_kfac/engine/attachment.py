@@ -321,7 +321,7 @@ class Attachment:
             layers = ", ".join(f"{name} {part}" for name, part in folded([(n, f"{x:.0%}") for n, x in zero.items()]))
             texts.append(
                 f"rows count whose gradient is zero to the last bit: {layers}. If they are padding that no mask shows, "
-                "set engine.kfac.read_batch; if the loss sees one token of an example, all is well (docs/capture.md)"
+                "set engine.kfac.read_batch (experts have none); a loss may rightly leave tokens out (docs/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

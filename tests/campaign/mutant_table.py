@@ -379,7 +379,7 @@ _ROWS = [
     ("shared inputs: the first of a group alone gives rows", "model/calls.py",
      "self._giving.setdefault(group, layer.name) == layer.name", "group[0] == layer.name",
      "tests/model/test_shared_inputs.py"),
-    ("items not read", "model/rows.py", "forward.seed, info.items", "forward.seed, None",
+    ("items not read", "model/rows.py", "forward.seed, items", "forward.seed, None",
      "tests/model/test_loss_terms.py"),
     ("another M in every layer", "model/rows.py", "terms = forward.terms", "terms = None",
      "tests/model/test_loss_terms.py"),
