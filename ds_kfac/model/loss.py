@@ -1,16 +1,17 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned.
 
-Autograd's graph shows which dimension of a prediction holds the outputs of one term, and of which returned losses the
-caller's loss is made. Below it losses on labels that are drawn from the model's prediction, for a Monte-Carlo Fisher
-(Kunstner et al. 2019, arXiv:1905.12558): :data:`SAMPLERS`. A sampler must compute the training's loss, a mean over the
-same terms, with drawn labels in place of the true ones. Shape suffixes: N examples, T positions, C outputs.
+Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), and of which
+returned losses the caller's loss is made. Below it losses on labels that are drawn from the model's prediction, for a
+Monte-Carlo Fisher (Kunstner et al. 2019, arXiv:1905.12558): :data:`SAMPLERS`. A sampler must compute the training's
+loss, a mean over the same terms, with drawn labels in place of the true ones. Shape suffixes: N examples, T positions,
+C outputs.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,95 +20,19 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, counted, fit
 from ds_kfac.model.layers import parameter_shape
+from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
-
-
-class LastProduct(NamedTuple):
-    """A matrix product or convolution in a graph.
-
-    Attributes:
-        outputs: how many it has for each row.
-        numel: elements of its result.
-    """
-
-    outputs: int
-    numel: int
-    convolution: bool = False
-
-
-def class_dim(prediction: Tensor) -> int:
-    """The dimension of a prediction that holds the C outputs of one term: the last of [N, C]. With more dimensions the
-    one with as many entries as the last product in its graph has outputs: [N, C, L] and [N, C, H, W] of a convolution,
-    [N, T, C] and [N, H, W, C] of a linear layer, also turned; of several such ones the one where the product has them.
-    Else, as in torch's losses: the second of images, or the last."""
-    if prediction.ndim < 3:
-        return -1
-    product, last = last_product(prediction), prediction.ndim - 1
-    if product is None:
-        return 1 if last > 2 else -1
-    usual = 1 if product.convolution else last
-    places = [place for place in (usual, *range(prediction.ndim)) if prediction.shape[place] == product.outputs]
-    return places[0] if places else 1 if last > 2 else usual
-
-
-def last_product(prediction: Tensor) -> LastProduct | None:
-    """The product that is nearest to a tensor in its graph; None: there is none."""
-    node: Any = prediction.grad_fn
-    shape = tuple(prediction.shape)
-    while node is not None:
-        name = node.name()
-        if "Convolution" in name:
-            return LastProduct(shape[1], prod(shape), convolution=True)
-        if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
-            return LastProduct(shape[-1 - _from_the_left(node)], prod(shape))
-        if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
-            return LastProduct(shape[0] if _is_parameter(node.next_functions[0][0]) else 1, shape[0])
-        node, shape = _operand(node, len(shape))
-    return None
-
-
-def _is_linear(node: Any, name: str) -> bool:
-    """Whether a node is torch's linear layer, or a custom autograd function with a linear layer's name and a weight
-    beside its input, such as those of DeepSpeed's ZeRO-3, Megatron and TransformerEngine."""
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return name.startswith("LinearBackward")
-    named = "linear" in name.lower() and not any(word in name.lower() for word in ("bilinear", "nonlinear"))
-    return named and len(node.next_functions) > 1
-
-
-def _operand(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
-    """The node of the first operand that is neither a constant nor a parameter, and the operand's shape; one with
-    ``dims`` dimensions, as the result has, goes first. (None, ()) where there is none."""
-    operands = []
-    for below, index in node.next_functions:
-        if below is not None and "AccumulateGrad" not in below.name():
-            metadata = getattr(below, "_input_metadata", ())
-            if index < len(metadata):
-                operands.append((below, tuple(metadata[index].shape)))
-    same = [pair for pair in operands if len(pair[1]) == dims]
-    return next(iter(same or operands), (None, ()))
-
-
-def _from_the_left(product: Any) -> bool:
-    """Whether a matrix product has its parameter on the left, W x: then outputs are rows of the result."""
-    if _is_linear(product, product.name()):
-        return False
-    left, right = [None, *(below for below, _ in product.next_functions)][-2:]  # a custom function may have one operand
-    return _is_parameter(left) and not _is_parameter(right)
-
-
-def _is_parameter(node: Any) -> bool:
-    """Whether a node's result is a parameter, maybe viewed or cast."""
-    while node is not None and "AccumulateGrad" not in node.name():
-        if len(node.next_functions) != 1 or "Embedding" in node.name():
-            return False
-        node = node.next_functions[0][0]
-    return node is not None
+LEVELS = (
+    "the model returned predictions of several sizes, and the number of loss terms is taken to be that of the first. "
+    "If the loss is a mean over all of them"
+)
+EACH = "each is taken to be a term of the loss. If the loss has one for each example, as a softmax over positions"
+ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
 def losses_in(loss: Tensor) -> set[Value]:
@@ -178,7 +103,7 @@ class Forward:
         guess: M if neither shows it: the number of rows of the layer nearest to the loss.
         most: row mask and output shape of the call with the most rows, among calls that have the whole batch: neither
             an expert's nor a slice's.
-        levels: whether the model returned predictions of several sizes; ``terms`` then counts those of the first.
+        doubt: why ``terms`` may be wrong, and for which loss; "": nothing shows that.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
@@ -189,7 +114,7 @@ class Forward:
     seed: Tensor | None = None
     guess: Tensor | int | None = None
     most: tuple[Fit, torch.Size] | None = None
-    levels: bool = False
+    doubt: str = ""
     _losses: tuple[Value, ...] = ()
     _reached: dict[Value, Tensor] = field(default_factory=dict)
 
@@ -221,7 +146,7 @@ class Forward:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
         if self.terms is None:
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-            self.levels = self.terms is not None and of_levels(output)
+            self.doubt = "" if self.terms is None else doubt_of(output)
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -248,9 +173,9 @@ class Forward:
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
 
 
-def _logits(output: Any) -> Tensor | None:
+def _logits(output: Any, name: str = "logits") -> Tensor | None:
     """``logits`` of a model's output, as Hugging Face's have."""
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return logits if isinstance(logits, Tensor) else None
 
 
@@ -270,9 +195,19 @@ def _values(output: Any) -> Iterator[Tensor]:
 
 def returned_prediction(output: Any) -> Tensor | None:
     """The tensor that a loss is computed from: ``logits``, else the first [N, .., C], else the first [N]; or None."""
-    tensors = [value for value in _values(output) if value.ndim > 0]
+    tensors = [value for value in _values(output) if value.ndim > 0 and not _is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
     return next(iter(wide or [value for value in tensors if len(value) > 1]), None)
+
+
+def _is_scalar(value: Tensor) -> bool:
+    """Whether a tensor is a view of a scalar: a loss of shape [1, 1], and no prediction."""
+    node: Any = value.grad_fn if value.numel() == 1 else None
+    while node is not None and node._input_metadata and prod(node._input_metadata[0].shape) == 1:
+        if not node._input_metadata[0].shape:
+            return True
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    return False
 
 
 def _losses(output: Any) -> Iterator[Tensor]:
@@ -294,8 +229,30 @@ def of_levels(output: Any) -> bool:
     if _logits(output) is not None:
         return False
     wide = [value for value in _values(output) if value.ndim > 2 and value.grad_fn is not None]
-    shapes = {(x.ndim, len(x), x.shape[class_dim(x)]): tuple(wide[0].shape) for x in wide[:1]}
-    return any(shapes.get((x.ndim, len(x), x.shape[class_dim(x)]), tuple(x.shape)) != tuple(x.shape) for x in wide[1:])
+    shapes = {(x.ndim, len(x), outputs_of(x)): tuple(wide[0].shape) for x in wide[:1]}
+    return any(shapes.get((x.ndim, len(x), outputs_of(x)), tuple(x.shape)) != tuple(x.shape) for x in wide[1:])
+
+
+def outputs_of(prediction: Tensor) -> int:
+    """How many outputs a term has: C."""
+    dim = class_dim(prediction) if prediction.ndim > 1 else None
+    return 1 if dim is None else prediction.shape[dim]
+
+
+def _place(output: Any, prediction: Tensor) -> Place:
+    """See :func:`class_place`. The ``start_logits`` of Hugging Face's answers are scores of an example's positions."""
+    return Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
+
+
+def doubt_of(output: Any) -> str:
+    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or ""."""
+    if of_levels(output):
+        return LEVELS
+    prediction = returned_prediction(output)
+    if prediction is None or not (place := _place(output, prediction)).doubt:
+        return ""
+    shape = list(prediction.shape)
+    return f"the model returned {shape}, a number for each position, and {EACH if place.dim is None else ONE}"
 
 
 def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
@@ -305,7 +262,8 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
         return None
     shape = list(prediction.shape)
     if len(shape) > 1:
-        del shape[class_dim(prediction)]
+        if (dim := _place(output, prediction).dim) is not None:
+            del shape[dim]
     elif (product := last_product(prediction)) is not None and product.outputs == product.numel == shape[0]:
         shape = [1]  # [C], the outputs of a single row
     rows = fit(info.rows, tuple(shape))
@@ -361,7 +319,8 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
     logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
     logits = prediction_tensor(output)
-    logits = logits.movedim(class_dim(logits), -1)
+    dim = class_dim(logits)
+    logits = logits if dim is None else logits.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
@@ -378,7 +337,7 @@ def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, 
     with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
     """
     prediction = prediction_tensor(output).float()
-    outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
+    outputs = outputs_of(prediction)
     variance = outputs / 2 if mean else 0.5
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
     return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)

@@ -18,7 +18,7 @@ from ds_kfac.log import logger
 from ds_kfac.model.batch import BatchInfo, Fit, counted
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
-from ds_kfac.model.loss import Forward
+from ds_kfac.model.loss import LEVELS, Forward
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class RowSums:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
         self.counted: dict[tuple[Forward, str], Tensor | bool] = {}
-        self._warned = self._told_levels = False
+        self._warned, self._told = False, set[bool]()
 
     @torch.no_grad()
     def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
@@ -341,12 +341,11 @@ class RowSums:
         forward, info, divisor = call.forward, call.info, call.info.divisor
         told = None if info.peers is None else info.peers.terms
         terms = forward.terms  # M, the same for all layers
-        if forward.levels and divisor is None and self._divided and not self._told_levels:
-            self._told_levels = True
+        if forward.doubt and divisor is None and self._divided and (forward.doubt is LEVELS) not in self._told:
+            self._told.add(forward.doubt is LEVELS)
             logger.warning(
-                "ds_kfac: the model returned predictions of several sizes, and the number of loss terms is taken to be "
-                "that of the first. If the loss is a mean over all of them, set engine.kfac.read_batch to return "
-                "BatchInfo(labelled=..), an entry for each term (docs/capture.md)"
+                f"ds_kfac: {forward.doubt}, set engine.kfac.read_batch to return BatchInfo(labelled=..), an entry for "
+                "each term (docs/capture.md)"
             )
         if terms is None:
             own = own if info.tokens is None else info.tokens
