@@ -5,6 +5,7 @@ shapes are ambiguous, a warning says so once.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -73,6 +74,7 @@ class BatchInfo:
         padding: whether all rows that the masks leave out are padding. Padding has no gradient: a layer in which such
             rows have one got a mask that is not for its rows.
         attended: bool [N, T], True for all but padding, where ``rows`` leaves out more than padding, such as prompts.
+        classes: whether ``labelled`` may be [N, C], of classes of an example. If the prediction is, too, it gives M.
     """
 
     rows: Tensor | None = None
@@ -85,6 +87,7 @@ class BatchInfo:
     places: bool = False
     padding: bool = False
     attended: Tensor | None = None
+    classes: bool = False
     peers: Peers | None = None
 
 
@@ -135,16 +138,38 @@ class ArgumentReader:
         rows, encoder_rows = self._mask(values.get("attention_mask")), None
         if self.two_sided:
             rows, encoder_rows = self._mask(values.get("decoder_attention_mask")), rows
-        padding, attended = rows is not None or encoder_rows is not None, None
-        if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
-            if rows is not None and rows.shape == labelled.shape:
-                attended = rows | labelled  # with padding on the left, the last pad predicts the first token
-                rows = rows & labelled
-            else:
-                rows = labelled
-            padding = False  # unlabelled prompts are left out as well, and they have gradients
+        padding, attended, classes = rows is not None or encoder_rows is not None, None, False
+        if labelled is not None and labelled.ndim == 2:
+            positions = self._positions(labelled, values)
+            classes = positions is not True and labelled.shape[1] > 1
+            if self.count == "labelled" and positions is not False:
+                if rows is not None:
+                    attended = rows | labelled  # with padding on the left, the last pad predicts the first token
+                    rows = rows & labelled
+                else:
+                    rows = labelled
+                padding = False  # unlabelled prompts are left out as well, and they have gradients
         items = values.get("num_items_in_batch")
-        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended)
+        return BatchInfo(
+            rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended, classes=classes
+        )
+
+    def _positions(self, labelled: Tensor, values: Mapping[str, Any]) -> bool | None:
+        """Whether labels [N, ..] are of positions: the mask's, if there is one, else those of the model's input.
+        None: neither shows it."""
+        prefix = "decoder_" if self.two_sided else ""
+        mask = values.get(prefix + "attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return mask.shape == labelled.shape
+        if labelled.shape[1] == 1:  # a column of a data set, or one position, of which each example has one
+            return False
+        names = [prefix + "input_ids", prefix + "inputs_embeds"]
+        if not self.two_sided:
+            names += [name for name in values if name != "labels"]
+        x = next((values[name] for name in names if isinstance(values.get(name), Tensor)), None)
+        if x is None or x.ndim not in (2, 3) or (x.ndim == 2 and x.is_floating_point()):  # features, images
+            return None
+        return Counter(labelled.shape) <= Counter(x.shape)
 
     def _mask(self, mask: Any) -> Tensor | None:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None

@@ -144,7 +144,7 @@ class Forward:
 
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
-        if self.terms is None:
+        if self.terms is None or (self.info.classes and of_classes(output, self.info)):
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
             self.doubt = "" if self.terms is None else doubt_of(output)
         losses: dict[Value, Tensor] = {
@@ -242,6 +242,15 @@ def outputs_of(prediction: Tensor) -> int:
 def _place(output: Any, prediction: Tensor) -> Place:
     """See :func:`class_place`. The ``start_logits`` of Hugging Face's answers are scores of an example's positions."""
     return Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
+
+
+def of_classes(output: Any, info: BatchInfo) -> bool:
+    """Whether labels [N, C] are of classes: the prediction is [N, C], or there is none, and a mask has other positions.
+    Then M is that of the same labels as floats."""
+    prediction = returned_prediction(output)
+    if prediction is None or info.labelled is None:
+        return info.rows is not None and info.labelled is not None and info.rows.shape != info.labelled.shape
+    return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
 
 
 def doubt_of(output: Any) -> str:

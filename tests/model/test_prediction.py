@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.loss import SAMPLERS, class_dim, doubt_of, output_terms, returned_prediction
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -141,6 +141,34 @@ def test_a_batch_that_says_its_terms_is_believed_and_told_of_nothing(caplog):
     with caplog.at_level(logging.WARNING):
         F.cross_entropy(recorder.model(X), LABELS[:, 0]).backward()
     assert recorder.counts("head")[1] == N and not caplog.records
+
+
+class Classifier(nn.Module):
+    def __init__(self, loss_only: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head, self.loss_only = nn.Linear(D, D), nn.Linear(D, C), loss_only
+
+    def forward(self, x: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor | dict[str, Tensor]:
+        weights = attention_mask[..., None].float()
+        logits = self.head((torch.tanh(self.block(x)) * weights).sum(1) / weights.sum(1))
+        if labels.shape[1:] == (C,):
+            loss = F.binary_cross_entropy_with_logits(logits, labels.float())
+        else:
+            loss = F.cross_entropy(logits, labels.flatten())
+        return loss if self.loss_only else {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("loss_only", [False, True])
+@pytest.mark.parametrize("kind", ["[N]", "[N, 1]", "[N, C]", "[N, C] floats"])
+def test_labels_of_examples_leave_the_mask_of_tokens_in_force(kind, loss_only):
+    mask = (torch.arange(T) < torch.tensor([6, 2, 4, 1])[:, None]).long()
+    labels = {"[N]": LABELS[:, 0], "[N, 1]": LABELS[:, :1]}.get(kind, LABELS[:, :C] % 2)
+    recorder = Recorder(Classifier(loss_only))
+    recorder.capture.read_batch = ArgumentReader(recorder.model)
+    output = recorder.model(X, mask, labels.float() if "floats" in kind else labels)
+    (output if loss_only else output["loss"]).backward()
+    assert recorder.counts("block") == [13, N] and recorder.counts("head") == [N, N]
 
 
 def test_a_split_head_keeps_its_outputs_in_the_last_of_its_dimensions():

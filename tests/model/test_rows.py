@@ -214,3 +214,22 @@ def test_a_model_of_another_class_does_not_shift():
     assert sequence.rows is None and terms(sequence) == 1
     regression = read((IDS, torch.randn(2)), {})
     assert regression == BatchInfo()
+
+
+def test_labels_are_of_rows_where_their_shape_is_that_of_the_mask_or_of_the_input():
+    read, labels, mask = (
+        ArgumentReader(Tagger()),
+        torch.tensor([[0, 1], [-100, 0]]),
+        torch.tensor([[1, 1, 0], [1, 1, 1]]),
+    )
+    other = read((IDS, labels), {"attention_mask": mask})
+    assert other.rows.tolist() == mask.bool().tolist() and other.padding and other.classes
+    assert other.attended is None and int(other.labelled.sum()) == 3
+    column = read((IDS, labels[:, 1:]), {"attention_mask": mask})
+    assert column.rows.tolist() == mask.bool().tolist() and terms(column) == 2 and not column.classes
+    for x, rows in ((IDS, False), (IDS[:, :2], True), (torch.zeros(2, 2, 5), True), (torch.zeros(2, 3, 5), False),
+                    (torch.zeros(2, 3, 8, 8), True)):  # fmt: skip
+        info = read((x, labels), {})
+        assert (info.rows is not None) == rows, "of images it is not known"
+        assert info.classes == (not rows or x.ndim == 4)
+    assert read((IDS[:, :1], labels[:, :1]), {}).rows is None
