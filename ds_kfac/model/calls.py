@@ -15,6 +15,7 @@ from ds_kfac.model.loss import Forward, Value
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
+from ds_kfac.model.siblings import Siblings
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
 """(storage, offset, shape, stride, version) of a tensor. Not the Python object: ZeRO-3 makes views."""
@@ -164,6 +165,7 @@ class StepSums:
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
         fallback_seed: gives the scale of a backward for which none was measured.
         on_demand: whether A is summed when the gradient comes, not in the forward.
+        siblings: which layers are experts.
 
     Attributes:
         sums: factor key -> sum of the step so far; missing if there is none.
@@ -177,9 +179,11 @@ class StepSums:
     """
 
     def __init__(
-        self, rows: RowSums, inputs: SharedInputs, fallback_seed: Callable[[], Tensor | float], *, on_demand: bool
-    ) -> None:
+        self, rows: RowSums, inputs: SharedInputs, fallback_seed: Callable[[], Tensor | float], siblings: Siblings, *,
+        on_demand: bool,
+    ) -> None:  # fmt: skip
         self.rows, self.inputs, self.on_demand, self._fallback_seed = rows, inputs, on_demand, fallback_seed
+        self.siblings, rows.experts = siblings, siblings.known
         self.sums: dict[str, BatchSum] = {}
         self.keys: Mapping[str, int] = {}
         self.proof: Proof | None = None
@@ -224,7 +228,9 @@ class StepSums:
             self.rows.add_input(call, call.x, batch)
             self._count_input(call, batch, alive)
         call.waiting, call.late = None, False  # A counts once, however many backwards there are
-        if gradient.numel() and (makes_A and call.x is not None if of_gradients else makes_G):
+        adds = makes_A and call.x is not None if of_gradients else makes_G
+        counts = "G" in call.sides and self.siblings.due(layer.name, self.keys)
+        if gradient.numel() and (adds or counts):
             call.forward.take(self.losses)
             if seed is not None and call.forward.terms is None and self.seed is None:
                 raise ValueError(
@@ -236,9 +242,12 @@ class StepSums:
             elif seed is None:
                 seed = self._fallback_seed()
             key, numel = (A, layer.A.numel) if of_gradients else (G, layer.G.numel)
-            if key not in self.sums:
-                self.sums[key] = BatchSum.empty(numel, gradient.device)
-            self.rows.add_gradient(call, rows, self.sums[key], seed, alive)
+            if adds:
+                if key not in self.sums:
+                    self.sums[key] = self.siblings.sum_of(layer, numel, gradient.device)
+                self.rows.add_gradient(call, rows, self.sums[key], seed, alive)
+            else:  # of an expert whose G is summed on other ranks, but a sibling's here
+                self.rows.add_terms(call, rows, self.siblings.sum_of(layer, 0, gradient.device), seed, alive)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

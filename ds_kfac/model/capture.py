@@ -37,6 +37,7 @@ from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.siblings import Siblings
 
 
 class Capture(StepSums):
@@ -70,9 +71,11 @@ class Capture(StepSums):
         on_demand: bool = False, read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:  # fmt: skip
+        layers = tuple(layers)
         super().__init__(
-            rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed, on_demand=on_demand
-        )
+            rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed,
+            Siblings(model, () if on_demand else layers), on_demand=on_demand,
+        )  # fmt: skip
         self.active, self._model, self.sampled = False, model, sampled or on_demand
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
@@ -88,7 +91,6 @@ class Capture(StepSums):
         self._hook(model.register_forward_pre_hook, model, self._begin_batch, with_kwargs=True)
         self._hook(model.register_forward_hook, model, self._end_batch)
         parameters, owners = dict(model.named_parameters()), {"": model}
-        layers = tuple(layers)
         self._weights = {layer.name: parameters[layer.weight] for layer in layers}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
@@ -134,6 +136,7 @@ class Capture(StepSums):
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.begin_step()
+            self.siblings.begin_step()
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self.seen = set()
@@ -190,6 +193,11 @@ class Capture(StepSums):
         self.arrived.clear()
         self.inputs.end_batch()
 
+    def end_step(self) -> None:
+        """Close the last micro-batch; then each sum has a count of its own."""
+        self.end_backward()
+        self.siblings.complete(self.sums, self.keys, self.failed)
+
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
         self.seed = seed
@@ -223,6 +231,7 @@ class Capture(StepSums):
         self.forward = Forward(self.read_batch(arguments, keywords), detached)
         self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
+        self.siblings.begin_batch()
         self._masks.begin()
 
     def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
@@ -256,10 +265,12 @@ class Capture(StepSums):
             return
         if x.numel():
             self.seen.add(layer.name)
+        self.siblings.see(layer.name, x, self.sums)
         A, G = self.inputs.key(layer), layer.keys[1]
         given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
+        captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
         measured = self.measured if ("G" if stacked else "A") in sides else None
         if not captured and measured is None and self.proof is None:
             return
@@ -271,6 +282,8 @@ class Capture(StepSums):
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
+            if info.places:
+                self.siblings.know(layer.name, self.sums)
         if layer.name in self.every_row:
             info = replace(info, rows=None, encoder_rows=None)
         if stacked or picked or info.places:  # picked: rows of one expert, maybe the only one on this rank

@@ -3,7 +3,7 @@
 Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed triangle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -222,6 +222,7 @@ class RowSums:
     Attributes:
         turn: the step.
         counted: whether a layer's loss terms are, since the last backward; maybe a bool scalar on the device.
+        experts: name of an expert -> that of its siblings, whose loss terms count together (``siblings.py``).
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class RowSums:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
         self.counted: dict[tuple[Forward, str], Tensor | bool] = {}
+        self.experts: Mapping[str, str] = {}
         self._warned, self._told = False, set[bool]()
 
     @torch.no_grad()
@@ -290,6 +292,15 @@ class RowSums:
                 side.accumulate_(sum_.sum_P, rows, scale=scale)
             if call.proof is not None:
                 call.proof.counted_gradient(call, gain, self.weight_sharing)
+
+    @torch.no_grad()
+    def add_terms(
+        self, call: Call, rows: Tensor, sum_: BatchSum, seed: Tensor | float, alive: Tensor | None = None
+    ) -> None:
+        """A call's loss terms alone. ``rows``: its gradient's."""
+        mask = call.rows.mask
+        own = rows.shape[:-1].numel() if mask is None else counted(mask, self.weight_sharing, call.rows.examples)
+        self._gain(call, own, seed, sum_, alive)
 
     @torch.no_grad()
     def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -364,7 +375,8 @@ class RowSums:
                         "it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
                     )
             terms = forward.guess
-        key = forward, call.layer.name  # A's and G's rows are the same terms, and one of both is made
+        # A's and G's rows are the same terms, and one of both is made
+        key = forward, self.experts.get(call.layer.name, call.layer.name)
         before, now = self.counted.get(key, False), True if alive is None else alive
         if before is not True:
             new = terms * info.ranks if told is None else told[:, 0].sum()
