@@ -53,8 +53,8 @@ which are alike, so that partial sums exceed R. Of a CPU's, 1.6 times what eps_3
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
     "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
-    *("left out", "out", "in", "out's", "in's"),
-    *("later left out", "later out", "later in", "later out's", "later in's"),
+    *("left out", "several", "empty", "out", "in", "out's", "in's"),
+    *("later left out", "later several", "later empty", "later out", "later in", "later out's", "later in's"),
 )  # fmt: skip
 """Numbers of a layer, summed over ranks.
 
@@ -67,19 +67,21 @@ NUMBERS = (
     wrong: ranks on which a factor's sum is not that of the rows.
     hooked: ranks on which a user's hook may change the layer's gradient.
     gave: calls whose rows went to A.
-    left out: rows that a padding mask leaves out.
+    left out, empty: rows that a padding mask leaves out; those without a gradient among the others.
     out's, in's: rows with a gradient among those left out, and among those that count.
+    several: of an example's rows that are left out, those beyond the first with a gradient of size :data:`FOREIGN`. One
+        may have it rightly: with padding on the left the last pad predicts a text's first token.
     out, in: sums over these of the logarithm of the gradient's square, as the probes measure it.
     later ..: the same for a forward's later calls: a layer may get the batch as it is, and then reversed.
 """
 T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
-CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-20:-9]
-MASKED = 5
+CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-24:-13]
+MASKED = 7
 """Count of the numbers about masks, for first calls and again for later ones."""
 FOREIGN = 0.01
 """Squared gradient of a row that a padding mask leaves out, over that of a row that counts, geometric means: from here
-on the mask belongs to other rows. Real padding has no gradient, or a small one from an auxiliary loss over all rows. An
-arithmetic mean would be dominated by the few rows of a pooled token."""
+on, with two such rows in an example, the mask belongs to other rows. Real padding has no gradient, or a small one
+from an auxiliary loss over all rows. An arithmetic mean would be dominated by the few rows of a pooled token."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +258,10 @@ class Proof:
                 logarithm = probed.double().square().sum(dim=-1).reshape(mask.shape).log()
                 out, within = padding & ~zero, mask & ~zero
                 sums = [torch.where(rows, logarithm, 0.0).sum() for rows in (out, within)]
+                large = out & (logarithm > sums[1] / within.sum() + log(FOREIGN))  # 0 / 0 compares as false
+                numbers = [x.sum() for x in (padding, (large.sum(dim=along) - 1).clamp(min=0), mask & zero)]
                 place = LEFT_OUT + MASKED * call.later
-                row[place : place + MASKED] += torch.stack([padding.sum(), *sums, out.sum(), within.sum()])
+                row[place : place + MASKED] += torch.stack([*numbers, *sums, out.sum(), within.sum()])
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
@@ -353,9 +357,10 @@ class Proof:
 def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
     """A check for each layer, from the numbers and ratios of all ranks. ``uses``: of each weight. Synchronises."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
-    left_out, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
-    most = 2 * outs > left_out  # one row may have a gradient rightly: the last pad predicts a text's first token
-    foreign = (most & (out / outs > within / ins + log(FOREIGN))).any(dim=1).tolist()  # 0 / 0 compares as false
+    left_out, several, empty, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
+    # of another order of the examples as many rows are wrong among those that count; a convolution's reach has none
+    wrong = (several > 0) & ((2 * outs > left_out) | (empty >= outs))
+    foreign = (wrong & (out / outs > within / ins + log(FOREIGN))).any(dim=1).tolist()  # 0 / 0 compares as false
     checks = []
     for (*counts, squares), ratio, other, used in zip(columns, ratios.tolist(), foreign, uses, strict=True):
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
