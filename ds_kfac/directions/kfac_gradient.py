@@ -223,7 +223,7 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
             planned += [group[key] for key in ("initial_lr", "max_lr") if key in group]
             factors = getattr(scheduler, "lr_lambdas", ())  # of LambdaLR, whose rates may only be factors, as Noam's
             part = largest(factors[index]) if index < len(factors) else 1.0
-            found += [float(rate) * part for rate in planned]
+            found = [float(rate) * part for rate in planned] or found  # a larger one was another schedule's
         peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
         for rate in found:
             if isinstance(peak, Tensor) or isinstance(rate, Tensor):

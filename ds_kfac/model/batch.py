@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
+from ds_kfac.model.labels import aligned, have_loss, of_examples, shifts
 from ds_kfac.model.layers import value_of
 from ds_kfac.model.slices import Fit, Slices, has_all
 
@@ -109,18 +110,15 @@ class ArgumentReader:
     """Reads padding masks [N, T], 0 at padding, and integer labels from the forward's arguments, which it finds by
     Hugging Face's names. With an encoder and a decoder the source and the target have a mask each.
 
-    A model's position t is trained on label t + 1 if its class is a causal language model, or ForConditionalGeneration
-    without an encoder and a decoder (as LLaVA). ``count`` is ``kfac.padding.count``.
+    What labels are of the model's class says (``labels.py``). ``count`` is ``kfac.padding.count``.
     """
 
     def __init__(self, model: nn.Module, *, count: str = "labelled") -> None:
-        self._signature = inspect.signature(model.forward)
-        self.count = count
+        compiled: Any = model._modules.get("_orig_mod")  # torch.compile's
+        self._signature = inspect.signature((compiled or model).forward)
+        self.count, self._model = count, model
         self.two_sided = any(True for _ in encoder_decoders(model))
-        below: Any = getattr(model, "get_base_model", None)  # PEFT's PeftModel
-        inner = model if below is None else below()
-        words = ("CausalLM", "LMHeadModel", *(() if self.two_sided else ("ForConditionalGeneration",)))
-        self.shifted = any(word in type(each).__name__ for each in (model, inner) for word in words)
+        self.shifted, self._aligned = shifts(model, two_sided=self.two_sided), aligned(model)
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         try:
@@ -130,10 +128,13 @@ class ArgumentReader:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 values = {**values, **values.get(name, {})}
-        labels, labelled = values.get("labels"), None
+        labels, labelled, items = values.get("labels"), None, values.get("num_items_in_batch")
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
-            labelled = labels != -100  # Hugging Face's label without a loss
-            if self.shifted and labelled.ndim == 2:
+            labelled = have_loss(labels, self._model)
+            if self._aligned:
+                known = of_examples(labels, self._model)
+                labelled, items = known["labelled"], known["items"]
+            elif self.shifted and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
         rows, encoder_rows = self._mask(values.get("attention_mask")), None
         if self.two_sided:
@@ -149,7 +150,6 @@ class ArgumentReader:
                 else:
                     rows = labelled
                 padding = False  # unlabelled prompts are left out as well, and they have gradients
-        items = values.get("num_items_in_batch")
         return BatchInfo(
             rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended, classes=classes
         )

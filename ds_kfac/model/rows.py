@@ -386,6 +386,8 @@ class RowSums:
         returned = items is not None or divisor is None  # what is known is of the loss that the model returned
         if forward.seed is not None and self._divided and returned:
             seed, divisor = forward.seed, items
+        if isinstance(seed, Tensor):  # of a loss times 0, whose gradients of zeros would be no numbers
+            seed = torch.where(seed == 0, torch.inf, seed)
         if told is not None:
             return told[:, 1] / seed
         return (divisor if self._divided and divisor is not None else terms) / seed

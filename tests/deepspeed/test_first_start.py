@@ -53,3 +53,13 @@ def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_
                          check=False)  # fmt: skip
     assert run.returncode == 1
     assert "no launcher has started this process" in run.stderr and "start it with `deepspeed train.py`" in run.stderr
+
+
+def test_python_without_asserts_attaches(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-O", str(script)]
+    run = subprocess.run(command, env=kept | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}, capture_output=True,
+                         text=True, timeout=300, check=False)  # fmt: skip
+    assert run.returncode == 0 and "ds_kfac steps 100%" in run.stderr, run.stderr[-2000:]

@@ -125,5 +125,5 @@ def test_the_peak_is_the_schedules_from_the_first_step_on(name):
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] < 0.2
     close(peak_rates(optimizer.param_groups, {}, scheduler), {0: 0.4})
-    assert peak_rates(optimizer.param_groups, {0: 0.7}, scheduler) == {0: 0.7}, "a larger one was seen"
+    close(peak_rates(optimizer.param_groups, {0: 0.7}, scheduler), {0: 0.4})  # seen before a load, in another schedule
     assert peak_rates(optimizer.param_groups, {0: 0.01})[0] == max(0.01, optimizer.param_groups[0]["lr"])

@@ -225,6 +225,15 @@ def test_a_second_call_of_a_layer_does_not_count_its_labels_again():
     assert_G(recorder, UNEVEN)
 
 
+def test_a_loss_times_zero_counts_nothing():
+    """As of a rank that is out of data, or a guard that multiplies."""
+    recorder = recorder_of_labelled()
+    (recorder.model(X[:1], UNEVEN[:1])["loss"] * 0).backward()
+    recorder.capture.end_backward()
+    recorder.model(X, UNEVEN)["loss"].backward()
+    assert_G(recorder, UNEVEN)
+
+
 @pytest.mark.parametrize("outside", [1.0, 0.25])
 @pytest.mark.parametrize("style", ["mean", "items", "items on a scaled loss", "items ignored"])
 def test_micro_batches_with_unequal_labels_make_the_whole_batch(style, outside):
