@@ -29,7 +29,7 @@ TESTED_RANGES = {
     "torch": ("2.8.0", "2.15.0"),
     "deepspeed": (TESTED[0], TESTED[-1]),
     "triton": ("3.6.0", "3.9.0"),
-    "transformers": ("5.23.0", "5.23.0"),
+    "transformers": ("5.23.0", "5.24.0"),
 }
 """Package -> the oldest and the newest version with which tests ran."""
 
