@@ -173,6 +173,9 @@ class StepSums:
         proof, uses: in a step that proves, the proof, and a recorder of where weights are used; else None.
         failed: layer name -> error that a hook raised; such a layer has no rows any more.
         counted: number of calls whose gradients came.
+        measured: layer name -> [rows of first runs, rows of recomputations] that their masks count, since the last step
+            on this rank, summed or not, of calls whose gradient came, in a step that keeps them; a scalar on the device
+            where there is a mask. None: they are not counted.
         seed: factor on the gradients of this backward, if it was measured.
         losses: terms that this backward's loss is the sum of, if they are known.
         arrived: calls of this backward whose input is to be released after it.
@@ -189,6 +192,7 @@ class StepSums:
         self.proof: Proof | None = None
         self.uses: Uses | None = None
         self.failed: dict[str, str] = {}
+        self.measured: dict[str, list[int | Tensor]] | None = None
         self.counted = 0
         self.seed: Tensor | float | None = None
         self.losses: set[Value] | None = None
@@ -209,9 +213,17 @@ class StepSums:
         call.waiting = BatchSum.empty(layer.A.numel, x.device)
         self.rows.add_input(call, x, call.waiting)
 
+    def measure(self, layer: str, many: Tensor | int | None, recomputed: bool) -> None:
+        """Count a call's rows."""
+        if self.measured is not None and many is not None:
+            self.measured.setdefault(layer, [0, 0])[recomputed] += many
+
     def add(self, call: Call, gradient: Tensor, seed: Tensor | float | None = None) -> None:
         """A call's gradient came: add the rows of both sides. ``seed``: its scale if none was measured."""
         self.counted += 1
+        if call.many is not None:
+            self.measure(call.layer.name, call.many, call.recomputed)
+            call.many = None
         layer, of_gradients = call.layer, call.kind.needs_gradients  # whether A, too, is made of gradients
         A, G = call.key_A, layer.keys[1]
         makes_A, makes_G = "A" in call.sides and A in self.keys, "G" in call.sides and G in self.keys

@@ -54,8 +54,6 @@ class Capture(StepSums):
     Attributes:
         pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
         forward: the model's last forward.
-        measured: layer name -> [rows of first runs, rows of recomputations] that their masks count, since the last step
-            on this rank, summed or not; a scalar on the device where there is a mask. None: they are not counted.
         counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
         several: whether some backward was of several forwards whose losses the model did not return.
         seen: layers called in this step with an input that has elements.
@@ -79,7 +77,6 @@ class Capture(StepSums):
         self.active, self._model, self.sampled = False, model, sampled or on_demand
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self.measured: dict[str, list[int | Tensor]] | None = None
         self.outside = 0
         self._announced, self.forward = False, Forward()  # whether a backward was ever announced
         self._running: Forward | None = None  # the forward whose gradients come in this backward
@@ -291,11 +288,12 @@ class Capture(StepSums):
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
+        many: Tensor | int | None = None
         if measured is not None:
             of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
-            counts = measured.setdefault(layer.name, [0, 0])
-            counts[recomputed] += of_call if rows.mask is None else rows.mask.sum()
+            many = of_call if rows.mask is None else rows.mask.sum()
         if not captured and self.proof is None:
+            self.measure(layer.name, many, recomputed)
             return
         if select is None and not kind.images:
             forward.note_call(rows, shape)
@@ -303,7 +301,7 @@ class Capture(StepSums):
         call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
         if product is not None:
             call.columns, call.to_rows = product.columns, product.to_rows
-        call.proof, call.proves = self.proof, "G" in sides and not self.sampled
+        call.many, call.proof, call.proves = many, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
         self.keep(call, x, makes_A=makes_A)

@@ -75,6 +75,8 @@ class Call:
         waiting: sum of its inputs, until a gradient comes to it.
         late: whether its inputs, which it keeps, are added with the gradient instead.
         arrived: whether a gradient came to it.
+        many: how many of its rows count, until one came; a scalar on the device where there is a mask. None: it is not
+            asked.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         later: whether the layer was called before in the forward, if that is to be known.
         whole_grid: whether its sums have every position of a convolution.
@@ -109,6 +111,7 @@ class Call:
     whole_grid: bool = True
     taken: tuple[Taken, Taken] = EACH, EACH
     arrived: bool = False
+    many: Tensor | int | None = None
     proof: Any = None
     probed: Tensor | None = None
     probed_G: Tensor | None = None

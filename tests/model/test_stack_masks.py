@@ -166,6 +166,7 @@ def test_measured_rows_are_those_that_count():
     model = nn.Sequential(nn.Linear(I, I), Heads())
     recorder = Recorder(model, read_batch=lambda arguments, keywords: BatchInfo(rows=MASK))
     recorder.begin(measure=True)
+    model(torch.randn(N, T, I))  # a look, without a backward
     model(torch.randn(N, T, I)).square().mean().backward()
     found = rows_in(recorder.capture.measured)
     assert found == dict.fromkeys(["0", *(f"1.w.{head}" for head in range(HEADS))], int(MASK.sum()))
