@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
-from ds_kfac.model.calls import SharedInputs, StepSums
+from ds_kfac.model.calls import SharedInputs, Siblings, StepSums
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates, losses_in
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
-from ds_kfac.model.siblings import Siblings
 
 
 class Capture(StepSums):
@@ -133,7 +132,7 @@ class Capture(StepSums):
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.begin_step()
-            self.siblings.begin_step()
+            self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self.seen = set()
@@ -177,8 +176,9 @@ class Capture(StepSums):
         """The next backward belongs to this forward: recomputed calls are its calls."""
         self._running = forward
 
-    def end_backward(self) -> None:
-        """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
+    def end_backward(self, *, last: bool = False) -> None:
+        """Close the micro-batch: the next rows are new loss terms, not another use of the same ones. ``last``: of the
+        step; then each sum has a count of its own."""
         # one backward through several means: G's scale is only right if it was measured at losses the model returned
         self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
         self._means.clear()
@@ -189,11 +189,8 @@ class Capture(StepSums):
             call.x = None
         self.arrived.clear()
         self.inputs.end_batch()
-
-    def end_step(self) -> None:
-        """Close the last micro-batch; then each sum has a count of its own."""
-        self.end_backward()
-        self.siblings.complete(self.sums, self.keys, self.failed)
+        if last and self.siblings.terms:
+            self.siblings.complete(self.sums, self.keys, self.failed)
 
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
@@ -228,7 +225,7 @@ class Capture(StepSums):
         self.forward = Forward(self.read_batch(arguments, keywords), detached)
         self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
-        self.siblings.begin_batch()
+        self.siblings.rows = {}
         self._masks.begin()
 
     def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
@@ -262,12 +259,14 @@ class Capture(StepSums):
             return
         if x.numel():
             self.seen.add(layer.name)
-        self.siblings.see(layer.name, x, self.sums)
+        if layer.name in self.siblings.entries:
+            self.siblings.see(layer.name, x, self.sums)
         A, G = self.inputs.key(layer), layer.keys[1]
         given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
+        if layer.name in self.siblings.known:
+            captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
         measured = self.measured if ("G" if stacked else "A") in sides else None
         if not captured and measured is None and self.proof is None:
             return

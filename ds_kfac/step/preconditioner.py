@@ -116,13 +116,13 @@ class KFACPreconditioner:
             sums: dict[str, BatchSum] = {}
             proof, numbers = self.capture.proof, None
             if draft.due.capture:
-                self.capture.end_step()
-                if proof is not None:
-                    numbers = self.proving.numbers(proof, self.capture.sums)
+                self.capture.end_backward(last=True)
+                numbers = None if proof is None else self.proving.numbers(proof, self.capture.sums)
                 self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
                 with self.metrics.stage("reduce"):
-                    sums = self.capture.siblings.used(self.curvature.reducer.reduce(self.capture.sums))
-                self.capture.sums = {}
+                    sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
+                if self.capture.siblings.known:
+                    self.capture.siblings.used(sums)
                 # the plan may change by what the first batch shows, before any of its sums are kept
                 measured = self.capture.measured or {}
                 observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)

@@ -52,7 +52,7 @@ def seen(model, micro_batches, *, keys=None) -> Recorder:
         loss = F.cross_entropy(model(rows, argument), torch.arange(len(rows)) % CLASSES)
         with recorder.capture.own_backward():
             loss.backward()
-    recorder.capture.end_step()
+    recorder.capture.end_backward(last=True)
     return recorder
 
 
@@ -86,7 +86,7 @@ def test_G_does_not_depend_on_accumulation(kind):
         for some, way in zip(x.chunk(parts), route.chunk(parts), strict=True):
             with recorder.capture.own_backward():
                 F.cross_entropy(model(some, way), torch.arange(len(some)) % ROWS % CLASSES).backward()
-        recorder.capture.end_step()
+        recorder.capture.end_backward(last=True)
         found[parts] = recorder.means()
         recorder.capture.remove()
     assert found[1].keys() == found[2].keys()
