@@ -7,6 +7,7 @@ shapes are ambiguous, a warning says so once.
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -108,7 +109,8 @@ ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 
 class ArgumentReader:
     """Reads padding masks [N, T], 0 at padding, and integer labels from the forward's arguments, which it finds by
-    Hugging Face's names. With an encoder and a decoder the source and the target have a mask each.
+    Hugging Face's names, also in a batch that is a mapping. With an encoder and a decoder the source and the target have
+    a mask each.
 
     What labels are of the model's class says (``labels.py``). ``count`` is ``kfac.padding.count``.
     """
@@ -121,13 +123,15 @@ class ArgumentReader:
         self.shifted, self._aligned = shifts(model, two_sided=self.two_sided), aligned(model)
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
-        try:
+        values: dict[str, Any] = {}
+        with suppress(TypeError):  # they fit another function, as Lightning's training_step, or the call will raise
             values = self._signature.bind_partial(*arguments, **keywords).arguments
-        except TypeError:  # the arguments do not fit: the call itself will raise
-            return BatchInfo()
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 values = {**values, **values.get(name, {})}
+        for value in (*arguments, *keywords.values()):
+            if isinstance(value, Mapping):  # a batch
+                values = {**{key: x for key, x in value.items() if isinstance(key, str)}, **values}
         labels, labelled, items = values.get("labels"), None, values.get("num_items_in_batch")
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = have_loss(labels, self._model)

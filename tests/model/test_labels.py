@@ -77,6 +77,20 @@ def test_a_causal_model_inside_of_another_says_it(around):
     assert torch.equal(read(Around(nn.Linear(4, 4))).rows, SAME)
 
 
+class Stepping(Around):
+    """As Lightning's, whose training_step gets a batch and its number."""
+
+    def forward(self, inputs_embeds):
+        return self.language(inputs_embeds)
+
+
+def test_a_batch_that_is_a_mapping_is_read():
+    model = called(written(HEAD + BODIES["by slices"][0], Model), "ThisForCausalLM")()
+    mask = torch.ones(N, T, dtype=torch.bool)
+    info = ArgumentReader(Stepping(model))(({"labels": LABELS, "attention_mask": mask, 3: None}, 7), {})
+    assert torch.equal(info.rows, SHIFTED) and torch.equal(info.attended, mask)
+
+
 @pytest.mark.parametrize(("reduction", "items"), [("mean", None), ("sum", 1.0)])
 def test_a_loss_of_whole_examples_has_a_term_each(reduction, items):
     model = called(type("M", (Model,), {}), "ThisForCTC")()
