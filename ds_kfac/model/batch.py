@@ -109,8 +109,8 @@ ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 
 class ArgumentReader:
     """Reads padding masks [N, T], 0 at padding, and integer labels from the forward's arguments, which it finds by
-    Hugging Face's names, also in a batch that is a mapping. With an encoder and a decoder the source and the target have
-    a mask each.
+    Hugging Face's names, also in a batch that is a mapping. With an encoder and a decoder the source and the target
+    have a mask each.
 
     What labels are of the model's class says (``labels.py``). ``count`` is ``kfac.padding.count``.
     """
