@@ -62,8 +62,10 @@ def divided(node: Any, number: Any) -> bool:
         name, other = node.name(), getattr(node, "_saved_other", None)
         mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
         if name.startswith(("DivBackward", "MulBackward")) and other is not None and number is not None:
-            by, n = (float(x) if not isinstance(x, Tensor) or x.is_cpu else None for x in (other, number))
-            if by is None or n is None or by == (n if name[0] == "D" else 1 / n):
+            if any(isinstance(x, Tensor) and (not x.is_cpu or x.numel() != 1) for x in (other, number)):
+                return True
+            by, n = float(other), float(number)
+            if by == n if name[0] == "D" else abs(by * n - 1) < 1e-6:
                 return True
         waiting += [
             below

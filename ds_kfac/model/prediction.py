@@ -5,6 +5,7 @@ From there on the dimension is followed through what the program did to the prod
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -68,7 +69,9 @@ def class_place(prediction: Tensor) -> Place:
     if product is None:
         return Place(1 if last > 2 else -1)
     usual = 1 if product.convolution else last
-    dims, end = _followed(product)
+    dims, end = list[int](), UNKNOWN
+    with suppress(Exception):  # a hook asks: nodes of another torch, or of a user's, may lack what these have
+        dims, end = _followed(product)
     if dims:
         wide = [dim for dim in dims if shape[dim] > 1] or dims
         return Place(usual if usual in wide else wide[-1])

@@ -156,6 +156,9 @@ def test_what_a_model_returns_beside_its_prediction_is_no_other_size_of_it():
         (lambda x, y: (F.cross_entropy(x, y, reduction="none") / 4).sum(), 4, True),
         (lambda x, y: F.mse_loss(x, x.detach() + 1), None, False),
         (lambda x, y: x.square().sum(), None, True),
+        (lambda x, y: F.cross_entropy(x, y) * 0.5, 0, False),
+        (lambda x, y: F.cross_entropy(x, y) / 0.5, torch.tensor([2, 2]), True),
+        (lambda x, y: F.cross_entropy(x, y) * (1 / 49), 49, True),
     ],
 )
 def test_a_division_of_a_loss_is_seen_and_a_mean_is_none(loss, number, expected):
