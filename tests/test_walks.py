@@ -44,7 +44,7 @@ MOST: dict[str, tuple[int, int]] = {
     "capturing step": (140, 31),
     "with a refresh": (154, 31),
     "refresh": (19, 5),
-    "activation to factor": (84, 17),
+    "activation to factor": (85, 17),
     "gradient to weight": (52, 13),
     "save": (39, 13),
     "load": (58, 17),
@@ -58,7 +58,7 @@ from gradient to weight are functions of their own; factors remember their last 
 stay without a basis are named; a save says in which order the optimizer has its parameters, and a load asks; where a
 step's tensors lie is one object for all rules that are recorded, which puts results one frame deeper; a
 backward that raises leaves nothing behind; what labels and
-experts are is asked at attach."""
+experts are is asked at attach; a hook asks whether torch.func calls where no compiler sees it."""
 STACK, DEEPEST = 12, 12
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

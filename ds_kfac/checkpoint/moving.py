@@ -71,14 +71,15 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
         )
     known = not isinstance(error, AssertionError) and any(text in str(error) for text in OTHER_GROUPS)
     then, now = kfac_stepped(folder), of_kfac(engine.basic_optimizer.param_groups)
-    if then in (None, now) and not (known and (then or now)):
+    here, stages = getattr(engine, "num_stages", 0), len(saved)
+    other_stages = bool(here and stages and stages != here)
+    if then in (None, now) and not (known and (then or now or other_stages)):
         return None
     headline = (
         f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "
         f"{type(engine.basic_optimizer).__name__}; "
     )
-    here, stages = getattr(engine, "num_stages", 0), len(saved)
-    if here and stages and stages != here:
+    if other_stages:
         return (
             f"{headline}it was saved with {stages} pipeline stages, this engine has {here}, and DeepSpeed keeps the "
             f"optimizer's state of each stage. Load it with {stages} stages; K-FAC's own state fits any: "

@@ -10,9 +10,10 @@ Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -221,8 +222,8 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
             lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
             planned = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
             planned += [group[key] for key in ("initial_lr", "max_lr") if key in group]
-            factors = getattr(scheduler, "lr_lambdas", ())  # of LambdaLR, whose rates may only be factors, as Noam's
-            part = largest(factors[index]) if index < len(factors) else 1.0
+            factors = factors_of(scheduler)  # of rates that may only be what they multiply, as Noam's
+            part = factors[index] if index < len(factors) else 1.0
             found = [float(rate) * part for rate in planned] or found  # a larger one was another schedule's
         peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
         for rate in found:
@@ -236,16 +237,28 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
     return peaks
 
 
-@lru_cache(maxsize=64)
+_LARGEST: "WeakKeyDictionary[Any, list[float]]" = WeakKeyDictionary()
+
+
+def factors_of(scheduler: Any) -> Sequence[float]:
+    """:func:`largest` of each group's factor in torch's LambdaLR, computed once; of other schedulers none."""
+    functions = getattr(scheduler, "lr_lambdas", ())
+    if functions and scheduler not in _LARGEST:
+        _LARGEST[scheduler] = [*map(largest, functions)]
+    return _LARGEST[scheduler] if functions else ()
+
+
 def largest(factor: Callable[[int], float]) -> float:
-    """Largest value of a schedule's factor by its steps 0, 1, 2, 4, 8, ..; 1 if that is from a half to 1, as where a
-    warmup ends between two of them."""
+    """Largest value of a schedule's factor up to its first fall, by its steps 0, 1, 2, 4, 8, .. It is 1 if that is from
+    a half to 1, as where a warmup ends between two of them, and of what rises for ever, as in a search for a rate."""
     values = list[float]()
     with suppress(Exception):  # a table of rates ends
         for step in (0, *(2**k for k in range(21))):
             values.append(float(factor(step)))
+            if values[-1] < max(values):
+                break
     most = max(values, default=1.0)
-    return 1.0 if 0.5 <= most <= 1 else most
+    return 1.0 if 0.5 <= most <= 1 or values[-2:] == sorted({*values[-2:]}) else most
 
 
 def precondition(

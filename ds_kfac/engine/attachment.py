@@ -34,7 +34,7 @@ from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.loss import Sampler, divided
+from ds_kfac.model.loss import Sampler, micro_batches
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
@@ -349,7 +349,7 @@ class Attachment:
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
             # a caller who switches that off may have divided the loss by the number of micro-batches
             gas = self.engine.gradient_accumulation_steps()
-            divisor = gas if not scale_wrt_gas and divided(loss.grad_fn, gas) else 1
+            divisor = 1 if scale_wrt_gas else micro_batches(loss.grad_fn, gas)
             if self.sampling is not None:
                 self.sampling.sample(loss)
                 return original(loss, *args, **kwargs)

@@ -129,9 +129,11 @@ class ArgumentReader:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 values = {**values, **values.get(name, {})}
+        batch: dict[str, Any] = {}
         for value in (*arguments, *keywords.values()):
-            if isinstance(value, Mapping):  # a batch
-                values = {**{key: x for key, x in value.items() if isinstance(key, str)}, **values}
+            for key, x in value.items() if isinstance(value, Mapping) else ():
+                batch[key] = None if key in batch else x  # of two mappings, as a query's and a text's, neither
+        values = batch | {key: x for key, x in values.items() if isinstance(x, Tensor) or key not in batch}
         labels, labelled, items = values.get("labels"), None, values.get("num_items_in_batch")
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = have_loss(labels, self._model)

@@ -249,7 +249,8 @@ def _entry(model: nn.Module, layer: LayerSpec) -> tuple[str, str] | None:
     """(what the layers at this place of a ModuleList's entries have in common, the entry); None: it is in none."""
     names = layer.module.split(".")
     for at in reversed(range(len(names))):
-        if isinstance(model.get_submodule(".".join(names[:at])), (nn.ModuleList, nn.ModuleDict)):
+        holder = model.get_submodule(".".join(names[:at]))
+        if isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and len(holder) > 1:  # PEFT's have one adapter
             place = ".".join((*names[:at], "*", *names[at + 1 :]))
             return f"{place} {layer.weight.rpartition('.')[2]} {list(layer.shape)}", names[at]
     return None

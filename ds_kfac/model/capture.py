@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
+from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.calls import SharedInputs, Siblings, StepSums
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates, losses_in
@@ -205,12 +205,16 @@ class Capture(StepSums):
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
         in captured forwards. torch.compile sees the first condition alone."""
-        captured = torch.compiler.disable(function)  # not as a decorator, which imports torch's compiler with ds_kfac
+
+        def outside(module: nn.Module, *values: Any) -> None:
+            if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
+                function(module, *values)
+
+        captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
             if torch.is_grad_enabled() and self.active and module is ours:
-                if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
-                    captured(module, *values)
+                captured(module, *values)
 
         self._handles.append(register(hook, **how))
 
@@ -222,7 +226,8 @@ class Capture(StepSums):
             self.end_backward()
         self._inside = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self.forward = Forward(self.read_batch(arguments, keywords), detached)
+        guessed = isinstance(self.read_batch, ArgumentReader)
+        self.forward = Forward(self.read_batch(arguments, keywords), detached, guessed)
         self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
         self.siblings.rows = {}
@@ -313,7 +318,9 @@ class Capture(StepSums):
             # the proof needs the true loss's gradient; a copy of the call, as a node must not hold an edge to itself
             if call.proof is not None:
                 hook = partial(
-                    self._on_gradient, replace(call, waiting=None, late=False, sides="", proves=True), origin.output_nr
+                    self._on_gradient,
+                    replace(call, waiting=None, late=False, sides="", proves=True, many=None),
+                    origin.output_nr,
                 )
                 origin.grad_fn.register_prehook(hook)
             call.edge = GradientEdge(origin.grad_fn, origin.output_nr)

@@ -21,7 +21,7 @@ GENERATING = "ForConditionalGeneration"
 """The same, but of a model with an encoder and a decoder."""
 SAME = "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"
 """Their labels are of masked tokens, by a loss in a module of theirs."""
-ALIGNED = re.compile("CTC|RNNT|TDT")
+ALIGNED = re.compile("(CTC|RNNT|TDT)(?![a-z])")
 """In names of classes whose loss has a term for each example: its labels are of no positions."""
 
 
@@ -46,7 +46,8 @@ def aligned(model: nn.Module) -> bool:
 def have_loss(labels: Tensor, model: nn.Module) -> Tensor:
     """Bool, of the shape of integer labels: which have a loss. Segmentation has a number of its own beside -100."""
     ignored = value_of(value_of(_inside(model), "config"), "semantic_loss_ignore_index")
-    return labels != -100 if not isinstance(ignored, int) else (labels != -100) & (labels != ignored)
+    pixels = labels.ndim > 2 and isinstance(ignored, int)  # the same configs are of classifiers
+    return (labels != -100) & (labels != ignored) if pixels else labels != -100
 
 
 def of_examples(labels: Tensor, model: nn.Module) -> Mapping[str, Any]:

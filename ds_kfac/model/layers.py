@@ -10,6 +10,7 @@ transformers' Conv1D are recognised by name and attributes; none is imported.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -122,8 +123,8 @@ def computed_parameter(module: Any) -> str | None:
     """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None. It is
     not computed for that: a parametrization may draw numbers."""
     for name in ("weight", "bias"):
-        held = (vars(module), module._buffers, module._modules, vars(type(module)))
-        if name not in module._parameters and any(place.get(name) is not None for place in held):
+        held = (vars(module), module._buffers, module._modules, *map(vars, type(module).__mro__))
+        if name not in module._parameters and any(isinstance(x, Mapping) and x.get(name) is not None for x in held):
             return f"its {name} is computed by a parametrization, not a parameter"
     return None
 

@@ -8,9 +8,10 @@ C outputs.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -53,26 +54,46 @@ def losses_in(loss: Tensor) -> set[Value]:
     return scalars
 
 
-def divided(node: Any, number: Any) -> bool:
-    """Whether a scalar is computed from scalars with a division by ``number``; taken to be, where it is not seen to be
-    a mean. A tensor on a GPU is taken to be the number."""
-    waiting, mean = [node], False
+def divisors(node: Any) -> tuple[list[float | None], bool]:
+    """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
+    whether it is seen to be a mean."""
+    found, mean = list[float | None](), False
+    visited, waiting = set[Any](), [node]
     while waiting:
-        node = waiting.pop()
-        name, other = node.name(), getattr(node, "_saved_other", None)
+        if (node := waiting.pop()) is None or node in visited:
+            continue
+        visited.add(node)
+        name, other = node.name(), None
         mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
-        if name.startswith(("DivBackward", "MulBackward")) and other is not None and number is not None:
-            if any(isinstance(x, Tensor) and (not x.is_cpu or x.numel() != 1) for x in (other, number)):
-                return True
-            by, n = float(other), float(number)
-            if by == n if name[0] == "D" else abs(by * n - 1) < 1e-6:
-                return True
+        if name.startswith(("DivBackward", "MulBackward")):
+            with suppress(RuntimeError):  # it was changed in place
+                other = getattr(node, "_saved_other", None)
+        if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
+            found.append(None)
+        elif other is not None and float(other):
+            found.append(float(other) if name[0] == "D" else 1 / float(other))
         waiting += [
             below
             for below, at in node.next_functions
             if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
         ]
-    return not mean
+    return found, mean
+
+
+def divided(node: Any, number: Any) -> bool:
+    """Whether a scalar is divided by ``number``, of which on a GPU nothing is read; taken to be, where it is not seen
+    to be a mean."""
+    found, mean = divisors(node)
+    if isinstance(number, Tensor) and (not number.is_cpu or number.numel() != 1):
+        return None in found or not mean
+    return any(by is None or isclose(by, number, rel_tol=1e-6) for by in found) or not mean
+
+
+def micro_batches(node: Any, most: int) -> float:
+    """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
+    found, mean = divisors(node)
+    counts = [round(by) for by in found if by is not None and 1.5 < by < most + 0.5 and isclose(by, round(by))]
+    return most if most in counts or not (counts or mean) else next(iter(counts), 1)
 
 
 def _of_scalars(node: Any) -> bool:
@@ -98,6 +119,7 @@ class Forward:
     Attributes:
         info: what the model's arguments show about the micro-batch; without ``items`` once the model ignored them.
         detached: whether no input of the model came from another graph.
+        guessed: whether ``info`` is by the names of arguments, of which a model may ignore some.
         summed: layers with a call whose sum of inputs was made at once, and whose gradient is still to come.
         proven: layers that were called, in a step that proves.
         terms: M, the number of loss terms, if labels or the model's output show it.
@@ -110,6 +132,7 @@ class Forward:
 
     info: BatchInfo = field(default_factory=BatchInfo)
     detached: bool = True
+    guessed: bool = True
     summed: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     terms: Tensor | int | None = None
@@ -156,7 +179,7 @@ class Forward:
         if len(losses) > 1:
             inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
         self._losses = tuple(value for value in losses if value not in inside)
-        items = self.info.items
+        items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
             self.info = replace(self.info, items=None)
         for value in self._losses:

@@ -1,5 +1,6 @@
 """The sum under kl-clip's root: from the pass that divides where a layer has one learning rate, else part by part."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,21 @@ def noam(step: int) -> float:
 
 def table(step: int) -> float:
     return [0.2, 0.3, 1.0, 0.1][step]
+
+
+@dataclass
+class Unhashable:
+    steps: int = 10_000
+
+    def __call__(self, step: int) -> float:
+        return (1 - step / self.steps) ** 2  # which rises again after its end
+
+
+@pytest.mark.parametrize("factor", [Unhashable(), lambda step: 1.01**step, lambda step: step / 100])
+def test_what_rises_after_the_end_or_for_ever_says_nothing(factor):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    assert peak_rates(optimizer.param_groups, {}, scheduler) == {0: 2.0}
 
 
 @pytest.mark.parametrize(("factor", "peak"), [(noam, (0.5, 1.0)), (table, (1.0, 1.0))])

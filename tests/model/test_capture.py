@@ -536,3 +536,28 @@ def test_a_recomputation_belongs_to_the_forward_whose_backward_runs():
         return {name: recorder.counts(name) for name in ("first", "middle", "head")}
 
     assert counted(together=True) == counted(together=False)
+
+
+class CheckpointedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x):
+        return checkpoint(self.block, self.first(x), use_reentrant=True)
+
+
+def test_a_compiled_block_that_a_backward_runs_again_is_captured():
+    """Its first run is without gradients, and the backward is under no stance of ours."""
+    model = nn.Sequential(CheckpointedBlock(), nn.Linear(6, 3))
+    model[0].block.compile(backend="eager")
+    recorder = Recorder(model)
+    for active in (False, True, False, True):
+        recorder.capture.begin_step(frozenset(recorder.sides) if active else None, 0)
+        with torch.compiler.set_stance("force_eager" if active else "default"):
+            loss = model(torch.randn(7, 6)).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+    assert {key: float(sums.count) for key, sums in recorder.capture.sums.items()} == dict.fromkeys(
+        (f"{name}/{side}" for name in ("0.first", "0.block.0", "1") for side in "AG"), 7.0
+    )

@@ -89,6 +89,15 @@ def test_a_batch_that_is_a_mapping_is_read():
     mask = torch.ones(N, T, dtype=torch.bool)
     info = ArgumentReader(Stepping(model))(({"labels": LABELS, "attention_mask": mask, 3: None}, 7), {})
     assert torch.equal(info.rows, SHIFTED) and torch.equal(info.attended, mask)
+    fits = ArgumentReader(Around(model))(({"labels": LABELS, "attention_mask": mask}, 7), {})
+    assert torch.equal(fits.rows, SHIFTED), "names of other arguments are not the batch's"
+    two = ArgumentReader(Around(model))(({"attention_mask": mask}, {"attention_mask": ~mask}), {})
+    assert two.rows is None, "of two texts neither mask is the batch's"
+
+
+@pytest.mark.parametrize("name", ["RNNTagger", "OCTClassifier"])
+def test_a_name_that_only_begins_so_is_none(name):
+    assert read(called(type("M", (Model,), {}), name)()).labelled.ndim == 2
 
 
 @pytest.mark.parametrize(("reduction", "items"), [("mean", None), ("sum", 1.0)])
@@ -104,4 +113,6 @@ def test_a_loss_of_whole_examples_has_a_term_each(reduction, items):
 def test_segmentation_has_a_label_of_its_own_without_a_loss():
     model = Model()
     model.config = type("Config", (), {"semantic_loss_ignore_index": 1})()
-    assert torch.equal(read(model).labelled, (LABELS != -100) & (LABELS != 1))
+    maps = LABELS[:, None].expand(N, 4, T)
+    assert torch.equal(read(model, labels=maps).labelled, (maps != -100) & (maps != 1))
+    assert read(model, labels=torch.tensor([1, 2])).labelled.all(), "a class of a classifier with such a config"

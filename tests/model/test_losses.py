@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import divided, losses_in, of_levels, output_terms, returned_loss
+from ds_kfac.model.loss import divided, losses_in, micro_batches, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -143,6 +143,30 @@ def test_what_a_model_returns_beside_its_prediction_is_no_other_size_of_it():
     assert of_levels((logits, other, hidden[:, :2]))
 
 
+def diamond(x: Tensor, times: int = 60) -> Tensor:
+    for _ in range(times):
+        x = x + x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("loss", "most", "expected"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), 4, 1),
+        (lambda x, y: F.cross_entropy(x, y) / 4, 4, 4),
+        (lambda x, y: F.cross_entropy(x, y) / 3, 4, 3),
+        (lambda x, y: F.cross_entropy(x, y) / 2 / 4, 4, 4),
+        (lambda x, y: F.cross_entropy(x, y) / 7, 4, 1),
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum"), 4, 4),
+        (lambda x, y: diamond(F.cross_entropy(x, y)), 4, 1),
+    ],
+)
+def test_the_last_micro_batches_of_an_epoch_are_fewer(loss, most, expected):
+    x = torch.randn(N, C, requires_grad=True)
+    assert micro_batches(loss(x, torch.arange(N) % C).grad_fn, most) == expected
+    assert micro_batches(None, most) == most, "a leaf, as of a rank without targets"
+
+
 @pytest.mark.parametrize(
     ("loss", "number", "expected"),
     [
@@ -157,7 +181,7 @@ def test_what_a_model_returns_beside_its_prediction_is_no_other_size_of_it():
         (lambda x, y: F.mse_loss(x, x.detach() + 1), None, False),
         (lambda x, y: x.square().sum(), None, True),
         (lambda x, y: F.cross_entropy(x, y) * 0.5, 0, False),
-        (lambda x, y: F.cross_entropy(x, y) / 0.5, torch.tensor([2, 2]), True),
+        (lambda x, y: F.cross_entropy(x, y) / 0.5, torch.tensor([2, 2]), False),
         (lambda x, y: F.cross_entropy(x, y) * (1 / 49), 49, True),
     ],
 )

@@ -267,6 +267,20 @@ TABLES = {
 }  # fmt: skip
 
 
+class Scaled(nn.Linear):
+    """Its weight is a property."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.raw = nn.Parameter(self._parameters.pop("weight").detach())
+
+    weight = property(lambda self: 2 * self.raw)
+
+
+class Inheriting(Scaled):
+    pass
+
+
 class Drawing(nn.Module):
     def forward(self, weight):
         return weight + torch.rand_like(weight)
@@ -274,11 +288,12 @@ class Drawing(nn.Module):
 
 def test_a_parametrized_weight_is_not_computed_to_know_that_it_is_one():
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("keep", "drawn", "normed", "old")})
+    model["property"] = Inheriting()
     nn.utils.parametrize.register_parametrization(model["drawn"], "weight", Drawing())
     normed = nn.utils.parametrizations.spectral_norm(model["normed"])
     nn.utils.spectral_norm(model["old"])
     state, before = torch.get_rng_state(), normed.parametrizations.weight[0]._u.clone()
-    assert {"drawn", "normed", "old"} <= {name for name, why in reasons(model).items() if "computed" in why}
+    assert {"drawn", "normed", "old", "property"} <= {name for name, why in reasons(model).items() if "computed" in why}
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(normed.parametrizations.weight[0]._u, before)
 
