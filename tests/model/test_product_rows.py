@@ -196,6 +196,9 @@ SPREAD = torch.arange(1.0, 1 + O)[:, None]
 NONE = {
     "scaled": Case(UP, lambda s, x: F.linear(x, 0.5 * s.w)),
     "einsum of a part of a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->eno", dispatched(x)[:2], s.w[1:3])),
+    "einsum of a stack, two entries as one": Case(
+        STACK, lambda s, x: torch.einsum("eni,eoi->eno", dispatched(x)[:2], s.w.view(2, 2 * O, I))
+    ),
     "einsum that sums over a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->no", dispatched(x), s.w)),
     "masked": Case(UP, lambda s, x: F.linear(x, s.w * (SPREAD > 1))),
     "where": Case(UP, lambda s, x: F.linear(x, torch.where(SPREAD > 1, s.w, 0.0))),
