@@ -77,11 +77,13 @@ class Island(Net):
 
 
 def history(name: str, model: type[nn.Module], layer: str, steps: int, bad: range, **block) -> list:
-    """With a fault in the steps ``bad``."""
+    """With a fault in the steps ``bad``, after which nothing of the layer may be on its way."""
     with contextlib.ExitStack() as stack:
 
         def each(engine, step):
             stack.close()
+            if step == bad.stop:
+                assert not {key for key in engine.kfac.preconditioner.curvature.pending if key.startswith(layer)}
             if step in bad:
                 stack.enter_context(broken(layer))
 
