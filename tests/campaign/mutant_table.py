@@ -174,7 +174,7 @@ _ROWS = [
     ("moments turned from the layer's own coordinates", "update/state.py", "self.moments.change_basis_(self.basis,",
      "self.moments.change_basis_(None,", "tests/update/test_layer_state.py"),
     ("a basis used before its step was applied", "step/preconditioner.py", "self.begins & draft.next_bases.keys()",
-     "draft.next_bases.keys() & self.state", "tests/deepspeed/test_traps.py"),
+     "draft.next_bases.keys() & self.state", "tests/deepspeed/test_numpy.py"),
     ("proof: a layer that fits again waits for a refresh", "step/factors.py", "self.ready -= {spec.key", "{spec.key",
      "tests/step/test_unproven.py"),
     ("products: a nested input", "model/products.py", " and not x.is_nested", "", "tests/model/test_products.py"),
