@@ -77,17 +77,18 @@ class Island(Net):
 
 
 def history(name: str, model: type[nn.Module], layer: str, steps: int, bad: range, **block) -> list:
-    """With a fault in the steps ``bad``, after which nothing of the layer may be on its way."""
+    """With a fault in the steps ``bad``; the layer's decompositions on their way before each step come last."""
+    late: list[set[str]] = []
     with contextlib.ExitStack() as stack:
 
         def each(engine, step):
             stack.close()
-            if step == bad.stop:
-                assert not {key for key in engine.kfac.preconditioner.curvature.pending if key.startswith(layer)}
+            late.append({key for key in engine.kfac.preconditioner.curvature.pending if key.startswith(layer)})
             if step in bad:
                 stack.enter_context(broken(layer))
 
-        return [step[1:4] for step in run(name, model, steps, each, **block)["history"]]
+        found = run(name, model, steps, each, **block)["history"]
+        return [(*step[1:4], keys) for step, keys in zip(found, late, strict=True)]
 
 
 def worker(_) -> dict:
@@ -133,6 +134,8 @@ def test_what_is_decomposed_of_its_rows_in_the_background_is_dropped(found):
     steps = of_all(found, "lag")  # begun in step 3, to be used from step 5 on
     assert [unfit for unfit, *_ in steps] == [set()] * 4 + [{"middle"}] + [set()] * 3
     assert ["middle" in curved for _, curved, _ in steps] == [True] * 4 + [False] * 2 + [True] * 2
+    on_their_way = [set().union(*(rank["lag"][step][3] for rank in found)) for step in (4, 5)]
+    assert on_their_way == [{"middle/A", "middle/G"}, set()]
 
 
 def test_layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit(found):
