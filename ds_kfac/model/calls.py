@@ -213,17 +213,16 @@ class Siblings:
                 batch.count = self.terms[name]
 
     def due(self, layer: str, keys: Collection[str]) -> bool:
-        """Whether the loss terms of a call count for an expert, which has a sibling with a sum among ``keys``."""
-        name = self.known.get(layer)
-        if name is not None and name not in self.dues:
+        """Whether loss terms that use an expert count for a sum of ``keys``: for its own G or a sibling's."""
+        name = self.known[layer]
+        if name not in self.dues:
             self.dues[name] = any(other.keys[1] in keys for other in self._layers[name])
-        return name is not None and self.dues[name]
+        return self.dues[name]
 
-    def sum_of(self, layer: str, numel: int, device: torch.device) -> BatchSum:
-        """An empty sum of gradients; an expert's has the loss terms that its siblings had."""
-        batch = BatchSum.empty(numel, device)
-        if layer in self.known:
-            batch.count = self.terms.setdefault(self.known[layer], batch.count)
+    def sum_of(self, layer: LayerSpec, device: torch.device, numel: int | None = None) -> BatchSum:
+        """An empty sum of an expert's G, with the loss terms that its siblings had."""
+        batch = BatchSum.empty(layer.G.numel if numel is None else numel, device)
+        batch.count = self.terms.setdefault(self.known[layer.name], batch.count)
         return batch
 
     def complete(self, sums: MutableMapping[str, BatchSum], keys: Collection[str], failed: Collection[str]) -> None:
@@ -340,7 +339,8 @@ class StepSums:
             self._count_input(call, batch, alive)
         call.waiting, call.late = None, False  # A counts once, however many backwards there are
         adds = makes_A and call.x is not None if of_gradients else makes_G
-        counts = "G" in call.sides and self.siblings.due(layer.name, self.keys)
+        expert = layer.name in self.siblings.known
+        counts = expert and "G" in call.sides and self.siblings.due(layer.name, self.keys)
         if gradient.numel() and (adds or counts):
             call.forward.take(self.losses)
             if seed is not None and call.forward.terms is None and self.seed is None:
@@ -355,10 +355,11 @@ class StepSums:
             key, numel = (A, layer.A.numel) if of_gradients else (G, layer.G.numel)
             if adds:
                 if key not in self.sums:
-                    self.sums[key] = self.siblings.sum_of(layer.name, numel, gradient.device)
+                    device = gradient.device
+                    self.sums[key] = self.siblings.sum_of(layer, device) if expert else BatchSum.empty(numel, device)
                 self.rows.add_gradient(call, rows, self.sums[key], seed, alive)
             else:  # of an expert whose G is summed on other ranks, but a sibling's here
-                self.rows.add_terms(call, rows, self.siblings.sum_of(layer.name, 0, gradient.device), seed, alive)
+                self.rows.add_terms(call, rows, self.siblings.sum_of(layer, gradient.device, 0), seed, alive)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

@@ -270,7 +270,8 @@ class Capture(StepSums):
         given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
+        if layer.name in self.siblings.known:
+            captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
         measured = self.measured if ("G" if stacked else "A") in sides else None
         if not captured and measured is None and self.proof is None:
             return
