@@ -229,7 +229,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def updated(
     factors: Sequence[KroneckerFactor],
     sums_P: Sequence[Tensor],
-    counts: Sequence[Tensor],
+    counts: Tensor,
     *,
     decays: Sequence[float],
     device: torch.device,
@@ -265,7 +265,7 @@ def updated(
 
 
 def averaged(
-    factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Sequence[Tensor], decays: Sequence[float]
+    factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Tensor, decays: Sequence[float]
 ) -> tuple[list[KroneckerFactor], Tensor]:
     """Average a batch in: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
 
@@ -279,14 +279,13 @@ def averaged(
 
     Args:
         sums_P: fp32 [P], packed sums of outer products over the global batch.
-        counts: fp32 scalars, numbers of rows in each sum.
+        counts: fp32 [n], numbers of rows in each sum.
         decays: weight of the past in [0, 1).
 
     Returns the new factors, and fp32 [n]: by how much each batch was scaled down, 1 for most.
     """
     if not factors:
         return [], torch.ones(0, dtype=torch.float32, device="cpu")
-    numbers = torch.stack(list(counts))
     diagonals = [
         factor.side.diagonal_of(x_P)
         for of in ([factor.packed_P for factor in factors], sums_P)
@@ -294,12 +293,11 @@ def averaged(
     ]
     # of second moments nothing is negative
     usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
-    means = torch.where(numbers > 0, traces / numbers.clamp(min=1), 0)
-    over = excess(means, usual, torch.stack([factor.updates for factor in factors]))
+    over = excess(traces / counts, usual, torch.stack([factor.updates for factor in factors]))
     copies = [_copies([factor.packed_P for factor in factors]), _copies([factor.updates for factor in factors])]
     new = [replace(factor, packed_P=x_P, updates=n) for factor, x_P, n in zip(factors, *copies, strict=True)]
     # a larger count scales the batch down
-    ema_update_([x.packed_P for x in new], sums_P, (numbers * over).unbind(), [x.updates for x in new], decays)
+    ema_update_([x.packed_P for x in new], sums_P, (counts * over).unbind(), [x.updates for x in new], decays)
     return new, over
 
 
@@ -315,7 +313,7 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     the average is zero or too young to judge by.
 
     Args:
-        new: size of the batch.
+        new: size of the batch; not finite if it has no row.
         usual: size of the running average.
         updates: number of batches in the average.
     """

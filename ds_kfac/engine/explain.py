@@ -15,8 +15,10 @@ from ds_kfac.engine.report import columns, folded
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job
-from ds_kfac.step.messages import FAILED, FRESH
+from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE
 from ds_kfac.step.preconditioner import KFACPreconditioner
+
+NO_ROWS = "a hook failed ({}): its rows are not taken any more in this process"
 
 
 def explain(job: Job, scan: Scan, name: str | None = None) -> str:
@@ -123,8 +125,12 @@ class Asked:
         steps = {side: "a checkpoint" if step is None else f"step {step}" for side, step in fresh.items()}
         alike = len(set(steps.values())) == 1
         text = f"{self.what} of {steps.popitem()[1] if alike else ', '.join(map(' of '.join, steps.items()))}"
+        if hook := self.kfac.capture.failed.get(self.layer.name):
+            text += f"; {NO_ROWS.format(hook)}, and from the next check of rows on it is without curvature"
         for side, spec in self.sides.items():
             step, outcome = history.tried.get(spec.key, (0, FRESH))
+            if outcome == UNUSABLE:
+                text += f"; {side} had nothing to decompose in step {step}"
             if outcome == FAILED:
                 text += f"; the refresh of {side} in step {step} failed on rank {self.ranks([self.owner(spec)])}"
             if spec.key in curvature.pending:
@@ -135,8 +141,9 @@ class Asked:
         """Why it has no basis or inverse."""
         kfac, name = self.kfac, self.layer.name
         if name in kfac.proving.unfit:
-            hook = kfac.capture.failed.get(name)
-            why = f"a hook failed: {hook}" if hook else kfac.proving.unfit[name]
+            if hook := kfac.capture.failed.get(name):
+                return NO_ROWS.format(hook)
+            why = kfac.proving.unfit[name]
             return f"not proven, its rows do not make up its gradient: {why}; the next update proves again"
         decomposed = {"A": self.state and self.state.A, "G": self.state and self.state.G}
         whys = [f"{side} {self._missing(spec)}" for side, spec in self.sides.items() if decomposed[side] is None]
@@ -166,16 +173,18 @@ class Asked:
         head = f"{factor.side.kind}, {factor.side.dim} wide{shared}; on rank {self.ranks([self.owner(factor)])}"
         if key not in curvature.factors:
             return f"{head}: call explain there for its updates"
-        updates = f"{head}; {float(curvature.factors[key].updates):.0f} updates"
+        count = float(curvature.factors[key].updates)
+        updates = f"{head}; {count:.0f} updates"
         if key not in curvature.history.updates:
             return f"{updates}, none since this process started or loaded"
         step, column, numbers = curvature.history.updates[key]
-        limited, unchanged, rows = numbers[:, column].tolist()
+        limited, unchanged, rows, changed = numbers[:, column].tolist()
         last = f"{updates}; last batch: step {step}, {rows:.0f} {'rows' if factor.is_A else 'loss terms'}"
-        if rows <= 0:
-            return f"{last} on the ranks that contribute, so it left the factor as it was"
-        if unchanged:
-            return f"{last}, not finite, so it left the factor as it was"
+        if unchanged or rows <= 0:
+            frozen = " as its weight is frozen" if self.kfac.proving.frozen(self.layer) else ""
+            why = ", not finite" if rows > 0 else frozen or " on the ranks that contribute"
+            since = f"step {changed:.0f}" if changed >= 0 else "this process started or loaded"
+            return f"{last}{why}, so it left the factor as it was" + (f"; unchanged since {since}" if count else "")
         if factor.is_A and not isinstance(wanted, str) and rows < needed(factor, wanted):
             last += f", fewer than the {needed(factor, wanted)} that an update asks for (factor.rows)"
         return f"{last}, scaled down: far above the average" if limited else last

@@ -15,7 +15,7 @@ from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
-from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.directions.kfac_adamw.optimizer import NAME
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
@@ -25,7 +25,7 @@ from ds_kfac.metrics import STAGES
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share
 
-DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
+DEFAULT: Mapping[str, Any] = {"optimizer": {"type": NAME}, "kfac": {}}
 """The config of ``estimate`` without ``--config``."""
 
 

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -38,8 +39,12 @@ def config_of(
     source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
 ) -> Mapping[str, Any]:
     """A DeepSpeed config, see :func:`read_config`. ``optimizer``: its type, if the script passes it; ``dtype``: "fp32",
-    "bf16" or "fp16", if a framework fills it in. Raises ValueError also if the config has another one itself."""
+    "bf16" or "fp16", if a framework fills it in. Raises ValueError also if the config has another one itself, or an
+    optimizer that nobody has."""
     config = read_config(source)
+    name = block(config, "optimizer").get("type") if rule_in(config).optimizer_type is None else None
+    if name is not None and not (str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))):
+        raise ValueError(f"optimizer.type: got {name!r}, which is in neither DeepSpeed, torch.optim nor ds_kfac")
     if optimizer is not None and config.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
     if dtype is not None:

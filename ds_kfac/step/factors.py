@@ -34,9 +34,9 @@ class FactorHistory:
     checkpoint. No step reads it.
 
     Attributes:
-        updates: key -> its last update here: the step, its column, and fp32 [3, n] on the device, a column for each
+        updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a column for each
             batch of that step: whether it was scaled down, whether it left the factor as it was, its rows (of G loss
-            terms).
+            terms), the last step whose batch changed the factor (-1: none).
         tried: key -> step of its last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
         fresh: key -> step of the last refresh that gave a decomposition.
     """
@@ -56,7 +56,7 @@ class FactorDraft:
         decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
-        updated: keys of this rank's n batches that were averaged, and fp32 [3, n], see :class:`FactorHistory`.
+        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorHistory`.
         unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
             if nothing was averaged.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
@@ -129,6 +129,7 @@ class FactorUpdates:
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
         self.travels = self.delivery.travels
+        self._never = torch.full((4, 1), -1.0, device=device, dtype=torch.float32)
         self.load_state_dict({})
 
     @cached_property
@@ -218,10 +219,12 @@ class FactorUpdates:
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
+        keys, rows = list(batches), [batch.count for batch in batches.values()]
+        counts = torch.stack(rows) if rows else torch.zeros(0, device=self.device, dtype=torch.float32)
         new, similar, flags = updated(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
-            [batch.count for batch in batches.values()],
+            counts,
             decays=[draft.decays[key] for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive,
@@ -230,9 +233,11 @@ class FactorUpdates:
             draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
         missed = flags.new_zeros((), dtype=torch.int64) if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = torch.stack([*flags.sum(dim=1), missed])
-        keys = list(batches)
         if keys:
-            draft.updated = tuple(keys), torch.stack([*flags, torch.stack([batch.count for batch in batches.values()])])
+            last = [self.history.updates.get(key, (0, 0, self._never)) for key in keys]
+            changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
+            changed = torch.where(flags[1], changed, draft.step)
+            draft.updated = tuple(keys), torch.stack([*flags, counts, changed])
         draft.factors |= zip(keys, new, strict=True)
         draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
@@ -244,15 +249,10 @@ class FactorUpdates:
             last: a factor's last decomposition on this rank, or None, for methods that iterate from it; without this
                 function every factor is decomposed from scratch.
         """
-        step, ready = draft.step, draft.ready | draft.unproven
-        # a layer without eigenbases, as it had no data at the last refresh, gets them at its next capture: waiting for
-        # the next refresh would leave it unpreconditioned for a whole interval
-        waiting = {
-            key
-            for key in draft.due.capture
-            if (self.travels or key in self.factors)
-            and any(other.key not in ready for name in self.specs[key].layers for other in self.of_layer[name].values())
-        }
+        step, ready = draft.step, draft.ready
+        # a factor that had no data at the last refresh is decomposed at its next capture: waiting for the next refresh
+        # would leave its layers unpreconditioned for a whole interval
+        waiting = {key for key in draft.due.capture - ready if self.travels or key in self.factors}
         keys = (draft.due.refresh | waiting) - draft.unproven
         lag = self.plan.lag and min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
         now = {key for key in keys if lag < 1 or key not in ready}
@@ -304,20 +304,25 @@ class FactorUpdates:
         return work
 
     def _usable(self, keys: set[str], draft: FactorDraft) -> list[str]:
-        """Keys of this rank's factors that can be decomposed, together with their layer's other factor if that is on
-        this rank. One transfer to the host for all."""
-        partners = {
-            key: [other.key for other in self.of_layer[spec.layers[0]].values()]
+        """Keys of this rank's factors that can be decomposed, and of some layer that has them so can the other one, if
+        that is on this rank: of a common A one layer may have no data. One transfer to the host for all."""
+        layers = {
+            key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
             for key, spec in self.specs.items()
             if key in keys and key in draft.factors
         }
-        checked = [key for key in draft.factors if any(key in others for others in partners.values())]
+        needed = {key for of_factor in layers.values() for sides in of_factor for key in sides}
+        checked = [key for key in draft.factors if key in needed]
         if not checked:
             return []
         # on the device: an offloaded factor may still be on its way to the host
         flags = torch.stack([draft.factors[key].to(self.device).usable() for key in checked]).tolist()
         usable = dict(zip(checked, flags, strict=True))
-        return [key for key, others in partners.items() if all(usable.get(other, True) for other in others)]
+        return [
+            key
+            for key, of_factor in layers.items()
+            if any(all(usable.get(side, True) for side in sides) for sides in of_factor)
+        ]
 
     # what travels with the gradients
 

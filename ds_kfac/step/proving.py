@@ -91,12 +91,14 @@ class Proving:
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         return proof if proof.layers else None
 
+    def frozen(self, layer: LayerSpec) -> bool:
+        """Whether a weight was frozen since attach: hooks see its rows no more, though its bias may have a gradient."""
+        return not self._parameters[layer.weight].requires_grad
+
     def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
         """The proof's numbers, summed over all ranks. Collective. ``sums``: this rank's batch sums, not yet reduced."""
         for layer in proof.layers:
-            # a weight frozen since attach: hooks no longer see its rows, though its bias may still have a gradient
-            frozen = not self._parameters[layer.weight].requires_grad
-            if frozen or any(is_hooked(self._parameters[name]) for name in layer.parameters):
+            if self.frozen(layer) or any(is_hooked(self._parameters[name]) for name in layer.parameters):
                 proof.leave_out(layer)
         return self.channel.sum(proof.numbers(sums), "proof")
 

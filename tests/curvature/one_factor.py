@@ -9,7 +9,7 @@ from ds_kfac.curvature.factor import KroneckerFactor
 
 def fold(factor: KroneckerFactor, sum_P: Tensor, count: Tensor, *, decay: float) -> KroneckerFactor:
     """With one batch averaged in."""
-    return factors.averaged([factor], [sum_P], [count], [decay])[0][0]
+    return factors.averaged([factor], [sum_P], count[None], [decay])[0][0]
 
 
 def refresh(factor: KroneckerFactor, *, previous: Eigenbasis | None = None, **options) -> Refreshed[Eigenbasis]:

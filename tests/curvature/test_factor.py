@@ -86,7 +86,7 @@ def trace(factor: KroneckerFactor) -> float:
 
 def test_a_spike_counts_for_ten_times_the_average_and_is_forgotten_in_a_few_updates():
     factor, (_, total, count) = settled(), batch(99, rows=40)
-    (after,), excess = averaged([factor], [1e6 * total], [count], [0.9])
+    (after,), excess = averaged([factor], [1e6 * total], count[None], [0.9])
     close(trace(after), (0.9 + 0.1 * SPIKE) * trace(factor), sums=5, dtype=torch.float32)
     expected = 1e6 * factor.side.diagonal_of(total).sum() / count / SPIKE / trace(factor)
     close(excess.squeeze(), expected, sums=5)
@@ -106,7 +106,7 @@ def test_what_is_not_a_spike_is_averaged_as_ever():
     ):
         share = float(factor.side.diagonal_of(total).sum() / count) / max(trace(factor), 1e-30)
         scale = scale if trace(factor) == 0 or scale > SPIKE else scale / share
-        (after,), excess = averaged([factor], [scale * total], [count], [0.9])
+        (after,), excess = averaged([factor], [scale * total], count[None], [0.9])
         keep = min(1 - 1 / float(after.updates), 0.9)
         close(after.packed_P, keep * factor.packed_P + (1 - keep) * scale * total / count, sums=5)
         assert excess.tolist() == [1.0]
@@ -128,7 +128,7 @@ def test_no_rows_do_not_count_as_a_spike():
         left_out,
         (torch.full((15,), float("nan")), torch.ones(())),
     ):
-        (after,), excess = averaged([factor], [total], [count], [0.9])
+        (after,), excess = averaged([factor], [total], count[None], [0.9])
         assert torch.equal(after.packed_P, factor.packed_P) and excess.tolist() == [1.0]
 
 

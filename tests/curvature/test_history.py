@@ -143,7 +143,7 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     side, cpu = Side.dense(5), torch.device("cpu")
     factor = replace(KroneckerFactor.empty(side), history=History(side))
     for seed in range(3):
-        sums, counts = [packed(side, seed)], [torch.tensor(11.0)]
+        sums, counts = [packed(side, seed)], torch.tensor([11.0])
         (factor,), *_ = updated([factor], sums, counts, decays=[0.9], device=cpu, tolerance=0.1)
     assert factor.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
 
@@ -156,7 +156,7 @@ def test_an_update_compares_all_factors_in_one_call(monkeypatch):
     factors = [replace(KroneckerFactor.empty(s), history=own) for s, own in zip(sides, histories, strict=True)]
     for seed in range(2):
         sums = [packed(side, seed) for side in sides]
-        counts = [torch.tensor(11.0)] * 3
+        counts = torch.tensor([11.0] * 3)
         factors, similar, _ = updated(factors, sums, counts, decays=[0.9] * 3, device=cpu, tolerance=10.0)
     assert {index: flags.tolist() for index, flags in similar.items()} == {1: [True, False], 2: [True, False]}
     assert [len(histories) for histories, _ in calls] == [2, 2]

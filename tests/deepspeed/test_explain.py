@@ -116,6 +116,16 @@ def why_worker(_) -> dict[str, str]:
     def fail(engine):
         patch("ds_kfac.curvature.eigen.eigh", fails).start()
 
+    def freeze(engine):
+        engine.module.middle.weight.requires_grad_(False)
+
+    def break_hook(engine):
+        kfac = engine.kfac.preconditioner
+        kfac.capture.fail(next(layer for layer in kfac.layers if layer.name == "middle"), TypeError("no matrix"))
+
+    said("frozen", "middle", 2, lambda engine: later(engine, 2, freeze))
+    said("hook", "middle", 1, lambda engine: later(engine, 3, break_hook))
+    said("hook, proven", "middle", 1, lambda engine: later(engine, 2, break_hook))
     said("no rows", "first", 1, lambda engine: later(engine, 2, hide))
     said("zero", "middle", 1, empty)
     said("not finite", "head", 1, lambda engine: later(engine, 1, spoil))
@@ -138,8 +148,14 @@ SAYS = {
     "staggered": ["state: basis of step 0", "staggered: A by "],
     "lag": ["basis of step 0; a new A from step 6 on (eigenbasis.lag); a new G from step 6 on"],
     "adaptive": ["adaptive: A every "],
-    "no rows": ["2 updates; last batch: step 2, 0 rows on the ranks that contribute, so it left the factor as it was"],
-    "not finite": ["1 updates; last batch: step 1, 12 rows, not finite, so it left the factor as it was"],
+    "no rows": ["2 updates; last batch: step 2, 0 rows on the ranks that contribute, so it left the factor as it was; "
+                "unchanged since step 1"],
+    "not finite": ["1 updates; last batch: step 1, 12 rows, not finite, so it left the factor as it was; "
+                   "unchanged since step 0"],
+    "frozen": ["step 3, 0 rows as its weight is frozen, so it left the factor as it was; unchanged since step 1"],
+    "hook": ["basis of step 2; a hook failed (TypeError: no matrix): its rows are not taken any more in this process, "
+             "and from the next check of rows on it is without curvature"],
+    "hook, proven": ["no basis: a hook failed (TypeError: no matrix): its rows are not taken any more in this process;"],
     "kept": ["basis of step 0; the refresh of A in step 2 failed on rank 0; the refresh of G in step 2 failed"],
 }  # fmt: skip
 

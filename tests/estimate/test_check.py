@@ -47,6 +47,8 @@ def test_a_config_that_fits_is_reported(capsys):
         ({}, "no optimizer"),
         ({"optimizer": "KFACAdamW"}, "optimizer: got 'KFACAdamW'; must be an object such as"),
         ({"optimizer": {"type": "AdamW"}}, 'has no "kfac" block'),
+        ({"kfac": {}, "optimizer": {"type": "EigenSign"}}, "'EigenSign', which is in neither DeepSpeed"),
+        ({"kfac": {}, "optimizer": {"type": "Adafactor"}}, None),  # torch's
         ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
         ({"kfac": {"dampin": {}}}, "did you mean kfac.damping"),
         ({"kfac": {"layers": {"include": ["nothing_like_it"]}}}, "matches no module"),
