@@ -29,7 +29,7 @@ Every key is optional. `null`, or leaving a key out, chooses the default. An unk
 nearest valid one; a key without effect is a warning in the attach report. `"auto"` is the same as `null`; Hugging
 Face's Trainer and Accelerate themselves fail on one that they do not fill. `python -m ds_kfac config` prints this page.
 
-**The six that are changed most.** `{}` is a good block; these are what a task may ask for:
+**Those that are changed most.** `{}` is a good block; these are what a task may ask for:
 
 | key | when |
 |---|---|

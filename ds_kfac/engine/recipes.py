@@ -5,12 +5,17 @@ not. So a run fits if any recipe that its model may follow has all three within 
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.kfac_adamw.group_step import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
 from ds_kfac.directions.kfac_gradient import peak_rates
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -59,7 +64,7 @@ RECIPES = (
 
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     """A sentence for the attach report where no recipe that the model may follow is near; else nothing."""
-    kind, groups = kind_of(kfac), kfac.layout.optimizer.param_groups
+    kind, groups = kind_of(kfac.layers, kfac.engine_view.model), kfac.layout.optimizer.param_groups
     peaks = peak_rates(groups, {}, kfac.layout.engine.lr_scheduler)
     own = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
     first = max(own, key=lambda index: float(peaks[index]))  # a schedule or a user may have groups of less
@@ -70,10 +75,26 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     return [text] if text else []
 
 
-def kind_of(kfac: KFACPreconditioner) -> str | None:
+def config_far_from_recipes(
+    params: Mapping[str, Any], scheduler: str | None, layers: Sequence[LayerSpec], model: nn.Module
+) -> list[str]:
+    """:func:`far_from_recipes` of a config with KFACAdamW, as far as it has the numbers.
+
+    Args:
+        params: the optimizer's.
+        scheduler: type of DeepSpeed's; all but one have rates of their own.
+    """
+    if "lr" not in params or "weight_decay" not in params or scheduler not in (None, "WarmupCosineLR"):
+        return []
+    beta2 = params["betas"][1] if "betas" in params else None
+    text = said(kind_of(layers, model), NAME, params["lr"], params["weight_decay"], beta2)
+    return [text] if text else []
+
+
+def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
     """What kind of model it is, as far as its layers and modules say; None: of no recipe's, or not known, as of a
     pipeline's stage."""
-    layers, modules = kfac.layers, list(kfac.engine_view.model.modules())
+    modules = list(model.modules())
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
     images = sum(layer.numel for layer in layers if layer.kind in ("Conv2d", "Conv3d"))
@@ -83,6 +104,23 @@ def kind_of(kfac: KFACPreconditioner) -> str | None:
     if not any(isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules):
         return None
     return EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
+
+
+def unnamed_head(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], model: nn.Module) -> list[str]:
+    """A sentence for the report if no layer has the name of a head, but the last one makes as many outputs as the
+    largest embedding has rows; else nothing."""
+    if rule.optimizer_type != NAME or any(
+        keeps_direction(config.adam, layer) and layer.keeps_direction is None for layer in layers
+    ):
+        return []
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    last = layers[-1]
+    if not tables or last.kind not in ("Linear", "Conv1D") or last.whole_shape[-2] != max(tables):
+        return []
+    return [
+        f"no layer keeps Adam's direction, and {last.module} has as many outputs as the model has words: if it is the "
+        f'head, "adam": {{"except_layers": ["{last.module.rpartition(".")[2]}"]}} in the "kfac" block'
+    ]
 
 
 def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> str | None:

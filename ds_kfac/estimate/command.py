@@ -16,7 +16,8 @@ from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
-from ds_kfac.engine.refusals import check_model
+from ds_kfac.engine.recipes import config_far_from_recipes, unnamed_head
+from ds_kfac.engine.refusals import block, check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.subject import Subject, Trace, build, config_of
@@ -296,7 +297,11 @@ def check(arguments: argparse.Namespace) -> str:
         raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
-    warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.user_config, scanned.layers, optimizer)]
+    texts = without_effect(rule, subject.user_config, scanned.layers, optimizer)
+    texts += unnamed_head(rule, config, scanned.layers, model)
+    scheduler = block(ds_config, "scheduler").get("type")
+    texts += config_far_from_recipes(rule.parameters(ds_config) or {}, scheduler, scanned.layers, model)
+    warnings = [f"  WARNING: {text}" for text in texts]
     lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
     lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
                      rule.ratio(ds_config))  # fmt: skip

@@ -388,8 +388,8 @@ _ROWS = [
      "tests/step/test_unproven.py"),
     ("proof: who gave a common A is not asked", "step/proving.py",
      "for name in (*giving, factor.layers[0])", "for name in factor.layers[:1]", "tests/step/test_unproven.py"),
-    ("a common A asks its first layer alone", "step/factors.py", "for name in spec.layers]\n", "for name in spec.layers[:1]]\n",
-     "tests/deepspeed/test_dead_experts.py"),
+    ("a common A asks its first layer alone", "step/factors.py", "for name in spec.layers]\n",
+     "for name in spec.layers[:1]]\n", "tests/deepspeed/test_dead_experts.py"),
     ("a factor waits for those of its layers", "step/factors.py",
      "waiting = {key for key in draft.due.capture - ready if",
      "waiting = {key for key in draft.due.capture if {spec.key for name in self.specs[key].layers for spec in "

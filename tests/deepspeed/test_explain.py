@@ -155,7 +155,8 @@ SAYS = {
     "frozen": ["step 3, 0 rows as its weight is frozen, so it left the factor as it was; unchanged since step 1"],
     "hook": ["basis of step 2; a hook failed (TypeError: no matrix): its rows are not taken any more in this process, "
              "and from the next check of rows on it is without curvature"],
-    "hook, proven": ["no basis: a hook failed (TypeError: no matrix): its rows are not taken any more in this process;"],
+    "hook, proven": ["no basis: a hook failed (TypeError: no matrix): its rows are not taken any more in "
+                     "this process;"],
     "kept": ["basis of step 0; the refresh of A in step 2 failed on rank 0; the refresh of G in step 2 failed"],
 }  # fmt: skip
 
