@@ -87,8 +87,9 @@ def is_compiled() -> bool:
 
 @cache
 def warn_of_compilation() -> None:
-    """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock."""
-    if needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
+    """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock.
+    Launchers, which import ds_kfac where ``DS_KFAC`` is set, start no DeepSpeed themselves."""
+    if "RANK" in os.environ and needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
         warn(
             f"DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
             "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
