@@ -200,7 +200,7 @@ def _wrong_value(payload: Any) -> str | None:
     """What would else be found out in a later step, on one rank."""
     for name, value in _parts(payload).items():
         last = name.rpartition(".")[-1] if isinstance(value, Tensor) else "norms"
-        if last != "norms" and not bool(torch.isfinite(value).all()):  # of a history without a last value they are NaN
+        if last != "norms" and not bool(torch.isfinite(value).all()):  # an older save's history has them, maybe NaN
             return f"{name} is not finite"
         if last in ("updates", "terms", "second_OI") and bool((value < 0).any()):
             return f"{name} is negative"

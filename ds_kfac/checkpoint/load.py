@@ -196,8 +196,8 @@ def _load_factor(
     curvature, device, method = kfac.curvature, kfac.device, METHODS[header["method"]]
     history = History(saved) if kfac.plan.adaptive else None
     if history is not None and payload["history"] is not None:
-        places = {"last": curvature.home, "before": curvature.home, "norms": device}
-        had = [None if (value := payload["history"][name]) is None else value.to(at) for name, at in places.items()]
+        values = (payload["history"][name] for name in ("last", "before"))
+        had = [None if value is None else value.to(curvature.home) for value in values]
         history = History(saved, *had)
     factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device), history)
     if payload["pending_how"] is None:

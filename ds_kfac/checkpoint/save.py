@@ -143,11 +143,10 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
 def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
     """A factor's file: plain tensors."""
     found, history, method = pending and pending.basis, factor.history, METHODS[config.preconditioner.method]
-    norms = None if history is None or history.norms is None else history.norms.clone()  # a view of several factors'
     return {
         "packed": factor.packed_P,
         "updates": factor.updates,
-        "history": None if history is None else {"last": history.last, "before": history.before, "norms": norms},
+        "history": None if history is None else {"last": history.last, "before": history.before},
         "pending": None if found is None else {part.kind: part.flat(found) for part in method.parts},
         "pending_how": None if pending is None else pending.how,
     }

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ TOLERANCE = 1e-3
 
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Refreshed(Generic[T]):
+class Refreshed:
     """Result of a refresh.
 
     Attributes:
@@ -99,7 +98,7 @@ class Refreshed(Generic[T]):
         retries: number of failed attempts.
     """
 
-    basis: T | None
+    basis: Any
     how: Literal["eigh", "iteration", "cholesky", "diagonal", "failed"]
     retries: int = 0
 
@@ -191,7 +190,7 @@ def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
     blocks = torch.cat(list(parts))
     try:
         values, vectors = eigh(blocks)
-        valid = _is_valid(blocks, values, vectors).cpu()
+        valid = passed((values, vectors), functools.partial(passes_residual_check, blocks), blocks.device).cpu()
     except RuntimeError:
         return [decomposed(part) for part in parts]
     sizes = [len(part) for part in parts]
@@ -208,16 +207,16 @@ def grouped(device: torch.device) -> bool:
 def decomposed(blocks: Tensor) -> BlockEigh:
     """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller has checked that the blocks are finite: LAPACK
     silently returns NaN for NaN, and cuSOLVER may raise or not."""
-    return with_fallbacks(blocks, eigh, functools.partial(_is_valid, blocks))
+    return with_fallbacks(blocks, eigh, functools.partial(passes_residual_check, blocks))
 
 
 def with_fallbacks(
-    blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], is_valid: Callable[..., Tensor]
+    blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
     """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An error or invalid result fails.
 
     Args:
-        is_valid: takes the result, gives bool [n].
+        check: see :func:`passed`.
 
     Returns the first valid result, on the device of ``blocks``, None if all attempts failed; and the number of failed
     attempts. Synchronises once an attempt.
@@ -228,17 +227,17 @@ def with_fallbacks(
     for failures, (place, dtype) in enumerate(attempts):
         try:
             result = tuple(part.to(device) for part in solve(blocks.to(place, dtype)))
-            if bool(is_valid(*result).all()):
+            if bool(passed(result, check, device).all()):
                 return result, failures
         except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next attempt is more exact or elsewhere
             continue
     return None, len(attempts)
 
 
-def _is_valid(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Bool [n]: whether a decomposition is finite and, on a GPU, passes the residual check."""
-    finite = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
-    return finite & passes_residual_check(blocks, values, vectors) if grouped(blocks.device) else finite
+def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Bool [n]: whether results [n, ..] are finite and, if they were wanted on a GPU, pass a residual check."""
+    finite = torch.stack([torch.isfinite(part).flatten(1).all(-1) for part in result]).all(0)
+    return finite & check(*result) if grouped(device) else finite
 
 
 def probe(blocks: Tensor) -> Tensor:

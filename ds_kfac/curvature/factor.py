@@ -157,13 +157,11 @@ class History:
 
     Attributes:
         last, before: fp32 [P]; None until there was such a value.
-        norms: fp32 [2], |last|_F and |before|_F, NaN for a missing value, on the device. None: not computed yet.
     """
 
     side: Side
     last: Tensor | None = None
     before: Tensor | None = None
-    norms: Tensor | None = None
 
     def to(self, device: torch.device) -> "History":
         """The history with its values on another device, see :func:`moved`."""
@@ -214,7 +212,7 @@ class KroneckerFactor:
         """Bytes of its tensors, each once: the history's last value may be the average itself."""
         tensors = [self.packed_P, self.updates]
         if self.history is not None:
-            tensors += [x for x in (self.history.last, self.history.before, self.history.norms) if x is not None]
+            tensors += [x for x in (self.history.last, self.history.before) if x is not None]
         return sum({id(x): x.nbytes for x in tensors}.values())
 
 
@@ -338,18 +336,28 @@ def compared(
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """
     sides = [history.side for history in histories]
-    old = torch.stack([_norms(history, packed.device) for history, packed in zip(histories, packed_P, strict=True)])
-    changes = [
-        _differences(packed_P, [history.last for history in histories], sides),
-        _differences(packed_P, [history.before for history in histories], sides),
-    ]
-    similar = (torch.stack(changes, dim=1) < tolerance * old) & old.isfinite()
-    norms = torch.stack([frobenius(packed_P, sides), old[:, 0]], dim=1).unbind()
+    to_last = _similar(packed_P, [history.last for history in histories], sides, tolerance)
+    to_before = _similar(packed_P, [history.before for history in histories], sides, tolerance)
     pushed = [
-        replace(history, last=packed, before=history.last, norms=pair)
-        for history, packed, pair in zip(histories, packed_P, norms, strict=True)
+        replace(history, last=packed, before=history.last) for history, packed in zip(histories, packed_P, strict=True)
     ]
-    return similar, pushed
+    return torch.stack([to_last, to_before], dim=1), pushed
+
+
+def _similar(
+    new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side], tolerance: float
+) -> Tensor:
+    """Which new values are similar to the old ones, see :func:`compared`; bool [n]."""
+    similar = [torch.zeros((), device=new.device, dtype=torch.bool) for new in new_P]
+    pairs = [(index, old) for index, old in enumerate(old_P) if old is not None]
+    if pairs:
+        places, olds = zip(*pairs, strict=True)
+        of_sides = [sides[index] for index in places]
+        changes = frobenius(torch._foreach_sub([new_P[index] for index in places], olds), of_sides)
+        norms = frobenius(olds, of_sides)
+        for index, flag in zip(places, (changes < tolerance * norms) & norms.isfinite(), strict=True):
+            similar[index] = flag
+    return torch.stack(similar)
 
 
 def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
@@ -363,23 +371,3 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
     pieces = [tensor.split(PIECE) for tensor in tensors]
     squares = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts])).square()
     return torch.stack([part.sum() for part in squares.split([len(parts) for parts in pieces])])
-
-
-def _differences(new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side]) -> Tensor:
-    """|new - old|_F, fp32 [n]; NaN where there is no old value."""
-    present = [index for index, old in enumerate(old_P) if old is not None]
-    norms = [torch.full((), float("nan"), device=new.device, dtype=torch.float32) for new in new_P]
-    if present:
-        changed = torch._foreach_sub([new_P[index] for index in present], [old for old in old_P if old is not None])
-        for index, norm in zip(present, frobenius(changed, [sides[index] for index in present]), strict=True):
-            norms[index] = norm
-    return torch.stack(norms)
-
-
-def _norms(history: History, device: torch.device) -> Tensor:
-    """The history's norms, fp32 [2]; computed if they are missing, as after loading a checkpoint without them."""
-    if history.norms is not None:
-        return history.norms.to(device)
-    none = torch.full((), float("nan"), device=device, dtype=torch.float32)
-    values = (history.last, history.before)
-    return torch.stack([none if x is None else frobenius([x], [history.side])[0] for x in values])

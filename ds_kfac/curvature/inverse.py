@@ -24,7 +24,6 @@ from ds_kfac.curvature.eigen import (
     Precision,
     Refreshed,
     fp32_products,
-    grouped,
     load_solvers,
     probe,
     with_fallbacks,
@@ -126,7 +125,7 @@ class LayerInverse:
 
 def refresh_inverse(
     factor: KroneckerFactor, partner: KroneckerFactor | None, *, damping: float, damping_kind: str
-) -> Refreshed[DampedInverse]:
+) -> Refreshed:
     """Invert a usable factor. Synchronises with the device once per group of blocks and attempt.
 
     Args:
@@ -147,7 +146,7 @@ def refresh_inverse(
         inverted, failed = with_fallbacks(
             blocks,
             lambda matrices: (cholesky_inverse(matrices, added=added, scale=scale),),
-            partial(_is_valid, blocks, added=added, scale=scale),
+            partial(passes_residual_check, blocks, added=added, scale=scale),
         )
         retries += failed
         if inverted is None:
@@ -174,13 +173,6 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
     return inverse.masked_fill_(failed[:, None, None], torch.nan).float()
-
-
-def _is_valid(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar) -> Tensor:
-    finite = torch.isfinite(inverse).flatten(1).all(-1)
-    if not grouped(blocks.device):
-        return finite
-    return finite & passes_residual_check(blocks, inverse, added=added, scale=scale)
 
 
 def passes_residual_check(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:

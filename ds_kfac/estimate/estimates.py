@@ -43,8 +43,8 @@ TRANSIENT = ("sums", "messages", "drafts")
 in flight, and drafts, which live until DeepSpeed has applied the step: gradients for moments, new factors and bases."""
 BESIDE = "beside"
 """The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
-FP32, NORMS = 4, 8
-"""Bytes of a number, and of the norms in a factor's history."""
+FP32 = 4
+"""Bytes of a number."""
 HIDDEN = 0.5
 """Share of a decomposition that is assumed to run while the model leaves the GPU idle, if it may take several steps; a
 CPU hides nothing."""
@@ -221,7 +221,7 @@ class Estimate:
         ]
         memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
         # a history has two values, but its last one is the factor itself
-        memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
+        memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
         pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
         kept = np.array(self._kept())
         waiting = self._on_workers(lambda layer: pending * layer.numel)

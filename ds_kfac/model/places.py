@@ -64,13 +64,6 @@ class Places:
             return self._copied(name, args, kwargs, output)
         return name in ("__getitem__", "index_select") and self._picked(name, args, kwargs, output)
 
-    def holder(self, tensor: Tensor) -> nn.Parameter | None:
-        """The parameter that a tensor is a view or a followed copy of, or None."""
-        base = base_of(tensor)
-        _, place = self._copies.get(base, (0, None))
-        param: Any = self._params.get(id(base), (None, 0))[0]
-        return param if place is None else place.param
-
     def find(self, tensor: Any) -> Place | None:
         """The place of a tensor; None: its elements, or their gradients, are not a parameter's."""
         if not isinstance(tensor, Tensor):

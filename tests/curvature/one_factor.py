@@ -12,6 +12,6 @@ def fold(factor: KroneckerFactor, sum_P: Tensor, count: Tensor, *, decay: float)
     return factors.averaged([factor], [sum_P], count[None], [decay])[0][0]
 
 
-def refresh(factor: KroneckerFactor, *, previous: Eigenbasis | None = None, **options) -> Refreshed[Eigenbasis]:
+def refresh(factor: KroneckerFactor, *, previous: Eigenbasis | None = None, **options) -> Refreshed:
     """Decomposed; options are those of ``refresh_all``."""
     return refresh_all([Request(factor, previous)], **options)[0]
