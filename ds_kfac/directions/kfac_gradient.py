@@ -315,13 +315,10 @@ def precondition_corrected(
     Returns V, <V, gradient> [n], the new second moment, which waits for the commit, and whether the gradient was scaled
     down for it, bool [n].
     """
-
-    def damp(mean: Callable[[], Tensor]) -> Tensor | float:
-        return damping if damping_kind == "tikhonov" else damping * rotation.layer_mean(mean())
-
     scaled_nOI, dot_n, new, limited_n = corrected.divide(
-        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damp
-    )
+        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damping,
+        layer_mean=rotation.layer_mean if damping_kind == "relative" else None,
+    )  # fmt: skip
     return rotation.restore(scaled_nOI, overwrite=True), dot_n, new, limited_n
 
 
