@@ -86,7 +86,7 @@ class KFACGradient(Direction):
         if self.recorded is None:
             found = compute(StepTensors(self.layer_groups, gradients, local.outbox), **inputs)
         else:
-            found = self.recorded(compute, gradients, local.outbox, inputs, how)
+            found = self.recorded.step(compute, gradients, local.outbox, inputs, how)
         local.pending, local.replaced, local.limited = list(found.pending), found.replaced, found.limited
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
         local.numbers = [weighted_by_rates(found.dots, entries) / self.layout.grad_scale() ** 2]
