@@ -24,20 +24,13 @@ TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
 """Versions that ``make versions`` tests, oldest first."""
 
 
-def refusal() -> str | None:
-    """Why the installed DeepSpeed cannot be used, and what to install."""
-    if Version(deepspeed.__version__).release >= Version(OLDEST).release:
-        return None
-    return (
-        f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that ds_kfac works with: "
-        f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
-    )
-
-
 def check() -> None:
-    """Raise ImportError with :func:`refusal`."""
-    if (why := refusal()) is not None:
-        raise ImportError(why)
+    """Raise ImportError if the installed DeepSpeed cannot be used: what to install."""
+    if Version(deepspeed.__version__).release < Version(OLDEST).release:
+        raise ImportError(
+            f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that ds_kfac works with: "
+            f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
+        )
 
 
 def untested() -> str | None:

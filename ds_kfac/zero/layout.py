@@ -139,13 +139,9 @@ class ShardLayout(ABC):
     @cached_property
     def around(self) -> Mapping[Shard, tuple[Shard, int]]:
         """This rank's shard of :attr:`shards` -> the shard of :attr:`whole` that contains it, and its start there."""
-        containing = {}
-        for shard in self.shards.on(self.rank):
-            first = self.span(shard.param)[0] + shard.start
-            for around in self.whole.of_param[self.pieces[shard.param].param]:
-                if around.rank == self.rank and around.start <= first < around.start + around.numel:
-                    containing[shard] = around, first - around.start
-        return containing
+        own = {shard.param: shard for shard in self.own}  # a rank has one of each parameter at most
+        pairs = ((shard, own[self.pieces[shard.param].param]) for shard in self.shards.on(self.rank))
+        return {shard: (whole, shard.offset - whole.offset) for shard, whole in pairs}
 
     def group_index(self, param: nn.Parameter) -> int:
         """Number of the parameter's group in ``optimizer.param_groups``."""
