@@ -51,12 +51,13 @@ class Assignment:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Predicted bytes of K-FAC state of each rank."""
-        return tuple(self.work.memory(self.workers, self.eigen_workers))
+        *state, _ = self.work.bytes_of(self.workers, self.eigen_workers).values()
+        return tuple(map(sum, zip(*state, strict=True)))
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
         """Predicted bytes of each rank in a step: its state, and what is beside it."""
-        return tuple(self.work.peak(self.workers, self.eigen_workers))
+        return tuple(map(sum, zip(*self.work.bytes_of(self.workers, self.eigen_workers).values(), strict=True)))
 
     @property
     def imbalance(self) -> float:
@@ -82,9 +83,8 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     assert work.world % workers == 0 and (work.held is None or workers == 1), "a divisor of the world, 1 under ZeRO"
     kinds = ((True, False), (True, True), (False, True)) if workers > 1 and not paired else ((True, False),)
     cap, sends = math.inf if memory_cap is None else memory_cap, work.held is None and work.world > workers
-    found: list[Assignment] = []
     for by_memory in (False, True):
-        found.clear()
+        found = list[Assignment]()
         movings = (True, False) if sends and not by_memory else (True,)
         for (whole, split), moving in itertools.product(kinds, movings):
             placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
@@ -185,7 +185,7 @@ def place_eigen_workers(
 ) -> Mapping[str, int]:
     """Factor key -> eigen worker: one of the layer's workers; for a shared factor, of any of its layers. With ``split``
     a layer's A and G may be on two ranks, if that pays."""
-    loads, memory = work.loads(workers, {}), work.peak(workers, {})
+    loads, memory = work.loads(workers, {}), list(Assignment(work, workers, {}).peak)
     eigen_workers: dict[str, int] = {}
 
     def seconds(item: tuple[FactorSpec, ...]) -> float:

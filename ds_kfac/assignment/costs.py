@@ -369,15 +369,6 @@ class Work:
                 nbytes["eigenbases"][rank] += size
         return nbytes
 
-    def memory(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
-        """Bytes of every rank's state."""
-        *state, _ = self.bytes_of(workers, eigen_workers).values()
-        return [sum(kinds) for kinds in zip(*state, strict=True)]
-
-    def peak(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
-        """Bytes of every rank in a step: its state, and what is beside it."""
-        return [sum(kinds) for kinds in zip(*self.bytes_of(workers, eigen_workers).values(), strict=True)]
-
     @staticmethod
     def users(factor: FactorSpec, workers: Workers) -> set[int]:
         """Ranks that precondition with a factor."""

@@ -3,7 +3,7 @@
 The other way they begin at zero: after 25 steps moments turned back were no better in any run (docs/migrate/adamw.md).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,25 @@ from ds_kfac.step.job import Job
 from ds_kfac.update.state import AdamMoments
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
-OfParameter = Mapping[str, Mapping[str, Any]]
-"""Parameter's name -> what AdamW keeps of it; what it lacks begins at zero."""
+OfParameter = Callable[[str], Mapping[str, Any] | None]
+"""Parameter's name -> what AdamW keeps of it; None: nothing, so it begins at zero."""
 
 
-class Universal(Mapping[str, Mapping[str, Any]]):
-    """:data:`OfParameter` of a universal checkpoint; a parameter's files are read when it is asked for."""
+def of_universal(tag_directory: Path) -> OfParameter:
+    """Of a universal checkpoint; a parameter's files are read when it is asked for."""
+    folder = tag_directory / "zero"
+    # stage 3 has the step here, and in no file of the parameter's
+    saved = _read(folder / "optimizer_state.pt").get(OPTIMIZER_STATE_DICT) or {}
+    step = next((state.get(STEP) for state in saved.get("state", {}).values()), None)
 
-    def __init__(self, tag_directory: Path) -> None:
-        self.folder = tag_directory / "zero"
-        # of stage 3 it is there, and in no file of the parameter's
-        saved = _read(self.folder / "optimizer_state.pt").get(OPTIMIZER_STATE_DICT) or {}
-        self.step = next((state.get(STEP) for state in saved.get("state", {}).values()), None)
-
-    def __contains__(self, name: object) -> bool:
-        files_of = [self.folder / str(name) / f"{key}.pt" for key in (FIRST, SECOND, STEP)]
-        return all(path.is_file() or (self.step is not None and path.stem == STEP) for path in files_of)
-
-    def __getitem__(self, name: str) -> Mapping[str, Any]:
-        if name not in self:
-            raise KeyError(name)
-        own = self.folder / name / f"{STEP}.pt"
-        read = {key: _read(self.folder / name / f"{key}.pt") for key in (FIRST, SECOND)}
-        read[STEP] = _read(own) if own.is_file() else self.step
+    def of(name: str) -> Mapping[str, Any] | None:
+        files = {key: folder / name / f"{key}.pt" for key in (FIRST, SECOND, STEP)}
+        read = {STEP: step} | {key: _read(path) for key, path in files.items() if path.is_file()}
+        if len(read) < len(files) or read[STEP] is None:
+            return None
         return {key: value["param"] if isinstance(value, Mapping) else value for key, value in read.items()}
 
-    def __iter__(self) -> Iterator[str]:
-        return (path.name for path in self.folder.iterdir() if path.is_dir())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    return of
 
 
 def _read(path: Path) -> Any:
@@ -64,9 +53,10 @@ def take_adamws(job: Job, saved: OfParameter) -> None:
     kfac = job.preconditioners[0]  # experts of other domains begin at zero
     with failing_together("ds_kfac: moments of AdamW cannot be read", job.channel.group, CheckpointError):
         for layer in kfac.owned if kfac.moments is AdamMoments else ():
-            if layer.cut != (1, 1) or any(name not in saved for name in layer.parameters):
+            values: list[Any] = [saved(name) for name in layer.parameters]
+            index, count = layer.part
+            if layer.cut != (1, 1) or None in values:
                 continue
-            values, (index, count) = [saved[name] for name in layer.parameters], layer.part
 
             def matrix(key: str) -> Tensor:
                 flats = [x[key].float().flatten().chunk(count)[index] for x in values]  # noqa: B023

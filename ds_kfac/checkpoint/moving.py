@@ -12,7 +12,7 @@ import torch
 
 from ds_kfac.checkpoint import files, stage_0
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moments import OfParameter, Universal
+from ds_kfac.checkpoint.moments import OfParameter, of_universal
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.log import logger
 from ds_kfac.zero.deepspeed_versions import with_global_state
@@ -244,7 +244,7 @@ def moving(
     load = with_global_state if universal else here
     try:
         with load(engine.optimizer, new):
-            yield Universal(folder) if universal and not of_kfac(saved) else of_adamw
+            yield of_universal(folder) if universal and not of_kfac(saved) else of_adamw.get
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, settings, strict=True):
             group.update(own)

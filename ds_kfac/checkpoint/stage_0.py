@@ -7,8 +7,8 @@
 DeepSpeed takes the first for bf16 and fp16 on CPUs and with torch's AdamW, the last with its own fused one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG
+from ds_kfac.zero.deepspeed_versions import replaced
 from ds_kfac.zero.layout import parameter_groups
 
 LISTS, FLAT = "fp32_groups", "fp32_groups_flat"
@@ -143,11 +144,10 @@ def _flat(parts: Sequence[Any], params: Sequence[Any]) -> Any:
     return torch.cat([some.new_zeros(p.numel()) if part is None else part.flatten() for part, p in pairs])
 
 
-@contextmanager
 def with_state(
     engine: Any, entry: Mapping[str, Any] | None, of_adamw: dict[str, Mapping[str, Any]], optimizer: Any,
     new: Mapping[str, Any],
-) -> Iterator[None]:  # fmt: skip
+) -> AbstractContextManager[None]:  # fmt: skip
     """In place of what the other optimizer has saved, while a checkpoint is loaded: what parameters take of it.
 
     Args:
@@ -168,8 +168,4 @@ def with_state(
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         of_adamw.update({names[key]: value for key, value in values.items() if "exp_avg_sq" in value})
 
-    optimizer.load_state_dict = load
-    try:
-        yield
-    finally:
-        del optimizer.load_state_dict
+    return replaced(optimizer, "load_state_dict", load)

@@ -86,7 +86,7 @@ class KFACGradient(Direction):
         if self.recorded is None:
             found = compute(StepTensors(self.layer_groups, gradients, local.outbox), **inputs)
         else:
-            found = self.recorded(compute, gradients, local.outbox, inputs, how)
+            found = self.recorded.step(compute, gradients, local.outbox, inputs, how)
         local.pending, local.replaced, local.limited = list(found.pending), found.replaced, found.limited
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
         local.numbers = [weighted_by_rates(found.dots, entries) / self.layout.grad_scale() ** 2]
@@ -315,13 +315,10 @@ def precondition_corrected(
     Returns V, <V, gradient> [n], the new second moment, which waits for the commit, and whether the gradient was scaled
     down for it, bool [n].
     """
-
-    def damp(mean: Callable[[], Tensor]) -> Tensor | float:
-        return damping if damping_kind == "tikhonov" else damping * rotation.layer_mean(mean())
-
     scaled_nOI, dot_n, new, limited_n = corrected.divide(
-        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damp
-    )
+        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damping,
+        layer_mean=rotation.layer_mean if damping_kind == "relative" else None,
+    )  # fmt: skip
     return rotation.restore(scaled_nOI, overwrite=True), dot_n, new, limited_n
 
 

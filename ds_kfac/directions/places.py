@@ -4,7 +4,7 @@ recorded (``ds_kfac/update/recorded.py``), always in the same places."""
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class Places:
         self.results[group].copy_(x_nOI)
 
 
-class RecordedStep(Generic[T]):
+class RecordedStep(Recorded[T]):
     """A step of these groups that is recorded once it is the same as the one before.
 
     Args:
@@ -108,28 +108,16 @@ class RecordedStep(Generic[T]):
     """
 
     def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__(RECORDERS[exchange.device.type], logger.warning)
         self.groups, self.exchange, self.inputs = groups, exchange, inputs
-        self.recorded: Recorded[T] = Recorded(RECORDERS[exchange.device.type], logger.warning)
         self.places: Places | None = None
         for group in groups:
             group.stays = True
 
-    @property
-    def replays(self) -> int:
-        return self.recorded.replays
-
-    def forget(self) -> None:
-        """Free what the recording keeps: layers' states are new ones."""
-        self.recorded.forget()
-
-    def __call__(
-        self,
-        compute: Callable[..., T],
-        gradients: dict[str, Tensor],
-        outbox: Outbox,
-        inputs: Mapping[str, Tensor | float],
-        values: Any = (),
-    ) -> T:
+    def step(
+        self, compute: Callable[..., T], gradients: dict[str, Tensor], outbox: Outbox,
+        inputs: Mapping[str, Tensor | float], values: Any,
+    ) -> T:  # fmt: skip
         """``compute(step tensors, **inputs)``: it decides nothing on the host, leaves moments as they are, and puts a
         result for each group.
 
@@ -150,7 +138,7 @@ class RecordedStep(Generic[T]):
             place = places[name]
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
         read = [at, *(part for group in self.groups for part in (group.rotation, group.moments))]
-        found = self.recorded(partial(compute, at, **places), read, (*places, values))
+        found = self(partial(compute, at, **places), read, (*places, values))
         for group in self.groups:
             x = at.results[group].clone() if at.borrowed else at.results[group]
             outbox.add(group.layers, group.by_layer(x), x if group in at.rounded else None)

@@ -41,8 +41,8 @@ from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, norm_of_stored, set_gradient_norm
-from ds_kfac.zero.layout import restore, scaler_scale
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, norm_of_stored, restore, set_gradient_norm
+from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()

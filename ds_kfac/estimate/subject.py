@@ -196,7 +196,7 @@ class Subject:
         self.model, self.scan = model, replace(scanned, layers=self.layers)
         groups = [list(model.parameters())]
         if self.rule.optimizer_type is not None:
-            groups = [group["params"] for group in split_groups(model, self.scan, None, apart="apart")]
+            groups = [group["params"] for group in split_groups(model, self.scan, None)]
         name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.groups = [
             [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of] for group in groups

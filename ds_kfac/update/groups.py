@@ -24,18 +24,13 @@ BATCHED_BYTES = 1 << 28
 
 
 def group_by_shape(
-    layers: Sequence[LayerSpec],
-    *,
-    key: Callable[[LayerSpec], Hashable] | None,
-    largest: int | None = None,
-    limit: int = BATCHED_BYTES,
+    layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Groups that have every layer once, alone or with others of equal shape. Pure.
+    """Groups that have every layer once, alone or with others of equal shape: as many as :data:`BATCHED_BYTES` hold,
+    the smallest shapes first, as they gain most. Pure.
 
     Args:
         key: layers may be together if their keys are equal; None: every layer alone.
-        largest: elements of a group; None: :data:`ds_kfac.update.rotation.BATCHED`.
-        limit: bytes of the eigenvectors of groups of several; the smallest shapes first, as they gain most.
     """
     if key is None:
         return tuple((layer,) for layer in layers)
@@ -44,11 +39,11 @@ def group_by_shape(
         sides = (layer.G, layer.A)
         whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) for side in sides)
         of_shape.setdefault((layer.G, layer.A, key(layer)) if whole else layer.name, []).append(layer)
-    groups: list[tuple[LayerSpec, ...]] = []
+    groups, left = list[tuple[LayerSpec, ...]](), BATCHED_BYTES
     for alike in sorted(of_shape.values(), key=lambda alike: basis_bytes(alike[:1])):
-        room, most = limit // max(1, basis_bytes(alike[:1])), (largest or chunk_budget(batched=True)) // alike[0].numel
+        room, most = left // max(1, basis_bytes(alike[:1])), chunk_budget(batched=True) // alike[0].numel
         batched = alike[:room] if min(room, most, len(alike)) > 1 else []
-        limit -= basis_bytes(batched)
+        left -= basis_bytes(batched)
         count = -(-len(batched) // max(1, most))
         groups += [tuple(batched[index::count]) for index in range(count)]
         groups += [(layer,) for layer in alike[len(batched) :]]
@@ -120,86 +115,75 @@ class LayerGroup:
         """Whether :attr:`rotation` is where that of the last step was."""
         return self.rotation is self._home
 
-    def load(self, states: dict[str, LayerState], *, fresh: Collection[str] | None = None) -> list[LayerState]:
-        """The layers' states of this step. What others have put there since the last call, after a refresh eigenbases,
-        after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these take its place
-        in ``states``: nothing is in memory twice, once the step was applied.
+    def load(self, states: dict[str, LayerState], *, fresh: Collection[str]) -> None:
+        """Take in the layers' states of this step. What others have put there since the last call, after a refresh
+        eigenbases, after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these
+        take its place in ``states``: nothing is in memory twice, once the step was applied.
 
         Args:
-            fresh: layers with eigenbases that go if this step is skipped; None: maybe all. The others' are those of
-                applied steps, so that new ones may take the places of old ones.
+            fresh: layers with eigenbases that go if this step is skipped. The others' are those of applied steps, so
+                that new ones may take the places of old ones.
         """
-        layers = [states[name] for name in self.names]
-        moments = [state.moments for state in layers]
+        moments = [states[name].moments for name in self.names]
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            layers = self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
-        bases = [state.basis for state in layers]
+            self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
+        bases = [states[name].basis for name in self.names]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         based = tuple(index for index, basis in enumerate(bases) if basis)
         self.rotation = self._home
         if [*map(id, sides)] == [*map(id, self._sides)]:
-            return layers
+            return
         if self._home is not None and based == self._based and same_form(self._sides, sides):
-            if fresh is not None and not any(name in fresh for name in self.names):
-                return self._replace_bases(self._home, states, layers)
+            if not any(name in fresh for name in self.names):
+                self._replace_bases(self._home, states)
+                return
             if self.stays:
                 self.rotation = self._rotation(bases)
-                return layers
+                return
         self.rotation = self._home = None  # its memory first
         self._sides, self._based = (), based
-        return self._load_bases(states, layers, bases) if sides else layers
+        if sides:
+            self._load_bases(states, bases)
 
-    def _replace_bases(
-        self, rotation: Rotation, states: dict[str, LayerState], layers: list[LayerState]
-    ) -> list[LayerState]:
+    def _replace_bases(self, rotation: Rotation, states: dict[str, LayerState]) -> None:
         """New eigenbases where the old ones of the same layers were: who reads them by their places goes on."""
         old, new = list[Tensor](), list[Tensor]()
         for place, index in enumerate(self._based):
-            state, (G, A) = layers[index], self._sides[2 * place : 2 * place + 2]
+            state, (G, A) = states[self.names[index]], self._sides[2 * place : 2 * place + 2]
             for before, now in ((G, state.G), (A, state.A)):
                 if isinstance(now, Eigenbasis) and now is not before:
                     old += [*before.vectors, before.values]
                     new += [*now.vectors, now.values]
-            layers[index] = states[self.names[index]] = replace(state, G=G, A=A)
+            states[self.names[index]] = replace(state, G=G, A=A)
         torch._foreach_copy_(old, new)
         rotation.follow()
-        return layers
 
-    def _load_bases(
-        self, states: dict[str, LayerState], layers: list[LayerState], bases: Sequence[LayerBasis | None]
-    ) -> list[LayerState]:
+    def _load_bases(self, states: dict[str, LayerState], bases: Sequence[LayerBasis | None]) -> None:
         self.rotation = self._home = rotation = self._rotation(bases)
-        if len(layers) > 1:
+        if len(bases) > 1:
             halves = ((rotation.G, rotation.values_G), (rotation.A, rotation.values_A))
-            for index, basis in enumerate(bases):
-                if basis:
+            for index, name in enumerate(self.names):
+                if bases[index]:
                     G, A = (Eigenbasis(tuple(v[index : index + 1] for v in vectors), values[index])
                             for vectors, values in halves)  # fmt: skip
-                    layers[index] = states[self.names[index]] = replace(layers[index], G=G, A=A)
-        ready = [basis for state in layers if (basis := state.basis)]
+                    states[name] = replace(states[name], G=G, A=A)
+        ready = [basis for name in self.names if (basis := states[name].basis)]
         self._sides = tuple(side for basis in ready for side in (basis.G, basis.A))
-        return layers
 
     def _rotation(self, bases: Sequence[LayerBasis | None]) -> Rotation:
         some = next(basis for basis in bases if basis)
         whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
         return Rotation.of(whole, self.precision, maps=self.maps)
 
-    def keep(self, states: dict[str, LayerState], moments: Any) -> list[LayerState]:
-        """The layers' states with slices of these moments of all matrices, which replace them in ``states``."""
-        self.moments = moments
-        parts = [
-            part.view(
-                len(self.layers), *(self.layers[0].shape if part.ndim > 1 else self.layers[0].shape[:-2])
-            ).unbind()
-            for part in vars(moments).values()
-        ]
+    def keep(self, states: dict[str, LayerState], moments: Any) -> None:
+        """Slices of these moments of all matrices are the layers' in ``states``."""
+        self.moments, shape, n = moments, self.layers[0].shape, len(self.layers)
+        parts = (x.view(n, *(shape if x.ndim > 1 else shape[:-2])).unbind() for x in vars(moments).values())
         self._slices = [type(moments)(*slices) for slices in zip(*parts, strict=True)]
-        layers = [replace(states[name], moments=part) for name, part in zip(self.names, self._slices, strict=True)]
-        states.update(zip(self.names, layers, strict=True))
-        return layers
+        for name, own in zip(self.names, self._slices, strict=True):
+            states[name] = replace(states[name], moments=own)
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
         """[n, ..] of one tensor of each layer, gradients or moments: of several layers a copy, of one layer a view."""

@@ -74,7 +74,8 @@ class CorrectedEigenvalues(Moments):
         norm_n: Tensor,
         terms_n: Tensor | float,
         decay: float,
-        damping: Callable[[Callable[[], Tensor]], Tensor | float],
+        damping: Tensor | float,
+        layer_mean: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, "PendingEigenvalues", Tensor]:
         """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates, decay), as for factors,
         and divide it by the new S + damping, in one pass. As a batch in a factor, a gradient counts in S
@@ -84,7 +85,9 @@ class CorrectedEigenvalues(Moments):
             rotated_nOI: overwritten if it is large: the quotient takes its place.
             norm_n: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
             terms_n: brings a squared gradient to the units of the Fisher.
-            damping: mean eigenvalue [n], as a function -> what is added to all eigenvalues.
+            damping: what is added to all eigenvalues.
+            layer_mean: of the matrices' mean eigenvalues [n] those of their layers, the units of ``damping``; None: it
+                has none.
 
         Returns the quotient, its inner product with ``rotated_nOI`` [n], the new S, which waits for the commit, and
         whether the gradient was scaled down for it, bool [n].
@@ -95,13 +98,10 @@ class CorrectedEigenvalues(Moments):
         terms, size = terms_n / over, size / over
         updates = self.updates + usable.to(self.updates.dtype)
         keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
-
-        def mean() -> Tensor:  # of the new S, known before it
+        if layer_mean is not None:  # the mean of the new S is known before it
             old, count = self.second_OI.mean(dim=(-2, -1)), rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
-            return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
-
-        added = damping(mean)
-        added = added.view(-1, 1, 1) if isinstance(added, Tensor) else added
+            mean = torch.where(usable, keep * old + (1 - keep) * (size / count), old)
+            damping = damping * layer_mean(mean)[:, None, None]
         keep, weight = torch.where(usable, keep, 1.0)[:, None, None], ((1 - keep) * terms)[:, None, None]
         quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
         second, dots = torch.empty_like(self.second_OI), []
@@ -109,7 +109,7 @@ class CorrectedEigenvalues(Moments):
         for out, x, old, new in row_chunks(*parts) if is_large(rotated_nOI) else [parts]:
             averaged = x.square().mul_(weight).add_(old * keep)
             torch.where(usable[:, None, None], averaged, old, out=new)  # 0 * inf is NaN
-            divided = torch.div(x, torch.add(new, added, out=averaged), out=averaged)
+            divided = torch.div(x, torch.add(new, damping, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
         pending = PendingEigenvalues(self, CorrectedEigenvalues(second, updates))

@@ -6,7 +6,7 @@ other file reads such an attribute. The self-test at attach proves where a versi
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -24,20 +24,13 @@ TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
 """Versions that ``make versions`` tests, oldest first."""
 
 
-def refusal() -> str | None:
-    """Why the installed DeepSpeed cannot be used, and what to install."""
-    if Version(deepspeed.__version__).release >= Version(OLDEST).release:
-        return None
-    return (
-        f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that ds_kfac works with: "
-        f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
-    )
-
-
 def check() -> None:
-    """Raise ImportError with :func:`refusal`."""
-    if (why := refusal()) is not None:
-        raise ImportError(why)
+    """Raise ImportError if the installed DeepSpeed cannot be used: what to install."""
+    if Version(deepspeed.__version__).release < Version(OLDEST).release:
+        raise ImportError(
+            f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that ds_kfac works with: "
+            f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
+        )
 
 
 def untested() -> str | None:
@@ -45,6 +38,28 @@ def untested() -> str | None:
     if Version(deepspeed.__version__).release <= Version(TESTED[-1]).release:
         return None
     return f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the self-test at attach passed"
+
+
+# attributes that are others for a while
+
+
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Meanwhile an attribute of an instance or a module has this value."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        restore(holder, name, before)
+
+
+def restore(holder: Any, name: str, before: Any) -> None:
+    """Restore an instance's attribute; ``before`` None: the instance had none, only its class."""
+    if before is None:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, before)
 
 
 # faults that some versions have, for the attach report
@@ -208,27 +223,21 @@ def lacks_loss_scale(optimizer: Any) -> bool:
     return not multiplies_loss(optimizer) and bool(optimizer.loss_scale_config.use_grad_scaling)
 
 
-@contextmanager
-def norm_of_stored(optimizer: Any) -> Iterator[None]:
+def norm_of_stored(optimizer: Any) -> AbstractContextManager[None]:
     """Wraps a step. FP16_UnfusedOptimizer takes the norm of gradients cast to the parameters' dtype: results in fp32
     that leave fp16 would be an overflow, though its masters take them in fp32. It gets the norm of gradients as they
     are, as in FP16_Optimizer; others do not have the function. Its check of each gradient, before, casts nothing. All
     versions."""
     module, name = sys.modules[type(optimizer).__module__], "split_params_grads_into_shared_and_expert_params"
-    if (original := getattr(module, name, None)) is None:
-        yield
-        return
+    if not hasattr(module, name):
+        return nullcontext()
 
     def split(group: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         used = [param for param in group if param.grad is not None]
         shared, experts = ([p.grad for p in used if is_moe_param(p) is of_expert] for of_expert in (False, True))
         return shared, experts
 
-    setattr(module, name, split)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+    return replaced(module, name, split)
 
 
 # ZeRO
@@ -339,21 +348,14 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
 # universal checkpoints
 
 
-@contextmanager
-def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> Iterator[None]:
+def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Replaces the optimizer-wide state that stages 1, 2 and BF16_Optimizer load from a universal checkpoint."""
-    name = "_load_global_state"
-    original = getattr(optimizer, name, None)
-    if original is None:
-        yield
-        return
+    if not hasattr(optimizer, "_load_global_state"):
+        return nullcontext()
+    original = optimizer._load_global_state
 
     def load(saved: dict[str, Any]) -> Any:
         saved.update(new)
         return original(saved)
 
-    setattr(optimizer, name, load)
-    try:
-        yield
-    finally:
-        delattr(optimizer, name)
+    return replaced(optimizer, "_load_global_state", load)

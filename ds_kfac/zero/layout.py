@@ -3,8 +3,8 @@ every rank holds every averaged gradient: stage 0, in ``p.grad``, and BF16_Optim
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial, reduce
 from operator import attrgetter
 from types import MethodType
@@ -139,13 +139,9 @@ class ShardLayout(ABC):
     @cached_property
     def around(self) -> Mapping[Shard, tuple[Shard, int]]:
         """This rank's shard of :attr:`shards` -> the shard of :attr:`whole` that contains it, and its start there."""
-        containing = {}
-        for shard in self.shards.on(self.rank):
-            first = self.span(shard.param)[0] + shard.start
-            for around in self.whole.of_param[self.pieces[shard.param].param]:
-                if around.rank == self.rank and around.start <= first < around.start + around.numel:
-                    containing[shard] = around, first - around.start
-        return containing
+        own = {shard.param: shard for shard in self.own}  # a rank has one of each parameter at most
+        pairs = ((shard, own[self.pieces[shard.param].param]) for shard in self.shards.on(self.rank))
+        return {shard: (whole, shard.offset - whole.offset) for shard, whole in pairs}
 
     def group_index(self, param: nn.Parameter) -> int:
         """Number of the parameter's group in ``optimizer.param_groups``."""
@@ -183,17 +179,10 @@ class ShardLayout(ABC):
         norm = norm if self.clips_scaled else norm / self.grad_scale()
         return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
 
-    @contextmanager
-    def unclipped(self) -> Iterator[None]:
+    def unclipped(self) -> AbstractContextManager[None]:
         """Wraps DeepSpeed's step, which then clips nothing."""
         where, name, nothing = self.clipping
-        holder = getattr(self.engine, where) if where else self.engine
-        before = vars(holder).get(name)
-        setattr(holder, name, nothing)
-        try:
-            yield
-        finally:
-            restore(holder, name, before)
+        return deepspeed_versions.replaced(getattr(self.engine, where) if where else self.engine, name, nothing)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply this rank's shards by a scalar."""
@@ -251,14 +240,6 @@ class ShardLayout(ABC):
 def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
     key = inspect.signature(plain).bind(*args, **kwargs).arguments.get("optim_state_key")
     return plain(*args, **kwargs) if key is None else refuse(key)
-
-
-def restore(holder: Any, name: str, before: Any) -> None:
-    """Restore an instance's attribute; ``before`` None: the instance had none, only its class."""
-    if before is None:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, before)
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.costs import Work, factor_specs
 from ds_kfac.curvature.factor import Side
 from tests.assignment.test_assign import COSTS, INTERVALS, layers, place
@@ -14,16 +15,16 @@ def test_memory_is_factors_on_eigen_workers_and_bases_and_moments_on_workers():
     specs = [replace(linear_layer("l0", 5, 3), G=Side.diagonal(3))]
     factors = factor_specs(specs)
     work = Work(specs, factors, 4, None, COSTS, **INTERVALS, moments=2)
-    found = work.memory({"l0": (0, 2)}, {"l0/A": 2, "l0/G": 3})
+    found = Assignment(work, {"l0": (0, 2)}, {"l0/A": 2, "l0/G": 3}).memory
     bases_and_moments = 4 * (5 * 5 + 5) + 4 * 3 + 2 * 4 * 15 + 4  # and their counter
-    assert found == [bases_and_moments, 0, bases_and_moments + 4 * 15 + 4, 4 * 3 + 4]
+    assert found == (bases_and_moments, 0, bases_and_moments + 4 * 15 + 4, 4 * 3 + 4)
 
 
 def test_a_step_needs_batch_sums_gradients_and_results_beside_the_state():
     specs = layers((7, 3))
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
-    roles = {"l0": (0, 1)}, {"l0/A": 0, "l0/G": 1}
-    beside = [peak - state for peak, state in zip(work.peak(*roles), work.memory(*roles), strict=True)]
+    roles = Assignment(work, {"l0": (0, 1)}, {"l0/A": 0, "l0/G": 1})
+    beside = [peak - state for peak, state in zip(roles.peak, roles.memory, strict=True)]
     assert beside == [4 * 28 + 4 + 2 * 4 * 21, 4 * 6 + 4 + 2 * 4 * 21]  # a sum has its factor's bytes
 
 
@@ -34,8 +35,9 @@ def test_a_shared_factor_takes_memory_once_a_rank():
     A, G = 4 * (49 + 7), 4 * (9 + 3)
     packed_A, packed_G = 4 * 28 + 4, 4 * 6 + 4
     eigen_workers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
-    assert work.memory({"l0": (0,), "l1": (0,)}, eigen_workers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
-    assert work.memory({"l0": (0,), "l1": (1,)}, eigen_workers) == [A + G + packed_A + 2 * packed_G, A + G]
+    together, apart = (Assignment(work, {"l0": (0,), "l1": (rank,)}, eigen_workers) for rank in range(2))
+    assert together.memory == (A + 2 * G + packed_A + 2 * packed_G, 0)
+    assert apart.memory == (A + G + packed_A + 2 * packed_G, A + G)
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
@@ -72,4 +74,4 @@ def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
 def test_the_ones_of_an_identity_are_counted_for_every_layer():
     specs = [replace(linear_layer("l0", 5, 3), G=Side.identity(3))]
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
-    assert work.memory({"l0": (1,)}, {"l0/A": 0}) == [4 * 15 + 4, 4 * (5 * 5 + 5) + 4 * 3]
+    assert Assignment(work, {"l0": (1,)}, {"l0/A": 0}).memory == (4 * 15 + 4, 4 * (5 * 5 + 5) + 4 * 3)

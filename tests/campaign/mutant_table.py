@@ -105,7 +105,7 @@ _ROWS = [
     ("kl-clip enlarges steps", "directions/kfac_gradient.py", ".clamp(max=1.0)\n", "\n",
      "tests/directions/test_precondition.py"),
     ("damping kind of EKFAC dropped", "directions/kfac_gradient.py",
-     'damping if damping_kind == "tikhonov" else', "damping if True else",
+     'layer_mean=rotation.layer_mean if damping_kind == "relative" else None', "layer_mean=None",
      "tests/directions/test_precondition.py tests/update/test_moments.py"),
     ("inverse of two identities", "curvature/inverse.py", "(1 + damping**0.5) ** 2", "(1 + damping) ** 2",
      "tests/curvature/test_inverse.py"),

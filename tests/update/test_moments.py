@@ -29,9 +29,7 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
 
 
 def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
-    return moments.divide(
-        rotated[None], norm_n=rotated.norm()[None], terms_n=1.0, decay=decay, damping=lambda mean: 0.1
-    )[2].new
+    return moments.divide(rotated[None], norm_n=rotated.norm()[None], terms_n=1.0, decay=decay, damping=0.1)[2].new
 
 
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
@@ -58,8 +56,8 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     for step in range(SETTLED - (not settled)):
         moments = divided(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
     usual, spike = float(moments.second_OI.sum()), 1e3 * torch.randn(2, 3)
-    options = {"norm_n": spike.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": lambda mean: 0.1 * mean()}
-    quotient, dot, after, limited = moments.divide(spike[None], **options)
+    options = {"norm_n": spike.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": 0.1}
+    quotient, dot, after, limited = moments.divide(spike[None], **options, layer_mean=lambda mean_n: mean_n)
     share = SPIKE * usual / float(spike.square().sum()) if settled else 2.0
     assert bool(limited) is settled
     after = after.new
@@ -93,7 +91,7 @@ def test_adams_moments_change_at_the_commit():
 
 def test_corrected_eigenvalues_change_at_the_commit():
     moments = CorrectedEigenvalues.empty((1, 2, 3))
-    options = {"norm_n": torch.ones(1), "terms_n": 1.0, "decay": 0.9, "damping": lambda mean: 0.1}
+    options = {"norm_n": torch.ones(1), "terms_n": 1.0, "decay": 0.9, "damping": 0.1}
     pending = moments.divide(torch.ones(1, 2, 3), **options)[2]
     assert not moments.second_OI.any() and not moments.updates
     pending.commit()

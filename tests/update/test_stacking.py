@@ -36,27 +36,27 @@ def test_sides_must_be_of_one_kind_and_without_blocks():
     assert names(group_by_shape(blocks, key=lambda layer: None)) == [["a"], ["c"]]
 
 
-def test_large_layers_stay_alone_and_copies_have_a_limit():
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=105)) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=104))[:2] == [["a", "f"], ["b"]]
+def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
+    def grouped(layers=LAYERS, **limits):
+        with monkeypatch.context() as patch:
+            for name, limit in limits.items():
+                patch.setattr(f"ds_kfac.update.{name.replace('__', '.')}", limit)
+            return names(group_by_shape(layers, key=lambda layer: None))
+
+    assert grouped(rotation__BATCHED=105) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    assert grouped(rotation__BATCHED=104)[:2] == [["a", "f"], ["b"]]
     many = [linear_layer(f"l{index}", 7, 5) for index in range(13)]
-    assert [len(some) for some in group_by_shape(many, key=lambda layer: None, largest=12 * 35)] == [7, 6]
+    assert [len(some) for some in grouped(many, rotation__BATCHED=12 * 35)] == [7, 6]
     large = [linear_layer(name, 4096, 2048) for name in "abc"]
-    assert names(group_by_shape(large, key=lambda layer: None)) == [["a", "c"], ["b"]], "16 M elements at most"
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, largest=34)) == [[name] for name in "abcdef"]
+    assert grouped(large) == [["a", "c"], ["b"]], "16 M elements at most"
+    assert grouped(rotation__BATCHED=34) == [[name] for name in "abcdef"]
     small = basis_bytes(LAYERS[:1])
     assert small == 4 * (7 + 49 + 5 + 25)
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=2 * small)) == [
-        ["a", "c"],
-        ["b"],
-        ["d"],
-        ["e"],
-        ["f"],
-    ]
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=small)) == [[name] for name in "abcdef"]
+    assert grouped(groups__BATCHED_BYTES=2 * small) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
+    assert grouped(groups__BATCHED_BYTES=small) == [[name] for name in "abcdef"]
     both = 3 * small + 2 * basis_bytes(LAYERS[1:2])
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
-    assert names(group_by_shape(LAYERS, key=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
+    assert grouped(groups__BATCHED_BYTES=both)[:2] == [["a", "c", "f"], ["b", "e"]]
+    assert grouped(groups__BATCHED_BYTES=both - 1)[:2] == [["a", "c", "f"], ["b"]]
 
 
 def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first():
@@ -73,7 +73,8 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     for seed, (name, state) in enumerate(states.items()):
         basis = random_basis(5, 7, seed=seed)
         states[name] = state.rebased(A=basis.A, G=basis.G)
-    own = LayerGroup(LAYERS[:3:2]).load(states)[0]
+    LayerGroup(LAYERS[:3:2]).load(states, fresh=states)
+    own = states["a"]
     assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
     assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
     saved = layer_payload(own)

@@ -158,7 +158,7 @@ class AdamDirection(Direction):
         else:
             groups = self.layout.optimizer.param_groups
             options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
-            found = self.recorded(self._directions, gradients, local.outbox, inputs, options)
+            found = self.recorded.step(self._directions, gradients, local.outbox, inputs, options)
         local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
         local.replaced, local.unused = found.replaced, found.unused
         local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))

@@ -19,8 +19,6 @@ SIZE = 27.0
 """Measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate."""
 BASE = 128
 """That width."""
-ADAM_RATIO = 8.0
-"""adam_lr / lr where adam_lr is left out."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:

@@ -33,6 +33,8 @@ MATRIX = "kfac_matrix"
 OWN = ("adam_lr", "torch_adam")
 """adam_lr: the rate of embeddings, norms and biases, and of heads as ``direction.py`` says, which also says what it is
 when left out; schedules change both alike. torch_adam: whether torch's AdamW steps what K-FAC does not."""
+ADAM_RATIO = 8.0
+"""adam_lr / lr where adam_lr is left out."""
 PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
 """The other parameters of the optimizer block and what leaving one out means, as in AdamW."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
@@ -161,13 +163,12 @@ for _kind in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
         ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
 
 
-def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float) -> Any:
+def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool) -> Any:
     """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
 
     Args:
         groups: parameter groups, K-FAC's marked by :data:`FLAG`.
         offload: whether DeepSpeed keeps the optimizer on the CPU.
-        adam_ratio: adam_lr / lr where adam_lr is left out.
     """
     options = {**PARAMS, **params}
     torch_adam = options.pop("torch_adam", False)
@@ -180,13 +181,13 @@ def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: b
         optimizer = KFACFusedAdamW(groups, adam_w_mode=True, **options)
     else:  # DeepSpeed's fused Adam for other devices is compiled for minutes at its first use, and no faster
         optimizer = KFACTorchAdamW(groups, **options)
-    optimizer.adam_ratio = ratio_of(params, adam_ratio)
+    optimizer.adam_ratio = ratio_of(params)
     return optimizer
 
 
-def ratio_of(params: Mapping[str, Any], otherwise: float) -> float:
-    """adam_lr / lr of an optimizer block's parameters; ``otherwise``: where adam_lr is left out."""
-    return params["adam_lr"] / params.get("lr", PARAMS["lr"]) if params.get("adam_lr") is not None else otherwise
+def ratio_of(params: Mapping[str, Any]) -> float:
+    """adam_lr / lr of an optimizer block's parameters."""
+    return params["adam_lr"] / params.get("lr", PARAMS["lr"]) if params.get("adam_lr") is not None else ADAM_RATIO
 
 
 def checked(given: Any, where: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, stepped_by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
-from ds_kfac.directions.kfac_adamw.group_step import ADAM_RATIO, adam_factor, keeps_direction
+from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
 from ds_kfac.directions.places import kept_bytes
@@ -64,7 +64,7 @@ class KFACAdamWRule(UpdateRule):
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        return ratio_of(self.parameters(ds_config) or {}, ADAM_RATIO)
+        return ratio_of(self.parameters(ds_config) or {})
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
         heads = [x for x in plan.layers if keeps_direction(plan.config.adam, x) is not None]

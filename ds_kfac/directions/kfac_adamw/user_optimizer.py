@@ -15,28 +15,19 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ds_kfac.directions.kfac_adamw.group_step import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
 from ds_kfac.model.scan import LayerChoice, Scan, scan
 from ds_kfac.model.share import other_matrices
 
 
 def split_groups(
-    model: nn.Module,
-    scan: Scan,
-    model_parameters: Iterable[Any] | None,
-    *,
-    flag: str | None = None,
-    apart: str | None = None,
-    frozen: bool = False,
+    model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | None, *, frozen: bool = False
 ) -> list[dict[str, Any]]:
-    """Split every parameter group: preconditioned parameters in layer order first, then the others; with ``apart``
-    matrices among these are groups of their own.
+    """Split every parameter group in three: preconditioned parameters in layer order, with :data:`FLAG`; vectors; and
+    matrices that are in no layer, and their biases, with :data:`MATRIX`.
 
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
-        flag: key of a group that says whether its parameters are preconditioned.
-        apart: key of a group that says whether it has matrices that are in no layer, and their biases.
         frozen: whether to keep groups that have nothing but frozen parameters, which may be trained later.
 
     A group of parameters without elements is left out: DeepSpeed drops them, and fails at a group without any. Returns
@@ -48,7 +39,7 @@ def split_groups(
     order = {
         id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
     }
-    others = other_matrices(model, scan) if apart else set()
+    others = other_matrices(model, scan)
     others |= {bias for name in others if (bias := f"{name.removesuffix('weight')}bias") in named}
     matrices = {id(named[name]) for name in others if id(named[name]) not in order}
     split: list[dict[str, Any]] = []
@@ -56,13 +47,10 @@ def split_groups(
         params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
         preconditioned = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
         vectors = [p for p in params if id(p) not in order and id(p) not in matrices]
-        unclaimed = [p for p in params if id(p) not in order and id(p) in matrices]
-        for is_layers, is_matrix, part in (
-            (True, False, preconditioned), (False, False, vectors), (False, True, unclaimed),
-        ):  # fmt: skip
+        unclaimed = [p for p in params if id(p) in matrices]  # none of them is in a layer
+        for part in (preconditioned, vectors, unclaimed):
             if any((frozen or p.requires_grad) and getattr(p, "ds_numel", p.numel()) for p in part):
-                keys = {flag: is_layers, apart: is_matrix}
-                split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
+                split.append({**group, "params": part, FLAG: part is preconditioned, MATRIX: part is unclaimed})
     return split
 
 
@@ -314,9 +302,9 @@ def put_into(
         theirs = given_groups(users) or []
         marked = [{**group, ORIGIN: index} for index, group in enumerate(theirs)]
         layers = scan(model, choice, optimized=[p for group in marked for p in group["params"]])
-        parts = split_groups(model, layers, marked, flag=FLAG, apart=MATRIX, frozen=not (stage or any(wrapped)))
+        parts = split_groups(model, layers, marked, frozen=not (stage or any(wrapped)))
         groups = experts_apart([checked_group(group) for group in parts])
-        optimizer = build(groups, theirs[0].options, offload=offload, adam_ratio=ADAM_RATIO)
+        optimizer = build(groups, theirs[0].options, offload=offload)
         origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
         for index, group in enumerate(theirs):
             group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
