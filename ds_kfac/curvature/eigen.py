@@ -140,7 +140,8 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     if joint:
         load_solvers(requests[0].factor.packed_P.device)
     shapes = [sides[number].groups[group] for number, group in places]
-    for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0):
+    alone = {index for index, (number, _) in enumerate(places) if requests[number].alone}
+    for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0, alone=alone):
         members = [places[index] for index in batch]
         blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
         solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)

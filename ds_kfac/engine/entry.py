@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,9 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer
             arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
+            if getattr(arguments.get("args"), "deepspeed_config", None) is not None:  # DeepSpeed takes one of the two
+                arguments["args"] = copy(arguments["args"])
+                arguments["args"].deepspeed_config = None
         elif rule.optimizer_type is not None:
             rule.install(arguments, parsed, source)
     if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):

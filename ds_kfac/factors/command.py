@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> str:
                 "this model; cut them there, and leave it out"
             )
         setattr(arguments, name, SIZES[name] if value is None else value)
-    block = dict(find_block(given) or {})
-    if arguments.fisher:
-        block["factor"] = {**block.get("factor", {}), "fisher": arguments.fisher}
+    block: Any = find_block(given) or {}
+    if arguments.fisher and isinstance(block, Mapping):
+        block = {**block, "factor": {**(block.get("factor") or {}), "fisher": arguments.fisher}}
     get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))  # zero.Init asks for it
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "batch", "limit")}

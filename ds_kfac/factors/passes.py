@@ -131,6 +131,7 @@ class Passes:
             total = None
         hidden = not self.shows or self.channel.rank > 0
         with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
+            rows = progress.seen[2]  # of earlier runs
             for number in itertools.count(begun):
                 batch, problem = END, ""
                 try:
@@ -162,7 +163,7 @@ class Passes:
                 problem = result.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
                 more = self._summed(problem, has, result.sequences, result.rows)
                 seen = [a + b for a, b in zip(seen, more, strict=True)]
-                rate = (seen[2] - progress.seen[2]) / max(1e-9, bar.format_dict["elapsed"])
+                rate = (seen[2] - rows) / max(1e-9, bar.format_dict["elapsed"])
                 bar.set_postfix_str(f"{seen[2]:,.0f} rows, {rate:,.0f} a second", refresh=False)
                 bar.update()
                 if save:

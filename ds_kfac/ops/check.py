@@ -238,8 +238,10 @@ def check_alive(device: torch.device) -> None:
 
 def identity(device: torch.device) -> str:
     """A hash of all that a check's result depends on: sources of ops, versions, driver and GPU."""
-    digest = hashlib.sha256()
-    for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.source_folder().iterdir()]):
+    digest, sources = hashlib.sha256(), list[Path]()
+    with suppress(build.BuildError):  # an installation without them has no CUDA ops
+        sources += build.source_folder().iterdir()
+    for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):
         digest.update(file.name.encode() + file.read_bytes())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     facts = [torch.__version__, name]

@@ -73,9 +73,9 @@ def health(kfac: KFACPreconditioner) -> dict[str, float]:
       layers. 1: all input directions are alike, so curvature changes nothing.
     """
     values = {}
-    if kfac.direction.last is not None:
+    weights = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
+    if kfac.direction.last is not None and weights:  # at ZeRO-3 a rank may have nothing of tiny layers
         squared, lr = kfac.direction.last
-        weights = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
         weight = sum(norm.double().square() for norm in torch._foreach_norm(weights)) / sum(x.numel() for x in weights)
         step = squared.double() / sum(layer.numel for layer in kfac.layers)
         values["step_to_weight"] = float(lr) * float((step / weight).sqrt())

@@ -268,6 +268,10 @@ class FactorUpdates:
         for key in draft.arriving:
             if key not in now and key in draft.factors:
                 draft.results[key] = self.refresher.result(key)
+        self._count(draft)
+
+    def _count(self, draft: FactorDraft) -> None:
+        """What came of this rank's decompositions."""
         draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
         counts = self.metrics.step_counts
         for key, result in draft.results.items():
@@ -390,5 +394,5 @@ class FactorUpdates:
         draft.arriving = tuple(self.specs)
         able = self._usable(set(self.specs), draft)
         draft.results |= zip(able, self._work(able, draft)(), strict=True)
-        draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
+        self._count(draft)
         return draft
