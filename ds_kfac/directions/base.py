@@ -200,8 +200,8 @@ class UpdateRule(ABC):
         """Which layers a model has for the rule, and what is kept of them, of a resolved config."""
         return config.choice
 
-    def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
-        """Per step and gradient worker, in addition to preconditioning."""
+    def flops(self, config: KFACConfig, layer: LayerSpec, *, half: bool = False) -> int:
+        """Per step and gradient worker, in addition to preconditioning. ``half``: where it has products in 16 bits."""
         return 0
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import UpdateRule
-from ds_kfac.directions.kfac_adamw.group_step import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.model.layers import LayerSpec
@@ -104,23 +101,6 @@ def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
     if not any(isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules):
         return None
     return EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
-
-
-def unnamed_head(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], model: nn.Module) -> list[str]:
-    """A sentence for the report if no layer has the name of a head, but the last one makes as many outputs as the
-    largest embedding has rows; else nothing."""
-    if rule.optimizer_type != NAME or any(
-        keeps_direction(config.adam, layer) and layer.keeps_direction is None for layer in layers
-    ):
-        return []
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    last = layers[-1]
-    if not tables or last.kind not in ("Linear", "Conv1D") or last.whole_shape[-2] != max(tables):
-        return []
-    return [
-        f"no layer keeps Adam's direction, and {last.module} has as many outputs as the model has words: if it is the "
-        f'head, "adam": {{"except_layers": ["{last.module.rpartition(".")[2]}"]}} in the "kfac" block'
-    ]
 
 
 def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> str | None:

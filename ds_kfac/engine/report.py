@@ -15,7 +15,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.text import fitted
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.engine.recipes import far_from_recipes, unnamed_head
+from ds_kfac.engine.recipes import far_from_recipes
 from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
@@ -229,7 +229,6 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             "gradient at first, and relative damping makes full steps of it. If training stands still use "
             'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
         )
-    texts += unnamed_head(kfac.rule, kfac.config, kfac.layers, kfac.engine_view.model)
     texts += far_from_recipes(kfac)
     if hooked := with_hooks(kfac):
         texts.append(of_hooks(hooked))

@@ -16,7 +16,7 @@ from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
-from ds_kfac.engine.recipes import config_far_from_recipes, unnamed_head
+from ds_kfac.engine.recipes import config_far_from_recipes
 from ds_kfac.engine.refusals import block, check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
@@ -298,7 +298,6 @@ def check(arguments: argparse.Namespace) -> str:
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
     texts = without_effect(rule, subject.user_config, scanned.layers, optimizer)
-    texts += unnamed_head(rule, config, scanned.layers, model)
     scheduler = block(ds_config, "scheduler").get("type")
     texts += config_far_from_recipes(rule.parameters(ds_config) or {}, scheduler, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]

@@ -343,19 +343,26 @@ class Estimate:
     def _precondition(self, layer: LayerSpec) -> float:
         """Seconds of a step for one layer. On a GPU the update rule's own products run in 16 bits at the model's rate,
         unless ``kfac.preconditioner.precision`` is "highest"."""
-        costs, half = self.costs, self.plan.config.preconditioner.precision != "highest"
-        rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if costs.beside and half else 0.0)
+        costs = self.costs
+        rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.passes * layer.numel)
-        return costs.precondition(layer, self.plan.method) + self.rule.flops(self.plan.config, layer) / rate + passes
+        own = self.rule.flops(self.plan.config, layer, half=self._half) / rate
+        return costs.precondition(layer, self.plan.method) + own + passes
+
+    @property
+    def _half(self) -> bool:
+        return bool(self.costs.beside) and self.plan.config.preconditioner.precision != "highest"
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
         """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to precondition a step."""
-        method, config, rule = self.plan.method, self.plan.config, self.rule
+        method, config, rule, half = self.plan.method, self.plan.config, self.rule, self._half
         return {
             "capture": self._captures(self.every),
             "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
-            "precondition": self._on_workers(lambda x: rates.precondition_flops(x, method) + rule.flops(config, x)),
+            "precondition": self._on_workers(
+                lambda x: rates.precondition_flops(x, method) + rule.flops(config, x, half=half)
+            ),
         }
 
     def _captures(self, keys: Keys) -> np.ndarray:

@@ -61,6 +61,8 @@ class LayerSpec:
     """Independent maps of equal shape (a convolution's groups), each with a block of A and a block of G."""
     keeps_direction: str | None = None
     """Why its directions are not to be orthogonalized; None: they are."""
+    makes_words: bool = False
+    """Whether it is a language model's head by its shape: its outputs are as many as the largest embedding has rows."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such as an expert."""
     blocks: tuple[int, ...] = ()

@@ -107,9 +107,18 @@ def scan(
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
     modules = dict(model.named_modules())
-    layers = [with_blocks(layer, modules, choice.blocks) for layer in layers]
+    layers = [with_blocks(layer, modules, choice.blocks) for layer in _with_head(layers, model)]
     classes_of.cache_clear()  # parsed sources are large, and no longer needed
     return Scan(tuple(layers), tuple(skipped))
+
+
+def _with_head(layers: Sequence[LayerSpec], model: nn.Module) -> list[LayerSpec]:
+    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the only layer with as many outputs as the
+    largest embedding has rows, or of several that one which is the model's last layer."""
+    words = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+    wide = [x for x in layers if x.kind in ("Linear", "Conv1D") and x.G.dim == words and not ADAPTER.search(x.module)]
+    head = wide[-1] if len(wide) == 1 or wide[-1:] == list(layers[-1:]) else None
+    return [replace(layer, makes_words=True) if layer is head else layer for layer in layers]
 
 
 class _Scanner:

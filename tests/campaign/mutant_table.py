@@ -387,6 +387,8 @@ _ROWS = [
      "tests/step/test_unproven.py"),
     ("proof: who gave a common A is not asked", "step/proving.py",
      "for name in (*giving, factor.layers[0])", "for name in factor.layers[:1]", "tests/step/test_unproven.py"),
+    ("a head is found by its name alone", "directions/kfac_adamw/group_step.py", "guessed = layer.makes_words and",
+     "guessed = False and", "tests/estimate/test_check.py"),
     ("a common A asks its first layer alone", "step/factors.py", "for name in spec.layers]\n",
      "for name in spec.layers[:1]]\n", "tests/deepspeed/test_dead_experts.py"),
     ("a factor waits for those of its layers", "step/factors.py",

@@ -28,7 +28,10 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
         return layer.keeps_direction
     module = layer.module
     pattern = next((pattern for pattern in options.except_layers if named(pattern, module)), None)
-    return pattern and f"kfac.adam.except_layers {pattern!r}"
+    if pattern is not None:
+        return f"kfac.adam.except_layers {pattern!r}"
+    guessed = layer.makes_words and "except_layers" not in options.model_fields_set
+    return "as many outputs as the model has words: its head" if guessed else None
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:

@@ -124,10 +124,10 @@ class KFACAdamWRule(UpdateRule):
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         return self.flops(config, layer) == 0
 
-    def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
+    def flops(self, config: KFACConfig, layer: LayerSpec, *, half: bool = False) -> int:
         if keeps_direction(config.adam, layer) is not None:
             return 0
-        return sum(flops(*sides) for sides in layer.maps)
+        return sum(flops(*sides, half=half) for sides in layer.maps)
 
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
         return kept_bytes(plan, layers, device, in_place=in_place)
