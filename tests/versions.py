@@ -1,4 +1,4 @@
-"""Every tested DeepSpeed in engines with K-FAC, compared with tests/oracle.py, and the table of docs/supported.md.
+"""Every tested DeepSpeed in engines with K-FAC, compared with tests/oracle.py, and the table of docs/notes/versions.md.
 
     make versions                       # all; 3 minutes each on two idle cores, 7 on busy ones
     make versions ARGS="--only 0.18.9"  # this row of the table
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "supported.md"
+DOCUMENT = ROOT / "docs" / "notes" / "versions.md"
 BEGIN, END = "<!-- versions: make versions -->", "<!-- end of versions -->"
 ACCUMULATION = 4
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -44,7 +44,7 @@ class FactorConfig(Block):
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
     rows: values.Rows | None = None
-    """Rows that count, per factor update. They come from as few ranks as have that many, the eigen worker's node first,
+    """Rows that count, per factor update. They come from as few ranks as have that many, the owner's node first,
     others at every update. Where one rank has more, every k-th of its rows counts, and k's offset moves from update to
     update. Positions of a convolution are sampled as well, on a grid that moves: one in 4 along both dimensions, fewer
     where less than 4 rows would be left for each column. So the cost of statistics is bounded, and falls with the

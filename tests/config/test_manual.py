@@ -43,9 +43,9 @@ def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
 
 
 def test_every_key_has_a_reason():
-    """docs/tuning.md: a row that beats the default, or what else it is for; and no more than 41."""
-    section = (PAGE.parent / "tuning.md").read_text().partition("## Every key")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    """docs/notes/keys.md: a row that beats the default, or what else it is for; and no more than 41."""
+    text = (PAGE.parent / "notes/keys.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
     blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
     assert sorted(named) == sorted(key for key in paths(KFACConfig) if key not in blocks)

@@ -115,8 +115,8 @@ SHARED_EVENLY = {case for cases in CASES.values() for case in cases if case[1:] 
 
 
 ROWS = {(0, 1): "MEM-OPT", (0, 2): "HYBRID", (0, 4): "COMM-OPT", (3, 1): "ZeRO-3"}
-"""Stage and workers -> how a row of the table in docs/scaling.md begins, in which 4 ranks are."""
-PAGE = Path(__file__).parents[2] / "docs/scaling.md"
+"""Stage and workers -> how a row of the table in docs/notes/scaling.md begins, in which 4 ranks are."""
+PAGE = Path(__file__).parents[2] / "docs/notes/scaling.md"
 EXCHANGES = {
     name: [int(number) for number in counts]
     for name, *counts in re.findall(r"^\| ([\w-]+).* \| (\d) / (\d) / (\d) \|", PAGE.read_text(), re.MULTILINE)
@@ -151,7 +151,7 @@ def test_collectives_bytes_and_state(world):
         assert all(of_rank[case]["owned"] > 0 for of_rank in results), "no rank idle"
         if world == 4:
             steps = [results[0][case]["steps"][step][0].get("all_to_all_single", 0) for step in (1, 2, 4)]
-            assert steps == EXCHANGES[ROWS[stage, case[2]]], f"{case}: docs/scaling.md"
+            assert steps == EXCHANGES[ROWS[stage, case[2]]], f"{case}: {PAGE}"
 
 
 def idle_worker(_) -> dict:
