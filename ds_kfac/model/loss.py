@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, counted, fit
 from ds_kfac.model.layers import parameter_shape
-from ds_kfac.model.prediction import Place, class_place, last_product
+from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
@@ -169,10 +169,9 @@ class Forward:
 
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
-        if self.terms is None or self.info.classes:
-            terms, doubt, of_classes = output_terms(output, self.info, weight_sharing=weight_sharing)
-            if self.terms is None or of_classes:
-                self.terms, self.doubt = terms, doubt
+        if self.terms is None or (self.info.classes and of_classes(output, self.info)):
+            self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
+            self.doubt = "" if self.terms is None else doubt_of(output)
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -261,37 +260,50 @@ def of_levels(output: Any) -> bool:
 
 def outputs_of(prediction: Tensor) -> int:
     """How many outputs a term has: C."""
-    dim = class_place(prediction).dim if prediction.ndim > 1 else None
+    dim = class_dim(prediction) if prediction.ndim > 1 else None
     return 1 if dim is None else prediction.shape[dim]
 
 
-def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> tuple[Tensor | int | None, str, bool]:
-    """What an output shows of a loss outside of the model.
+def _place(output: Any, prediction: Tensor) -> Place:
+    """See :func:`class_place`. The ``start_logits`` of Hugging Face's answers are scores of an example's positions."""
+    return Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
 
-    Returns M, a term per prediction that the mask does not leave out, None: there is no prediction; why it may be
-    another number, and for which loss, or ""; and whether labels [N, C] are of classes: the prediction is [N, C], or
-    there is none, and a mask has other positions. Then M is that of the same labels as floats.
-    """
-    prediction, labelled = returned_prediction(output), info.labelled
-    if prediction is None:
-        return None, "", labelled is not None and info.rows is not None and info.rows.shape != labelled.shape
-    # the ``start_logits`` of Hugging Face's answers are scores of an example's positions
-    place = Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
-    classes = labelled is not None and prediction.shape == labelled.shape and place in (Place(-1), Place(1))
-    shape, doubt = list(prediction.shape), ""
+
+def of_classes(output: Any, info: BatchInfo) -> bool:
+    """Whether labels [N, C] are of classes: the prediction is [N, C], or there is none, and a mask has other positions.
+    Then M is that of the same labels as floats."""
+    prediction = returned_prediction(output)
+    if prediction is None or info.labelled is None:
+        return info.rows is not None and info.labelled is not None and info.rows.shape != info.labelled.shape
+    return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
+
+
+def doubt_of(output: Any) -> str:
+    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or ""."""
     if of_levels(output):
-        doubt = LEVELS
-    elif place.doubt:
-        doubt = f"the model returned {shape}, a number for each position, and {EACH if place.dim is None else ONE}"
+        return LEVELS
+    prediction = returned_prediction(output)
+    if prediction is None or not (place := _place(output, prediction)).doubt:
+        return ""
+    shape = list(prediction.shape)
+    return f"the model returned {shape}, a number for each position, and {EACH if place.dim is None else ONE}"
+
+
+def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
+    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction."""
+    prediction = returned_prediction(output)
+    if prediction is None:
+        return None
+    shape = list(prediction.shape)
     if len(shape) > 1:
-        if place.dim is not None:
-            del shape[place.dim]
-    elif (product := last_product(prediction)) is not None and product.outputs == prod(product.shape) == shape[0]:
+        if (dim := _place(output, prediction).dim) is not None:
+            del shape[dim]
+    elif (product := last_product(prediction)) is not None and product.outputs == product.numel == shape[0]:
         shape = [1]  # [C], the outputs of a single row
     rows = fit(info.rows, tuple(shape))
     if rows.mask is not None:
-        return counted(rows.mask, weight_sharing, rows.examples), doubt, classes
-    return shape[0] if weight_sharing == "reduce" else prod(shape), doubt, classes
+        return counted(rows.mask, weight_sharing, rows.examples)
+    return shape[0] if weight_sharing == "reduce" else prod(shape)
 
 
 def accumulates(weight: Tensor) -> bool:
@@ -341,7 +353,7 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
     logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
     logits = prediction_tensor(output)
-    dim = class_place(logits).dim
+    dim = class_dim(logits)
     logits = logits if dim is None else logits.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():

@@ -40,6 +40,10 @@ class LastProduct(NamedTuple):
     weighed: bool = True
     steps: tuple[tuple[Any, Shape, Shape], ...] = ()
 
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
 
 class Place(NamedTuple):
     """Where the outputs of one term are: in dimension ``dim``, or None, where each entry of a prediction is a term.
@@ -80,6 +84,11 @@ def class_place(prediction: Tensor) -> Place:
         return Place(-1, doubt)
     places = [place for place in (usual, *range(prediction.ndim)) if shape[place] == product.outputs]
     return Place(places[0] if places and end == UNKNOWN else 1 if last > 2 else usual, doubt)
+
+
+def class_dim(prediction: Tensor) -> int | None:
+    """The dimension of :func:`class_place`."""
+    return class_place(prediction).dim
 
 
 def _followed(product: LastProduct) -> tuple[list[int], str]:
@@ -197,7 +206,7 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
-def _operand(node: Any, dims: int) -> tuple[Any, Shape]:
+def _operand(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
     """The node of the first operand that is neither a constant nor a parameter, and the operand's shape; one with
     ``dims`` dimensions, as the result has, goes first. (None, ()) where there is none."""
     operands = []

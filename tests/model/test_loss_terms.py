@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import SAMPLERS, class_place, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.loss import SAMPLERS, class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -42,17 +42,17 @@ MASK[1, 2:], MASK[3] = False, False
     ],
 )
 def test_a_prediction_tells_how_many_terms_a_loss_outside_has(output, expand, reduce):
-    assert output_terms(output, BatchInfo(), weight_sharing="expand")[0] == expand
-    assert output_terms(output, BatchInfo(), weight_sharing="reduce")[0] == reduce
+    assert output_terms(output, BatchInfo(), weight_sharing="expand") == expand
+    assert output_terms(output, BatchInfo(), weight_sharing="reduce") == reduce
 
 
 def test_padded_predictions_are_no_terms():
     info = BatchInfo(rows=MASK)
     for prediction in (WIDE, WIDE.transpose(0, 1), WIDE.flatten(0, 1)):
-        assert float(output_terms(prediction, info, weight_sharing="expand")[0]) == 2 * T + 2
+        assert float(output_terms(prediction, info, weight_sharing="expand")) == 2 * T + 2
     for prediction in (WIDE, WIDE.transpose(0, 1)):
-        assert float(output_terms(prediction, info, weight_sharing="reduce")[0]) == 3
-    assert output_terms(torch.zeros(N, C), info, weight_sharing="expand")[0] == N
+        assert float(output_terms(prediction, info, weight_sharing="reduce")) == 3
+    assert output_terms(torch.zeros(N, C), info, weight_sharing="expand") == N
 
 
 def test_prediction_and_loss_are_found_in_what_models_return():
@@ -382,14 +382,14 @@ IMAGES = {
 def test_three_dimensions_are_tokens_or_positions_of_a_convolution(name):
     make, expected = LAYOUTS[name]
     prediction = make(torch.randn(1 if "image" in name else 2, 3, 8))
-    assert prediction.ndim == 3 and class_place(prediction).dim % 3 == expected
+    assert prediction.ndim == 3 and class_dim(prediction) % 3 == expected
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_more_dimensions_are_images_unless_a_linear_layer_made_them(name):
     make, expected = IMAGES[name]
     prediction = make(torch.randn(2, 3, 8))
-    assert prediction.ndim > 3 and class_place(prediction).dim % prediction.ndim == expected
+    assert prediction.ndim > 3 and class_dim(prediction) % prediction.ndim == expected
 
 
 def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
@@ -423,4 +423,4 @@ def test_an_operation_with_the_name_of_a_product_and_one_operand_is_followed():
         def backward(ctx, gradient):
             return 2 * gradient
 
-    assert class_place(ScaledMm.apply(torch.nn.Linear(4, 5)(torch.ones(2, 3, 4)))).dim == 2
+    assert class_dim(ScaledMm.apply(torch.nn.Linear(4, 5)(torch.ones(2, 3, 4)))) == 2

@@ -111,7 +111,7 @@ def test_a_temperature_that_is_returned_is_no_loss():
 ])  # fmt: skip
 def test_a_vector_is_one_row_s_outputs_or_a_term_for_each_example(make, terms):
     """As an agent has it that acts on one state."""
-    assert output_terms(make(batch()[0]), BatchInfo(), weight_sharing="expand")[0] == terms
+    assert output_terms(make(batch()[0]), BatchInfo(), weight_sharing="expand") == terms
 
 
 class Pyramid(nn.Module):

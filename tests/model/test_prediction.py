@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import SAMPLERS, class_place, output_terms, returned_prediction
+from ds_kfac.model.loss import SAMPLERS, class_dim, doubt_of, output_terms, returned_prediction
 from tests.close import close
 from tests.model.test_capture import Recorder
 
@@ -63,26 +63,22 @@ OPEN = {
 """One number of each token: a term, or a score in a softmax over tokens."""
 
 
-def doubt_of(output) -> str:
-    return output_terms(output, BatchInfo(), weight_sharing="expand")[1]
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_each_token_is_a_term_however_its_outputs_were_left_out(name):
-    assert output_terms(EACH[name](), BatchInfo(), weight_sharing="expand")[0] == N * T
+    assert output_terms(EACH[name](), BatchInfo(), weight_sharing="expand") == N * T
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_predictions_have_the_terms_that_their_graph_shows_and_no_doubt(name):
     make, terms = OTHERS[name]
-    assert output_terms(make(), BatchInfo(), weight_sharing="expand")[0] == terms
+    assert output_terms(make(), BatchInfo(), weight_sharing="expand") == terms
     assert not doubt_of(make()) or name in ("of one example", "none")
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_what_a_graph_leaves_open_is_a_doubt_that_says_what_was_taken(name):
     make, terms = OPEN[name]
-    assert output_terms(make(), BatchInfo(), weight_sharing="expand")[0] == terms
+    assert output_terms(make(), BatchInfo(), weight_sharing="expand") == terms
     assert ("and each is taken" if terms == N * T else "and each example is taken") in doubt_of(make())
 
 
@@ -94,14 +90,14 @@ def test_what_a_graph_decides_is_no_doubt(name):
 def test_answers_of_transformers_are_positions_without_a_doubt():
     begin, end = (each.squeeze(-1) for each in TWO(X).split(1, -1))
     output = {"loss": begin.sum(), "start_logits": begin, "end_logits": end}
-    assert output_terms(output, BatchInfo(), weight_sharing="expand")[0] == N and not doubt_of(output)
+    assert output_terms(output, BatchInfo(), weight_sharing="expand") == N and not doubt_of(output)
 
 
 def test_padded_tokens_are_no_terms_of_values():
     mask = torch.arange(T) < torch.tensor([6, 2, 4, 1])[:, None]
     info = BatchInfo(rows=mask)
-    assert float(output_terms(ONE(X).squeeze(-1), info, weight_sharing="expand")[0]) == 13
-    assert output_terms(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce")[0] == N
+    assert float(output_terms(ONE(X).squeeze(-1), info, weight_sharing="expand")) == 13
+    assert output_terms(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce") == N
 
 
 def test_a_loss_of_another_shape_is_no_prediction():
@@ -176,7 +172,7 @@ def test_labels_of_examples_leave_the_mask_of_tokens_in_force(kind, loss_only):
 
 
 def test_a_split_head_keeps_its_outputs_in_the_last_of_its_dimensions():
-    assert class_place(FIVE(X).view(N, T, 1, C)).dim == 3 and class_place(SIX(X).view(N, T, 2, 3)).dim == 3
-    assert class_place(MAPS(IMAGE).view(N, 2, 4, 8, 9)).dim == 1, "of an image as in torch's losses"
-    assert class_place(SIX(X).view(N, T, 2, 3).permute(0, 2, 3, 1)).dim == 2
-    assert class_place(SIX(X).flatten(1).view(N, T, 6)).dim == 2, "of as many tokens, where the graph is of no help"
+    assert class_dim(FIVE(X).view(N, T, 1, C)) == 3 and class_dim(SIX(X).view(N, T, 2, 3)) == 3
+    assert class_dim(MAPS(IMAGE).view(N, 2, 4, 8, 9)) == 1, "of an image as in torch's losses"
+    assert class_dim(SIX(X).view(N, T, 2, 3).permute(0, 2, 3, 1)) == 2
+    assert class_dim(SIX(X).flatten(1).view(N, T, 6)) == 2, "of as many tokens, where the graph is of no help"
