@@ -1,13 +1,11 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned.
 
-Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), and of which
-returned losses the caller's loss is made. Below it losses on labels that are drawn from the model's prediction, for a
-Monte-Carlo Fisher (Kunstner et al. 2019, arXiv:1905.12558): :data:`SAMPLERS`. A sampler must compute the training's
-loss, a mean over the same terms, with drawn labels in place of the true ones. Shape suffixes: N examples, T positions,
-C outputs.
+Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), of which
+returned losses the caller's loss is made, and by what it is divided. Shape suffixes: N examples, T positions, C
+outputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, counted, fit
+from ds_kfac.model.batch import BatchInfo, counted, fit, tensors_of
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
+Returned = tuple[Collection[Value], Collection[Value]]
+"""What a forward returned: losses, and other tensors."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
 LEVELS = (
@@ -36,22 +35,43 @@ EACH = "each is taken to be a term of the loss. If the loss has one for each exa
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
-def losses_in(loss: Tensor) -> set[Value]:
+def losses_in(loss: Tensor, forwards: Iterable[Returned] = ()) -> set[Value]:
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
-    losses these are the losses and all partial sums; no logits."""
+    losses these are the losses and all partial sums; no logits.
+
+    Without those that one of ``forwards`` returned where the caller adds to them what he made of other tensors that a
+    forward returned, as a reconstruction's error to a KL divergence: their weight is then none of the whole loss's."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
         node, output = waiting.pop()
-        if (value := (node._sequence_nr(), output)) in scalars:
-            continue
-        scalars.add(value)
-        for below, at in node.next_functions:
-            shapes = () if below is None else below._input_metadata
-            numel = prod(shapes[at].shape) if at < len(shapes) else 0
-            if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
-                waiting.append((below, at))
+        if (value := (node._sequence_nr(), output)) not in scalars:
+            scalars.add(value)
+            for below, at in node.next_functions:
+                shapes = () if below is None else below._input_metadata
+                numel = prod(shapes[at].shape) if at < len(shapes) else 0
+                if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
+                    waiting.append((below, at))
+    tensors, own = set[Value](), list[Collection[Value]]()
+    for losses, others in forwards:
+        tensors.update(others)
+        own += [losses] if not scalars.isdisjoint(losses) else []
+    if len(own) == 1 and tensors and made_of([loss], min(tensors)[0], without=own[0]) & tensors:
+        scalars -= set(own[0])
     return scalars
+
+
+def made_of(losses: Iterable[Tensor], oldest: int, without: Collection[Value] = ()) -> set[Value]:
+    """What losses are computed from, themselves included, other than through ``without``. A node's operands are older
+    than the node: what is older than the sequence number ``oldest`` is left out."""
+    found, waiting = set(without), list[tuple[Any, int]]()
+    waiting += [(x.grad_fn, x.output_nr) for x in losses]
+    while waiting:
+        node, output = waiting.pop()
+        if (value := (node._sequence_nr(), output)) not in found and value[0] >= oldest:
+            found.add(value)
+            waiting += [(below, at) for below, at in node.next_functions if below is not None]
+    return found.difference(without)
 
 
 def divisors(node: Any) -> tuple[list[float | None], bool]:
@@ -127,6 +147,7 @@ class Forward:
         guess: M if neither shows it: the number of rows of the layer nearest to the loss.
         most: row mask and output shape of the call with the most rows, among calls that have the whole batch: neither
             an expert's nor a slice's.
+        losses, tensors: what the model returned: scalars that may be losses, and all other tensors.
         doubt: why ``terms`` may be wrong, and for which loss; "": nothing shows that.
     """
 
@@ -140,8 +161,10 @@ class Forward:
     guess: Tensor | int | None = None
     most: tuple[Fit, torch.Size] | None = None
     doubt: str = ""
-    _losses: tuple[Value, ...] = ()
+    losses: tuple[Value, ...] = ()
+    tensors: frozenset[Value] = frozenset()
     _reached: dict[Value, Tensor] = field(default_factory=dict)
+    _beside: bool = False  # whether a returned tensor got a gradient of something else than the returned losses
 
     @property
     def count(self) -> Tensor | int:
@@ -178,14 +201,24 @@ class Forward:
         inside = set[Value]()  # losses that are summands of another returned loss
         if len(losses) > 1:
             inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
-        self._losses = tuple(value for value in losses if value not in inside)
+        self.losses = tuple(value for value in losses if value not in inside)
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
             self.info = replace(self.info, items=None)
-        for value in self._losses:
+        for value in self.losses:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
             node.register_prehook(partial(self._arrived, value))
+        tensors = {(x.grad_fn._sequence_nr(), x.output_nr): x for x in tensors_of(output) if x.grad_fn is not None}
+        self.tensors = frozenset(tensors.keys() - losses.keys())
+        if self.losses and self.tensors:
+            below = made_of(losses.values(), min(self.tensors)[0])
+            for value in self.tensors - below:
+                node = tensors[value].grad_fn
+                node.register_prehook(partial(self._arrived_beside, value[1]))
+
+    def _arrived_beside(self, output: int, gradients: tuple[Tensor | None, ...]) -> None:
+        self._beside |= gradients[output] is not None
 
     def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
         if (gradient := gradients[value[1]]) is not None:
@@ -193,12 +226,15 @@ class Forward:
 
     def take(self, among: Collection[Value] | None) -> None:
         """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
-        None where the loss sums several that the model returned: their weights are the caller's."""
-        losses = [value for value in self._losses if (value in self._reached if among is None else value in among)]
+        None where the loss sums several that the model returned, or one and another that the caller made of what it
+        returned: their weights are the caller's."""
+        losses = [value for value in self.losses if (value in self._reached if among is None else value in among)]
+        if among is None and self._beside:
+            losses = []
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
 
 
-def _logits(output: Any, name: str = "logits") -> Tensor | None:
+def logits_of(output: Any, name: str = "logits") -> Tensor | None:
     """``logits`` of a model's output, as Hugging Face's have."""
     logits = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return logits if isinstance(logits, Tensor) else None
@@ -210,7 +246,7 @@ def _values(output: Any) -> Iterator[Tensor]:
         if output.is_floating_point():
             yield output
         return
-    if (logits := _logits(output)) is not None:
+    if (logits := logits_of(output)) is not None:
         yield logits
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
     for value in values:
@@ -251,7 +287,7 @@ def returned_loss(output: Any) -> Tensor | None:
 def of_levels(output: Any) -> bool:
     """Whether a model without ``logits`` returned predictions of several resolutions, such as a feature pyramid's: the
     loss may then be one mean over all of them, or a sum of means."""
-    if _logits(output) is not None:
+    if logits_of(output) is not None:
         return False
     wide = [value for value in _values(output) if value.ndim > 2 and value.grad_fn is not None]
     shapes = {(x.ndim, len(x), outputs_of(x)): tuple(wide[0].shape) for x in wide[:1]}
@@ -266,7 +302,7 @@ def outputs_of(prediction: Tensor) -> int:
 
 def _place(output: Any, prediction: Tensor) -> Place:
     """See :func:`class_place`. The ``start_logits`` of Hugging Face's answers are scores of an example's positions."""
-    return Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
+    return Place(-1) if prediction is logits_of(output, "start_logits") else class_place(prediction)
 
 
 def of_classes(output: Any, info: BatchInfo) -> bool:
@@ -314,69 +350,3 @@ def accumulates(weight: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
     except RuntimeError:  # autograd.grad with the weight among its inputs: the gradient goes to the caller
         return False
-
-
-Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
-"""(prediction, batch, generator) -> scalar loss with gradients to the prediction.
-
-The prediction is what the model returned, or the module that ``kfac.factor.prediction`` names. ``batch.labelled`` says
-which terms have a loss. Draw from the generator only, so that a resumed run draws the same.
-"""
-
-
-def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``logits`` of a Hugging Face output, or what
-    :func:`returned_prediction` finds in a tuple. Raises ValueError if there is none, or only a scalar, which is a loss.
-    """
-    tensor = output if isinstance(output, Tensor) else _logits(output)
-    if tensor is None and isinstance(output, tuple):
-        tensor = returned_prediction(output)
-    if tensor is None or tensor.ndim == 0:
-        got = type(output).__name__ if tensor is None else "a scalar, a loss"
-        raise ValueError(
-            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
-            "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
-        )
-    return tensor
-
-
-def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
-    """The mean of the terms of a loss, without those that have no label."""
-    labelled = batch.labelled
-    if labelled is None or labelled.numel() != values.numel():
-        return values.mean()
-    weights = labelled.reshape(-1).to(values.dtype)
-    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
-
-
-def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
-    logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
-    logits = prediction_tensor(output)
-    dim = class_dim(logits)
-    logits = logits if dim is None else logits.movedim(dim, -1)
-    flat = logits.reshape(-1, logits.shape[-1]).float()
-    with torch.no_grad():
-        # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
-        uniform = torch.rand(flat.shape, generator=generator, device=flat.device, dtype=torch.float32).clamp_(min=1e-20)
-        drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
-    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
-
-
-def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, mean: bool = False) -> Tensor:
-    """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
-    [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
-
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
-    with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
-    """
-    prediction = prediction_tensor(output).float()
-    outputs = outputs_of(prediction)
-    variance = outputs / 2 if mean else 0.5
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
-    return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)
-
-
-mse: Sampler = partial(squared_error, mean=True)
-
-SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}

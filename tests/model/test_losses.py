@@ -29,8 +29,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(self.trunk(x))
         aux = F.mse_loss(self.other(h).squeeze(-1), t)
-        ce = F.cross_entropy(self.one(h) * self.scale.exp(), y)
+        logits = self.one(h) * self.scale.exp()
+        ce = F.cross_entropy(logits, y)
         values = {"ce": ce, "aux": aux, "sum": ce + 0.01 * aux, "accuracy": ce.detach(), "scale": self.scale.exp()}
+        values |= {"logits": logits, "hidden": h, "list": [{"logits": logits}]}
         return {name: values[name] for name in self.returned.split()}
 
 
@@ -63,10 +65,28 @@ CASES = {
     "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),
     "a number first": ("accuracy ce", lambda v: v["ce"] / 8, 8),
     "a temperature first": ("scale ce", lambda v: v["ce"] / 8, 8),
+    "a part, and a loss of the prediction": ("logits aux", lambda v: outside(v) + 0.01 * v["aux"], 1),
+    "a part, and a loss of what is in a list": (
+        "aux list",
+        lambda v: 0.01 * v["aux"] + outside(v["list"][0]),
+        1,
+    ),
+    "one, and a distillation of its logits": ("ce logits hidden", lambda v: 0.1 * v["ce"] + 0.9 * outside(v), 1),
+    "one times 0, and a distillation": ("ce logits", lambda v: 0 * v["ce"] + outside(v), 1),
+    "one and a penalty, divided": ("ce logits", lambda v: (v["ce"] + PENALTY.square().mean().sqrt()) / 8, 8),
+    "one beside its logits, divided": ("logits ce hidden", lambda v: v["ce"] / 8, 8),
 }
+PENALTY = nn.Parameter(torch.ones(D, D))
 
 
-PLAIN = "their sum, returned first", "a number first", "a temperature first"
+def outside(values) -> Tensor:
+    return F.cross_entropy(values["logits"], batch()[1].flip(0))
+
+
+PLAIN = (
+    "their sum, returned first", "a number first", "a temperature first", "one beside its logits, divided",
+    "a part, and a loss of the prediction", "a part, and a loss of what is in a list",
+)  # fmt: skip
 """Where a plain loss.backward() is of the first that can be one; of others it is not known which they are of."""
 
 
@@ -88,6 +108,24 @@ def test_the_scale_of_G_is_that_of_the_loss_that_is_trained(name, announced):
     assert found.keys() == whole.keys()
     for layer, G in whole.items():
         close(found[layer], G, sums=10 * N)
+
+
+def test_losses_of_two_forwards_give_their_scale_whatever_is_made_of_both_predictions():
+    """A mean over two forwards, as with R-Drop."""
+    found = []
+    for weight in (0.0, 1.0):
+        model = Net("ce logits")
+        recorder = Recorder(model, KINDS)
+        one, other = model(*batch()), model(*batch())
+        loss = (one["ce"] + other["ce"]) / 2 + weight * F.mse_loss(one["logits"], other["logits"])  # no gradient
+        with recorder.capture.own_backward(loss):
+            recorder.capture.begin_backward(torch.tensor(1.0))
+            loss.backward()
+        found.append({name: G for name, (_, G) in recorder.means().items()})
+    whole = expected(Net("ce logits"), lambda values: values["ce"])
+    for name, G in found[0].items():
+        close(G, whole[name], sums=10 * N)
+        close(found[1][name], G, sums=10 * N)
 
 
 def test_a_temperature_that_is_returned_is_no_loss():

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import SAMPLERS, class_dim, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.loss import class_dim, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.sampled_loss import SAMPLERS
 from tests.close import close
 from tests.model.test_capture import Recorder
 
