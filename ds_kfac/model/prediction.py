@@ -191,7 +191,7 @@ def last_product(prediction: Tensor) -> LastProduct | None:
         if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
             matrix = _is_parameter(node.next_functions[0][0])
             return made(shape[0] if matrix else 1, shape, 0 if matrix else None)
-        below, before = _operand(node, len(shape))
+        below, before = _operand(node, shape)
         steps.append((node, before, shape))
         node, shape = below, before
     return None
@@ -206,17 +206,19 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
-def _operand(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
-    """The node of the first operand that is neither a constant nor a parameter, and the operand's shape; one with
-    ``dims`` dimensions, as the result has, goes first. (None, ()) where there is none."""
+def _operand(node: Any, result: Shape) -> tuple[Any, Shape]:
+    """The node of the first operand that is neither a constant nor a parameter, and the operand's shape. One of the
+    ``result``'s shape goes first, then one with as many dimensions: others are repeated, as the weights of an average.
+    (None, ()) where there is none."""
     operands = []
     for below, index in node.next_functions:
         if below is not None and "AccumulateGrad" not in below.name():
             metadata = getattr(below, "_input_metadata", ())
             if index < len(metadata):
                 operands.append((below, tuple(metadata[index].shape)))
-    same = [pair for pair in operands if len(pair[1]) == dims]
-    return next(iter(same or operands), (None, ()))
+    equal = [pair for pair in operands if pair[1] == result]
+    same = [pair for pair in operands if len(pair[1]) == len(result)]
+    return next(iter(equal or same or operands), (None, ()))
 
 
 def _from_the_left(product: Any) -> bool:

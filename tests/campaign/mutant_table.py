@@ -66,6 +66,7 @@ _ROWS = [
     ("loss terms: the first part of a split head", "model/prediction.py", "else wide[-1]", "else wide[0]", _TERMS),
     ("loss terms: of scores the first side's", "model/prediction.py", "if not product.weighed:", "if False:", _TERMS),
     ("loss terms: a view of part of the outputs", "model/prediction.py", "not begin % first and", "", _TERMS),
+    ("loss terms: the weights of an average make it", "model/prediction.py", "iter(equal or same", "iter(same", _TERMS),
     ("loss terms: answers are told of", "model/loss.py", 'prediction is logits_of(output, "start_logits")', "False",
      _TERMS),
     ("loss terms: a loss of shape [1, 1] is a prediction", "model/loss.py", " and not _is_scalar(value)", "", _TERMS),

@@ -53,6 +53,10 @@ OTHERS = {
     "losses": (lambda: F.cross_entropy(MAPS(IMAGE), torch.zeros(N, 8, 9).long(), reduction="none"), N * 72),
     "contrast": (lambda: KEYS(ROW) @ KEYS(X[0]).T, N), "contrast, turned": (lambda: (KEYS(X[0]) @ KEYS(ROW).T).T, N),
     "scores": (lambda: torch.einsum("btd,bd->bt", KEYS(X), KEYS(ROW)), N),
+    "averaged": (lambda: (ONE(X).softmax(1) * FIVE(X)).sum(1), N),
+    "a mixture's": (lambda: (SIX(ROW).softmax(-1)[..., None] * FIVE(X)).sum(1), N),
+    "rendered": (lambda: (torch.relu(ONE(X))[..., 0][..., None] * FIVE(X).sigmoid()).sum(-2), N),
+    "gated": (lambda: ONE(X).sigmoid() * FIVE(X), N * T), "masked": (lambda: FIVE(X).where(ONE(X) > 9, ONE(X)), N * T),
     "turned, in a row between": (lambda: FIVE(X).flatten(1).view(N, T, C).mT, N * T),
 }  # fmt: skip
 OPEN = {
