@@ -23,8 +23,6 @@ from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
-Returned = tuple[Collection[Value], Collection[Value]]
-"""What a forward returned: losses, and other tensors."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
 LEVELS = (
@@ -35,41 +33,52 @@ EACH = "each is taken to be a term of the loss. If the loss has one for each exa
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
-def losses_in(loss: Tensor, forwards: Iterable[Returned] = ()) -> set[Value]:
+def losses_in(loss: Tensor) -> set[Value]:
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
-    losses these are the losses and all partial sums; no logits.
-
-    Without those that one of ``forwards`` returned where the caller adds to them what he made of other tensors that a
-    forward returned, as a reconstruction's error to a KL divergence: their weight is then none of the whole loss's."""
+    losses these are the losses and all partial sums; no logits."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
         node, output = waiting.pop()
-        if (value := (node._sequence_nr(), output)) not in scalars:
-            scalars.add(value)
-            for below, at in node.next_functions:
-                shapes = () if below is None else below._input_metadata
-                numel = prod(shapes[at].shape) if at < len(shapes) else 0
-                if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
-                    waiting.append((below, at))
-    tensors, own = set[Value](), list[Collection[Value]]()
-    for losses, others in forwards:
-        tensors.update(others)
-        own += [losses] if not scalars.isdisjoint(losses) else []
-    if len(own) == 1 and tensors and made_of([loss], min(tensors)[0], without=own[0]) & tensors:
-        scalars -= set(own[0])
+        if (value := (node._sequence_nr(), output)) in scalars:
+            continue
+        scalars.add(value)
+        for below, at in node.next_functions:
+            shapes = () if below is None else below._input_metadata
+            numel = prod(shapes[at].shape) if at < len(shapes) else 0
+            if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
+                waiting.append((below, at))
     return scalars
 
 
-def made_of(losses: Iterable[Tensor], oldest: int, without: Collection[Value] = ()) -> set[Value]:
-    """What losses are computed from, themselves included, other than through ``without``. A node's operands are older
-    than the node: what is older than the sequence number ``oldest`` is left out."""
+def trained(loss: Tensor, forwards: Iterable["Forward"]) -> set[Value]:
+    """The :func:`losses_in` a loss. Tells ``forwards`` which of the other tensors that they returned it is made of.
+
+    Without the losses that one of them returned where the caller adds to these what he made of such tensors, as a
+    reconstruction's error to a KL divergence: their weight is then none of the whole loss's."""
+    scalars, forwards = losses_in(loss), [*forwards]
+    tensors = {value for forward in forwards for value in forward.tensors}
+    losses = {value for forward in forwards for value in forward.losses}
+    used = made_of([loss], min(tensors)[0], without=losses, ends=tensors) & tensors
+    for forward in forwards:
+        forward.uses(used)
+    own = [forward for forward in forwards if not scalars.isdisjoint(forward.losses)]
+    return scalars - losses if used and len(own) == 1 else scalars
+
+
+def made_of(
+    losses: Iterable[Tensor], oldest: int, *, without: Collection[Value] = (), ends: Collection[Value] = ()
+) -> set[Value]:
+    """What losses are computed from, themselves included, other than through ``without`` or what lies behind ``ends``.
+    A node's operands are older than the node: what is older than the sequence number ``oldest`` is left out."""
     found, waiting = set(without), list[tuple[Any, int]]()
     waiting += [(x.grad_fn, x.output_nr) for x in losses]
     while waiting:
         node, output = waiting.pop()
-        if (value := (node._sequence_nr(), output)) not in found and value[0] >= oldest:
-            found.add(value)
+        if (value := (node._sequence_nr(), output)) in found or value[0] < oldest:
+            continue
+        found.add(value)
+        if value not in ends:
             waiting += [(below, at) for below, at in node.next_functions if below is not None]
     return found.difference(without)
 
@@ -164,6 +173,9 @@ class Forward:
     losses: tuple[Value, ...] = ()
     tensors: frozenset[Value] = frozenset()
     _reached: dict[Value, Tensor] = field(default_factory=dict)
+    _terms: dict[Value, tuple[Tensor | int | None, str]] = field(
+        default_factory=dict
+    )  # terms, doubt of each prediction
     _beside: bool = False  # whether a returned tensor got a gradient of something else than the returned losses
 
     @property
@@ -195,6 +207,10 @@ class Forward:
         if self.terms is None or (self.info.classes and of_classes(output, self.info)):
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
             self.doubt = "" if self.terms is None else doubt_of(output)
+            for x in [] if self.terms is None else predictions_in(output):
+                if x.grad_fn is not None:
+                    terms = output_terms(output, self.info, weight_sharing=weight_sharing, prediction=x)
+                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt_of(output, x)
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -216,6 +232,13 @@ class Forward:
             for value in self.tensors - below:
                 node = tensors[value].grad_fn
                 node.register_prehook(partial(self._arrived_beside, value[1]))
+
+    def uses(self, tensors: Collection[Value]) -> None:
+        """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
+        for value, of_prediction in self._terms.items():
+            if value in tensors:
+                self.terms, self.doubt = of_prediction
+                return
 
     def _arrived_beside(self, output: int, gradients: tuple[Tensor | None, ...]) -> None:
         self._beside |= gradients[output] is not None
@@ -254,11 +277,18 @@ def _values(output: Any) -> Iterator[Tensor]:
             yield from _values(value)
 
 
-def returned_prediction(output: Any) -> Tensor | None:
-    """The tensor that a loss is computed from: ``logits``, else the first [N, .., C], else the first [N]; or None."""
+def predictions_in(output: Any) -> list[Tensor]:
+    """The tensors that a loss may be computed from, the likeliest first: ``logits``, any [N, .., C], any [N]; those of
+    no rows, as of a task that has none in this batch, after those that have."""
     tensors = [value for value in _values(output) if value.ndim > 0 and not _is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
-    return next(iter(wide or [value for value in tensors if len(value) > 1]), None)
+    some, none = [value for value in wide if value.numel()], [value for value in wide if not value.numel()]
+    return some + none + [value for value in tensors if value.ndim == 1 and len(value) > 1]
+
+
+def returned_prediction(output: Any) -> Tensor | None:
+    """The first of :func:`predictions_in`, or None."""
+    return next(iter(predictions_in(output)), None)
 
 
 def _is_scalar(value: Tensor) -> bool:
@@ -314,22 +344,27 @@ def of_classes(output: Any, info: BatchInfo) -> bool:
     return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
 
 
-def doubt_of(output: Any) -> str:
-    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or ""."""
+def doubt_of(output: Any, prediction: Tensor | None = None) -> str:
+    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or "". It is made
+    of ``prediction``; None: of the likeliest."""
     if of_levels(output):
         return LEVELS
-    prediction = returned_prediction(output)
+    prediction = returned_prediction(output) if prediction is None else prediction
     if prediction is None or not (place := _place(output, prediction)).doubt:
         return ""
     shape = list(prediction.shape)
     return f"the model returned {shape}, a number for each position, and {EACH if place.dim is None else ONE}"
 
 
-def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
-    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction."""
-    prediction = returned_prediction(output)
+def output_terms(
+    output: Any, info: BatchInfo, *, weight_sharing: str, prediction: Tensor | None = None
+) -> Tensor | int | None:
+    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
+    It is made of ``prediction``; None: of the likeliest."""
     if prediction is None:
-        return None
+        if not (predictions := predictions_in(output)):
+            return None
+        prediction = predictions[0]
     shape = list(prediction.shape)
     if len(shape) > 1:
         if (dim := _place(output, prediction).dim) is not None:

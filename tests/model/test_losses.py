@@ -128,6 +128,42 @@ def test_losses_of_two_forwards_give_their_scale_whatever_is_made_of_both_predic
         close(found[1][name], G, sums=10 * N)
 
 
+T = 3
+
+
+class Several(nn.Module):
+    """Tokens, and what is made of all tokens of an example; of no row the outputs of a task that the batch has not."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        self.trunk, self.head, self.score, self.returned = nn.Linear(D, 8), nn.Linear(8, C), nn.Linear(8, 1), returned
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        tokens = torch.tanh(self.trunk(x))
+        values = {"tokens": tokens, "pooled": self.head(tokens.mean(1)), "score": self.score(tokens[:, 0]).squeeze(-1)}
+        values |= {"none": self.head(tokens[:0, 0]), "aux": tokens.square().mean(), "hidden": (tokens, x)}
+        return {name: values[name] for name in self.returned.split()}
+
+
+@pytest.mark.parametrize(("returned", "of", "terms"), [
+    ("tokens pooled", "tokens", N * T), ("tokens pooled", "pooled", N), ("tokens pooled", "tokens pooled", N * T),
+    ("pooled tokens", "tokens", N * T), ("tokens score", "score", N), ("tokens score hidden", "hidden", N * T),
+    ("none pooled", "none pooled", N), ("none pooled", "none", 0), ("aux tokens pooled", "pooled", N),
+    ("aux tokens pooled", "aux", N * T), ("aux tokens pooled", "aux pooled", N),
+])  # fmt: skip
+def test_loss_terms_are_those_of_the_prediction_that_the_loss_is_made_of(returned, of, terms):
+    torch.manual_seed(0)
+    model = Several(returned)
+    recorder = Recorder(model, KINDS)
+    values = model(torch.randn(N, T, D))
+    parts = (values[name][0] if name == "hidden" else values[name] for name in of.split())
+    loss = sum(part.square().sum() for part in parts)
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    assert recorder.counts("trunk")[1] == terms
+
+
 def test_a_temperature_that_is_returned_is_no_loss():
     model = Net("scale ce")
     output = model(*batch())
