@@ -225,7 +225,8 @@ class Forward:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
             node.register_prehook(partial(self._arrived, value))
-        tensors = {(x.grad_fn._sequence_nr(), x.output_nr): x for x in tensors_of(output) if x.grad_fn is not None}
+        every = (*tensors_of(output), *_values(output))
+        tensors = {(x.grad_fn._sequence_nr(), x.output_nr): x for x in every if x.grad_fn is not None}
         self.tensors = frozenset(tensors.keys() - losses.keys())
         if self.losses and self.tensors:
             below = made_of(losses.values(), min(self.tensors)[0])
@@ -245,7 +246,7 @@ class Forward:
 
     def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
         if (gradient := gradients[value[1]]) is not None:
-            self._reached[value] = gradient.detach().float()
+            self._reached[value] = gradient.detach().float().reshape(())
 
     def take(self, among: Collection[Value] | None) -> None:
         """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
@@ -271,19 +272,27 @@ def _values(output: Any) -> Iterator[Tensor]:
         return
     if (logits := logits_of(output)) is not None:
         yield logits
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    held = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})  # a dataclass's, a namespace's
+    values = output if isinstance(output, (tuple, list)) else held.values()
     for value in values:
         if isinstance(value, Tensor):
             yield from _values(value)
 
 
 def predictions_in(output: Any) -> list[Tensor]:
-    """The tensors that a loss may be computed from, the likeliest first: ``logits``, any [N, .., C], any [N]; those of
-    no rows, as of a task that has none in this batch, after those that have."""
+    """The tensors that a loss may be computed from, the likeliest first: ``logits``, any [N, .., C], any [N]. Of
+    several those with a graph, but for a target; and with rows, but for a task that has none in this batch. A vector
+    without a graph beside a loss that has one are numbers to look at, such as the parts of a loss."""
     tensors = [value for value in _values(output) if value.ndim > 0 and not _is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
+    if len(wide) > 1 and logits_of(output) is None:
+        made = [value for value in wide if value.grad_fn is not None]
+        wide = made + [value for value in wide if value.grad_fn is None]
     some, none = [value for value in wide if value.numel()], [value for value in wide if not value.numel()]
-    return some + none + [value for value in tensors if value.ndim == 1 and len(value) > 1]
+    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
+    if vectors and returned_loss(output) is not None:
+        vectors = [value for value in vectors if value.grad_fn is not None]
+    return some + none + vectors
 
 
 def returned_prediction(output: Any) -> Tensor | None:
@@ -305,7 +314,8 @@ def _losses(output: Any) -> Iterator[Tensor]:
     """The scalars that may be losses: the only tensor returned, or one that is not computed from scalars alone."""
     values = [*_values(output)]
     for value in values:
-        if value.ndim == 0 and (len(values) == 1 or value.grad_fn is None or not _of_scalars(value.grad_fn)):
+        alone = len(values) == 1 or value.grad_fn is None
+        if (value.ndim == 0 or _is_scalar(value)) and (alone or not _of_scalars(value.grad_fn)):
             yield value
 
 

@@ -1,6 +1,9 @@
 """At which of the losses that a model returned G's scale is taken: each against one loss made by plain torch."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +129,56 @@ def test_losses_of_two_forwards_give_their_scale_whatever_is_made_of_both_predic
     for name, G in found[0].items():
         close(G, whole[name], sums=10 * N)
         close(found[1][name], G, sums=10 * N)
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    sample: Tensor
+
+
+class Shaped(Net):
+    """The loss in another form, beside what else is returned."""
+
+    form: Callable[[Tensor, Tensor], object]
+
+    def forward(self, *values: Tensor) -> object:
+        found = super().forward(*values)
+        return self.form(found["ce"], found["logits"])
+
+
+TARGET = torch.zeros(2, 7, 4)
+FORMS = {
+    "a vector of one": lambda ce, logits: ce.unsqueeze(0), "[1, 1], in a tuple": lambda ce, logits: (ce.view(1, 1),),
+    "a dataclass": lambda ce, logits: Output(ce, logits), "a namespace": lambda ce, logits: SimpleNamespace(loss=ce),
+    "with its parts": lambda ce, logits: (ce, torch.stack([ce, ce, ce]).detach()),
+    "a target first": lambda ce, logits: {"target": TARGET, "loss": ce, "prediction": logits},
+    "without a graph": lambda ce, logits: (ce, logits.detach()),
+}  # fmt: skip
+
+
+def first_loss(output: object) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = output[0] if isinstance(output, tuple) else output["loss"] if isinstance(output, dict) else output.loss
+    return output.mean()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
+    model = Shaped("ce logits")
+    model.form = FORMS[name]
+    recorder = Recorder(model, KINDS)
+    loss = first_loss(model(*batch())) / 8
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    whole = expected(Net("ce"), lambda values: values["ce"])
+    for layer, (_, G) in recorder.means().items():
+        close(G, whole[layer], sums=10 * N)
+
+
+def test_a_prediction_is_found_in_a_dataclass():
+    assert output_terms(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand") == N * T
 
 
 T = 3
