@@ -1,15 +1,13 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned.
 
 Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), of which
-returned losses the caller's loss is made, and by what it is divided. Shape suffixes: N examples, T positions, C
-outputs.
+returned losses the caller's loss is made. Shape suffixes: N examples, T positions, C outputs.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isclose, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -17,12 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ds_kfac.model.batch import BatchInfo, counted, fit, tensors_of
+from ds_kfac.model.divided import divided
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
+ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
+"""Nodes of an error of a prediction, as the square of a difference is one."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
 LEVELS = (
@@ -33,9 +34,10 @@ EACH = "each is taken to be a term of the loss. If the loss has one for each exa
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
-def losses_in(loss: Tensor) -> set[Value]:
+def losses_in(loss: Tensor, *, errors: bool = False) -> set[Value]:
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
-    losses these are the losses and all partial sums; no logits."""
+    losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
+    computed, unless with ``errors``."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
@@ -43,6 +45,10 @@ def losses_in(loss: Tensor) -> set[Value]:
         if (value := (node._sequence_nr(), output)) in scalars:
             continue
         scalars.add(value)
+        name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
+        squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
+        if not errors and (squared or name.startswith(ERRORS)):
+            continue
         for below, at in node.next_functions:
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
@@ -81,48 +87,6 @@ def made_of(
         if value not in ends:
             waiting += [(below, at) for below, at in node.next_functions if below is not None]
     return found.difference(without)
-
-
-def divisors(node: Any) -> tuple[list[float | None], bool]:
-    """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
-    whether it is seen to be a mean."""
-    found, mean = list[float | None](), False
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) is None or node in visited:
-            continue
-        visited.add(node)
-        name, other = node.name(), None
-        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
-        if name.startswith(("DivBackward", "MulBackward")):
-            with suppress(RuntimeError):  # it was changed in place
-                other = getattr(node, "_saved_other", None)
-        if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
-            found.append(None)
-        elif other is not None and float(other):
-            found.append(float(other) if name[0] == "D" else 1 / float(other))
-        waiting += [
-            below
-            for below, at in node.next_functions
-            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
-        ]
-    return found, mean
-
-
-def divided(node: Any, number: Any) -> bool:
-    """Whether a scalar is divided by ``number``, of which on a GPU nothing is read; taken to be, where it is not seen
-    to be a mean."""
-    found, mean = divisors(node)
-    if isinstance(number, Tensor) and (not number.is_cpu or number.numel() != 1):
-        return None in found or not mean
-    return any(by is None or isclose(by, number, rel_tol=1e-6) for by in found) or not mean
-
-
-def micro_batches(node: Any, most: int) -> float:
-    """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
-    found, mean = divisors(node)
-    counts = [round(by) for by in found if by is not None and 1.5 < by < most + 0.5 and isclose(by, round(by))]
-    return most if most in counts or not (counts or mean) else next(iter(counts), 1)
 
 
 def _of_scalars(node: Any) -> bool:
@@ -216,7 +180,7 @@ class Forward:
         }
         inside = set[Value]()  # losses that are summands of another returned loss
         if len(losses) > 1:
-            inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
+            inside.update(*(losses_in(loss, errors=True) - {value} for value, loss in losses.items()))
         self.losses = tuple(value for value in losses if value not in inside)
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
@@ -347,8 +311,11 @@ def _place(output: Any, prediction: Tensor) -> Place:
 
 def of_classes(output: Any, info: BatchInfo) -> bool:
     """Whether labels [N, C] are of classes: the prediction is [N, C], or there is none, and a mask has other positions.
-    Then M is that of the same labels as floats."""
+    Then M is that of the same labels as floats. Or whether labels [N] may be what a prediction is conditioned on: the
+    model returns no loss of them."""
     prediction = returned_prediction(output)
+    if info.labelled is not None and info.labelled.ndim == 1:
+        return prediction is not None and returned_loss(output) is None
     if prediction is None or info.labelled is None:
         return info.rows is not None and info.labelled is not None and info.rows.shape != info.labelled.shape
     return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))

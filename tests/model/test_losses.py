@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import divided, losses_in, micro_batches, of_levels, output_terms, returned_loss
+from ds_kfac.model.batch import ArgumentReader, BatchInfo
+from ds_kfac.model.divided import divided, micro_batches
+from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -175,6 +176,58 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
     whole = expected(Net("ce"), lambda values: values["ce"])
     for layer, (_, G) in recorder.means().items():
         close(G, whole[layer], sums=10 * N)
+
+
+ERRORS = {
+    "squared": lambda v: (v - 1.5).square(), "of a constant": lambda v: 2 * (1.5 - v) ** 2,
+    "mse": lambda v: F.mse_loss(v, torch.tensor(1.5)), "huber": lambda v: F.smooth_l1_loss(v, torch.tensor(0.2)),
+    "logistic": lambda v: F.binary_cross_entropy_with_logits(v, torch.tensor(1.0)) + 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_value_of_one_example_is_no_loss(name):
+    """As of the last example of a data set, squeezed: what reaches it is of its error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    found = []
+    for squeezed in (False, True):
+        recorder = Recorder(model, KINDS)
+        handle = (
+            model.register_forward_hook(lambda module, inputs, output: output[0], prepend=True) if squeezed else None
+        )
+        output = model(batch()[0][:1])
+        loss = ERRORS[name](output if squeezed else output[0])
+        with recorder.capture.own_backward(loss):
+            recorder.capture.begin_backward(torch.tensor(1.0))
+            loss.backward()
+        found.append([G for _, G in recorder.means().values()])
+        recorder.capture.remove()
+        if handle is not None:
+            handle.remove()
+    for G, expected_G in zip(*found, strict=True):
+        close(G, expected_G, sums=10)
+
+
+class Conditioned(nn.Module):
+    """Labels of examples choose what is generated, or are what it is scored by."""
+
+    def __init__(self, scores: bool) -> None:
+        super().__init__()
+        self.trunk, self.words, self.scores = nn.Linear(D, C), nn.Embedding(C, D), scores
+
+    def forward(self, x: Tensor, labels: Tensor) -> object:
+        z = self.trunk(x + self.words(labels)[:, None])
+        return (F.cross_entropy(z.mean(1), labels), z) if self.scores else z
+
+
+@pytest.mark.parametrize(("scores", "terms"), [(False, N * 3), (True, N)])
+def test_labels_of_examples_are_terms_where_the_model_returns_their_loss(scores, terms):
+    model = Conditioned(scores)
+    recorder = Recorder(model, KINDS, read_batch=ArgumentReader(model))
+    output = model(torch.randn(N, 3, D), batch()[1])
+    (output[0] if scores else output.square().mean()).backward()
+    assert recorder.counts("trunk")[1] == terms
 
 
 def test_a_prediction_is_found_in_a_dataclass():
