@@ -140,7 +140,7 @@ class Forward:
     _terms: dict[Value, tuple[Tensor | int | None, str]] = field(
         default_factory=dict
     )  # terms, doubt of each prediction
-    _beside: bool = False  # whether a returned tensor got a gradient of something else than the returned losses
+    _beside: bool = False  # whether a tensor was returned that no returned loss is made of
 
     @property
     def count(self) -> Tensor | int:
@@ -190,13 +190,10 @@ class Forward:
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
             node.register_prehook(partial(self._arrived, value))
         every = (*tensors_of(output), *_values(output))
-        tensors = {(x.grad_fn._sequence_nr(), x.output_nr): x for x in every if x.grad_fn is not None}
-        self.tensors = frozenset(tensors.keys() - losses.keys())
+        tensors = {(x.grad_fn._sequence_nr(), x.output_nr) for x in every if x.ndim and x.grad_fn is not None}
+        self.tensors = frozenset(tensors - losses.keys())
         if self.losses and self.tensors:
-            below = made_of(losses.values(), min(self.tensors)[0])
-            for value in self.tensors - below:
-                node = tensors[value].grad_fn
-                node.register_prehook(partial(self._arrived_beside, value[1]))
+            self._beside = not self.tensors <= made_of(losses.values(), min(self.tensors)[0])
 
     def uses(self, tensors: Collection[Value]) -> None:
         """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
@@ -204,9 +201,6 @@ class Forward:
             if value in tensors:
                 self.terms, self.doubt = of_prediction
                 return
-
-    def _arrived_beside(self, output: int, gradients: tuple[Tensor | None, ...]) -> None:
-        self._beside |= gradients[output] is not None
 
     def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
         if (gradient := gradients[value[1]]) is not None:

@@ -33,10 +33,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(self.trunk(x))
         aux = F.mse_loss(self.other(h).squeeze(-1), t)
-        logits = self.one(h) * self.scale.exp()
+        raw = self.one(h)
+        logits = raw * self.scale.exp()
         ce = F.cross_entropy(logits, y)
         values = {"ce": ce, "aux": aux, "sum": ce + 0.01 * aux, "accuracy": ce.detach(), "scale": self.scale.exp()}
-        values |= {"logits": logits, "hidden": h, "list": [{"logits": logits}]}
+        values |= {"raw": raw, "logits": logits, "hidden": h, "part": h.square().mean(), "list": [{"logits": logits}]}
         return {name: values[name] for name in self.returned.split()}
 
 
@@ -75,6 +76,7 @@ CASES = {
         lambda v: 0.01 * v["aux"] + outside(v["list"][0]),
         1,
     ),
+    "a part that is made last": ("raw part", lambda v: outside({"logits": v["raw"]}) + 0.01 * v["part"], 1),
     "one, and a distillation of its logits": ("ce logits hidden", lambda v: 0.1 * v["ce"] + 0.9 * outside(v), 1),
     "one times 0, and a distillation": ("ce logits", lambda v: 0 * v["ce"] + outside(v), 1),
     "one and a penalty, divided": ("ce logits", lambda v: (v["ce"] + PENALTY.square().mean().sqrt()) / 8, 8),
@@ -89,7 +91,7 @@ def outside(values) -> Tensor:
 
 PLAIN = (
     "their sum, returned first", "a number first", "a temperature first", "one beside its logits, divided",
-    "a part, and a loss of the prediction", "a part, and a loss of what is in a list",
+    "a part, and a loss of the prediction", "a part, and a loss of what is in a list", "a part that is made last",
 )  # fmt: skip
 """Where a plain loss.backward() is of the first that can be one; of others it is not known which they are of."""
 
