@@ -25,7 +25,7 @@ from ds_kfac.comm.lost import telling
 from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.engine.explain import explain
-from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.pipeline import announcing
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import begin_from, export
@@ -33,8 +33,8 @@ from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
+from ds_kfac.model.divided import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.loss import Sampler, micro_batches
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected

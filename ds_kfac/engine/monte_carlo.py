@@ -7,7 +7,7 @@ only the gradients of layer outputs, DeepSpeed does not see it, and the user's b
 ``engine.forward`` puts on its outputs would, so they are switched off meanwhile. At stage 3 the extra backward would
 also have to fetch and release weights unknown to DeepSpeed's parameter coordinator: refused at attach.
 
-Users can replace the :class:`ds_kfac.model.loss.Sampler`.
+Users can replace the :class:`ds_kfac.model.sampled_loss.Sampler`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ds_kfac.log import logger
 from ds_kfac.model.batch import own_hook, tensors_of
-from ds_kfac.model.loss import SAMPLERS, Forward, Sampler, output_terms
+from ds_kfac.model.loss import Forward, output_terms
+from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'

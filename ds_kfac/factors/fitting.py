@@ -32,8 +32,8 @@ from ds_kfac.factors.passes import Loss, Passes
 from ds_kfac.factors.progress import Progress, check_same, fingerprint, named
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import SAMPLERS
 from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import scan
 from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 

@@ -20,8 +20,9 @@ from ds_kfac.factors.progress import Progress
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch, tensors_of
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import Sampler, returned_loss
+from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.sampled_loss import Sampler
 from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}

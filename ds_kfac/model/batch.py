@@ -76,7 +76,8 @@ class BatchInfo:
         padding: whether all rows that the masks leave out are padding. Padding has no gradient: a layer in which such
             rows have one got a mask that is not for its rows.
         attended: bool [N, T], True for all but padding, where ``rows`` leaves out more than padding, such as prompts.
-        classes: whether ``labelled`` may be [N, C], of classes of an example. If the prediction is, too, it gives M.
+        classes: whether ``labelled`` may be [N, C], of classes of an example, or [N], a condition: then the prediction
+            may give M.
     """
 
     rows: Tensor | None = None
@@ -145,7 +146,8 @@ class ArgumentReader:
         rows, encoder_rows = self._mask(values.get("attention_mask")), None
         if self.two_sided:
             rows, encoder_rows = self._mask(values.get("decoder_attention_mask")), rows
-        padding, attended, classes = rows is not None or encoder_rows is not None, None, False
+        padding, attended = rows is not None or encoder_rows is not None, None
+        classes = labelled is not None and labelled.ndim == 1 and not self._aligned
         if labelled is not None and labelled.ndim == 2:
             positions = self._positions(labelled, values)
             classes = positions is not True and labelled.shape[1] > 1

@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge
 from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.calls import SharedInputs, Siblings, StepSums
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import Forward, accumulates, losses_in
+from ds_kfac.model.loss import Forward, accumulates, losses_in, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
@@ -82,6 +82,7 @@ class Capture(StepSums):
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self._inside = False  # whether the model's forward runs
         self._means, self.several = set[Forward](), False  # forwards that this backward went through
+        self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
         self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
         self._hook(model.register_forward_pre_hook, model, self._begin_batch, with_kwargs=True)
@@ -135,7 +136,7 @@ class Capture(StepSums):
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
-        self.seen = set()
+        self.seen, self._forwards = set(), []
         self.measured = {} if measure else None
 
     def leave(self) -> None:
@@ -155,7 +156,9 @@ class Capture(StepSums):
         """Wraps an own backward, in steps without capture, too; afterwards the micro-batch is closed. ``retain_graph``:
         a second backward through the graph may follow."""
         self._announced = True
-        self.losses = losses_in(loss) if self.active and loss is not None and loss.grad_fn is not None else None
+        self.losses = None
+        if self.active and loss is not None and loss.grad_fn is not None:
+            self.losses = trained(loss, self._forwards) if self._forwards and not self.sampled else losses_in(loss)
         self._backwards.append(self)
         if self.active and self._products is not None:
             self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
@@ -237,6 +240,8 @@ class Capture(StepSums):
         if torch._C._current_graph_task_id() == -1:
             self._inside = False
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
+            if self.forward.tensors:
+                self._forwards.append(self.forward)
             self._masks.end()
 
     def _layer_called(

@@ -1,31 +1,29 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned.
 
-Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), and of which
-returned losses the caller's loss is made. Below it losses on labels that are drawn from the model's prediction, for a
-Monte-Carlo Fisher (Kunstner et al. 2019, arXiv:1905.12558): :data:`SAMPLERS`. A sampler must compute the training's
-loss, a mean over the same terms, with drawn labels in place of the true ones. Shape suffixes: N examples, T positions,
-C outputs.
+Autograd's graph shows which dimension of a prediction holds the outputs of one term (``prediction.py``), of which
+returned losses the caller's loss is made. Shape suffixes: N examples, T positions, C outputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isclose, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, counted, fit
+from ds_kfac.model.batch import BatchInfo, counted, fit, tensors_of
+from ds_kfac.model.divided import divided
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
+ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
+"""Nodes of an error of a prediction, as the square of a difference is one."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
 """Nodes that collect losses in a vector, and the most losses that such a vector has."""
 LEVELS = (
@@ -36,9 +34,10 @@ EACH = "each is taken to be a term of the loss. If the loss has one for each exa
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
-def losses_in(loss: Tensor) -> set[Value]:
+def losses_in(loss: Tensor, *, errors: bool = False) -> set[Value]:
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
-    losses these are the losses and all partial sums; no logits."""
+    losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
+    computed, unless with ``errors``."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
@@ -46,6 +45,10 @@ def losses_in(loss: Tensor) -> set[Value]:
         if (value := (node._sequence_nr(), output)) in scalars:
             continue
         scalars.add(value)
+        name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
+        squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
+        if not errors and (squared or name.startswith(ERRORS)):
+            continue
         for below, at in node.next_functions:
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
@@ -54,46 +57,36 @@ def losses_in(loss: Tensor) -> set[Value]:
     return scalars
 
 
-def divisors(node: Any) -> tuple[list[float | None], bool]:
-    """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
-    whether it is seen to be a mean."""
-    found, mean = list[float | None](), False
-    visited, waiting = set[Any](), [node]
+def trained(loss: Tensor, forwards: Iterable["Forward"]) -> set[Value]:
+    """The :func:`losses_in` a loss. Tells ``forwards`` which of the other tensors that they returned it is made of.
+
+    Without the losses that one of them returned where the caller adds to these what he made of such tensors, as a
+    reconstruction's error to a KL divergence: their weight is then none of the whole loss's."""
+    scalars, forwards = losses_in(loss), [*forwards]
+    tensors = {value for forward in forwards for value in forward.tensors}
+    losses = {value for forward in forwards for value in forward.losses}
+    used = made_of([loss], min(tensors)[0], without=losses, ends=tensors) & tensors
+    for forward in forwards:
+        forward.uses(used)
+    own = [forward for forward in forwards if not scalars.isdisjoint(forward.losses)]
+    return scalars - losses if used and len(own) == 1 else scalars
+
+
+def made_of(
+    losses: Iterable[Tensor], oldest: int, *, without: Collection[Value] = (), ends: Collection[Value] = ()
+) -> set[Value]:
+    """What losses are computed from, themselves included, other than through ``without`` or what lies behind ``ends``.
+    A node's operands are older than the node: what is older than the sequence number ``oldest`` is left out."""
+    found, waiting = set(without), list[tuple[Any, int]]()
+    waiting += [(x.grad_fn, x.output_nr) for x in losses]
     while waiting:
-        if (node := waiting.pop()) is None or node in visited:
+        node, output = waiting.pop()
+        if (value := (node._sequence_nr(), output)) in found or value[0] < oldest:
             continue
-        visited.add(node)
-        name, other = node.name(), None
-        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
-        if name.startswith(("DivBackward", "MulBackward")):
-            with suppress(RuntimeError):  # it was changed in place
-                other = getattr(node, "_saved_other", None)
-        if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
-            found.append(None)
-        elif other is not None and float(other):
-            found.append(float(other) if name[0] == "D" else 1 / float(other))
-        waiting += [
-            below
-            for below, at in node.next_functions
-            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
-        ]
-    return found, mean
-
-
-def divided(node: Any, number: Any) -> bool:
-    """Whether a scalar is divided by ``number``, of which on a GPU nothing is read; taken to be, where it is not seen
-    to be a mean."""
-    found, mean = divisors(node)
-    if isinstance(number, Tensor) and (not number.is_cpu or number.numel() != 1):
-        return None in found or not mean
-    return any(by is None or isclose(by, number, rel_tol=1e-6) for by in found) or not mean
-
-
-def micro_batches(node: Any, most: int) -> float:
-    """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
-    found, mean = divisors(node)
-    counts = [round(by) for by in found if by is not None and 1.5 < by < most + 0.5 and isclose(by, round(by))]
-    return most if most in counts or not (counts or mean) else next(iter(counts), 1)
+        found.add(value)
+        if value not in ends:
+            waiting += [(below, at) for below, at in node.next_functions if below is not None]
+    return found.difference(without)
 
 
 def _of_scalars(node: Any) -> bool:
@@ -127,6 +120,7 @@ class Forward:
         guess: M if neither shows it: the number of rows of the layer nearest to the loss.
         most: row mask and output shape of the call with the most rows, among calls that have the whole batch: neither
             an expert's nor a slice's.
+        losses, tensors: what the model returned: scalars that may be losses, and all other tensors.
         doubt: why ``terms`` may be wrong, and for which loss; "": nothing shows that.
     """
 
@@ -140,8 +134,13 @@ class Forward:
     guess: Tensor | int | None = None
     most: tuple[Fit, torch.Size] | None = None
     doubt: str = ""
-    _losses: tuple[Value, ...] = ()
+    losses: tuple[Value, ...] = ()
+    tensors: frozenset[Value] = frozenset()
     _reached: dict[Value, Tensor] = field(default_factory=dict)
+    _terms: dict[Value, tuple[Tensor | int | None, str]] = field(
+        default_factory=dict
+    )  # terms, doubt of each prediction
+    _beside: bool = False  # whether a tensor was returned that no returned loss is made of
 
     @property
     def count(self) -> Tensor | int:
@@ -172,33 +171,52 @@ class Forward:
         if self.terms is None or (self.info.classes and of_classes(output, self.info)):
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
             self.doubt = "" if self.terms is None else doubt_of(output)
+            for x in [] if self.terms is None else predictions_in(output):
+                if x.grad_fn is not None:
+                    terms = output_terms(output, self.info, weight_sharing=weight_sharing, prediction=x)
+                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt_of(output, x)
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
         inside = set[Value]()  # losses that are summands of another returned loss
         if len(losses) > 1:
-            inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
-        self._losses = tuple(value for value in losses if value not in inside)
+            inside.update(*(losses_in(loss, errors=True) - {value} for value, loss in losses.items()))
+        self.losses = tuple(value for value in losses if value not in inside)
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
             self.info = replace(self.info, items=None)
-        for value in self._losses:
+        for value in self.losses:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
             node.register_prehook(partial(self._arrived, value))
+        every = (*tensors_of(output), *_values(output))
+        tensors = {(x.grad_fn._sequence_nr(), x.output_nr) for x in every if x.ndim and x.grad_fn is not None}
+        self.tensors = frozenset(tensors - losses.keys())
+        if self.losses and self.tensors:
+            self._beside = not self.tensors <= made_of(losses.values(), min(self.tensors)[0])
+
+    def uses(self, tensors: Collection[Value]) -> None:
+        """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
+        for value, of_prediction in self._terms.items():
+            if value in tensors:
+                self.terms, self.doubt = of_prediction
+                return
 
     def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
         if (gradient := gradients[value[1]]) is not None:
-            self._reached[value] = gradient.detach().float()
+            self._reached[value] = gradient.detach().float().reshape(())
 
     def take(self, among: Collection[Value] | None) -> None:
         """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
-        None where the loss sums several that the model returned: their weights are the caller's."""
-        losses = [value for value in self._losses if (value in self._reached if among is None else value in among)]
+        None where the loss sums several that the model returned, or one and another that the caller made of what it
+        returned: their weights are the caller's."""
+        losses = [value for value in self.losses if (value in self._reached if among is None else value in among)]
+        if among is None and self._beside:
+            losses = []
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
 
 
-def _logits(output: Any, name: str = "logits") -> Tensor | None:
+def logits_of(output: Any, name: str = "logits") -> Tensor | None:
     """``logits`` of a model's output, as Hugging Face's have."""
     logits = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return logits if isinstance(logits, Tensor) else None
@@ -210,19 +228,34 @@ def _values(output: Any) -> Iterator[Tensor]:
         if output.is_floating_point():
             yield output
         return
-    if (logits := _logits(output)) is not None:
+    if (logits := logits_of(output)) is not None:
         yield logits
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    held = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})  # a dataclass's, a namespace's
+    values = output if isinstance(output, (tuple, list)) else held.values()
     for value in values:
         if isinstance(value, Tensor):
             yield from _values(value)
 
 
-def returned_prediction(output: Any) -> Tensor | None:
-    """The tensor that a loss is computed from: ``logits``, else the first [N, .., C], else the first [N]; or None."""
+def predictions_in(output: Any) -> list[Tensor]:
+    """The tensors that a loss may be computed from, the likeliest first: ``logits``, any [N, .., C], any [N]. Of
+    several those with a graph, but for a target; and with rows, but for a task that has none in this batch. A vector
+    without a graph beside a loss that has one are numbers to look at, such as the parts of a loss."""
     tensors = [value for value in _values(output) if value.ndim > 0 and not _is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
-    return next(iter(wide or [value for value in tensors if len(value) > 1]), None)
+    if len(wide) > 1 and logits_of(output) is None:
+        made = [value for value in wide if value.grad_fn is not None]
+        wide = made + [value for value in wide if value.grad_fn is None]
+    some, none = [value for value in wide if value.numel()], [value for value in wide if not value.numel()]
+    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
+    if vectors and returned_loss(output) is not None:
+        vectors = [value for value in vectors if value.grad_fn is not None]
+    return some + none + vectors
+
+
+def returned_prediction(output: Any) -> Tensor | None:
+    """The first of :func:`predictions_in`, or None."""
+    return next(iter(predictions_in(output)), None)
 
 
 def _is_scalar(value: Tensor) -> bool:
@@ -239,7 +272,8 @@ def _losses(output: Any) -> Iterator[Tensor]:
     """The scalars that may be losses: the only tensor returned, or one that is not computed from scalars alone."""
     values = [*_values(output)]
     for value in values:
-        if value.ndim == 0 and (len(values) == 1 or value.grad_fn is None or not _of_scalars(value.grad_fn)):
+        alone = len(values) == 1 or value.grad_fn is None
+        if (value.ndim == 0 or _is_scalar(value)) and (alone or not _of_scalars(value.grad_fn)):
             yield value
 
 
@@ -251,7 +285,7 @@ def returned_loss(output: Any) -> Tensor | None:
 def of_levels(output: Any) -> bool:
     """Whether a model without ``logits`` returned predictions of several resolutions, such as a feature pyramid's: the
     loss may then be one mean over all of them, or a sum of means."""
-    if _logits(output) is not None:
+    if logits_of(output) is not None:
         return False
     wide = [value for value in _values(output) if value.ndim > 2 and value.grad_fn is not None]
     shapes = {(x.ndim, len(x), outputs_of(x)): tuple(wide[0].shape) for x in wide[:1]}
@@ -266,34 +300,42 @@ def outputs_of(prediction: Tensor) -> int:
 
 def _place(output: Any, prediction: Tensor) -> Place:
     """See :func:`class_place`. The ``start_logits`` of Hugging Face's answers are scores of an example's positions."""
-    return Place(-1) if prediction is _logits(output, "start_logits") else class_place(prediction)
+    return Place(-1) if prediction is logits_of(output, "start_logits") else class_place(prediction)
 
 
 def of_classes(output: Any, info: BatchInfo) -> bool:
     """Whether labels [N, C] are of classes: the prediction is [N, C], or there is none, and a mask has other positions.
-    Then M is that of the same labels as floats."""
+    Then M is that of the same labels as floats. Or whether labels [N] may be what a prediction is conditioned on: the
+    model returns no loss of them."""
     prediction = returned_prediction(output)
+    if info.labelled is not None and info.labelled.ndim == 1:
+        return prediction is not None and returned_loss(output) is None
     if prediction is None or info.labelled is None:
         return info.rows is not None and info.labelled is not None and info.rows.shape != info.labelled.shape
     return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
 
 
-def doubt_of(output: Any) -> str:
-    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or ""."""
+def doubt_of(output: Any, prediction: Tensor | None = None) -> str:
+    """Why the number of terms of a loss outside of the model may be another one, and for which loss; or "". It is made
+    of ``prediction``; None: of the likeliest."""
     if of_levels(output):
         return LEVELS
-    prediction = returned_prediction(output)
+    prediction = returned_prediction(output) if prediction is None else prediction
     if prediction is None or not (place := _place(output, prediction)).doubt:
         return ""
     shape = list(prediction.shape)
     return f"the model returned {shape}, a number for each position, and {EACH if place.dim is None else ONE}"
 
 
-def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
-    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction."""
-    prediction = returned_prediction(output)
+def output_terms(
+    output: Any, info: BatchInfo, *, weight_sharing: str, prediction: Tensor | None = None
+) -> Tensor | int | None:
+    """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
+    It is made of ``prediction``; None: of the likeliest."""
     if prediction is None:
-        return None
+        if not (predictions := predictions_in(output)):
+            return None
+        prediction = predictions[0]
     shape = list(prediction.shape)
     if len(shape) > 1:
         if (dim := _place(output, prediction).dim) is not None:
@@ -314,69 +356,3 @@ def accumulates(weight: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
     except RuntimeError:  # autograd.grad with the weight among its inputs: the gradient goes to the caller
         return False
-
-
-Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
-"""(prediction, batch, generator) -> scalar loss with gradients to the prediction.
-
-The prediction is what the model returned, or the module that ``kfac.factor.prediction`` names. ``batch.labelled`` says
-which terms have a loss. Draw from the generator only, so that a resumed run draws the same.
-"""
-
-
-def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``logits`` of a Hugging Face output, or what
-    :func:`returned_prediction` finds in a tuple. Raises ValueError if there is none, or only a scalar, which is a loss.
-    """
-    tensor = output if isinstance(output, Tensor) else _logits(output)
-    if tensor is None and isinstance(output, tuple):
-        tensor = returned_prediction(output)
-    if tensor is None or tensor.ndim == 0:
-        got = type(output).__name__ if tensor is None else "a scalar, a loss"
-        raise ValueError(
-            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
-            "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
-        )
-    return tensor
-
-
-def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
-    """The mean of the terms of a loss, without those that have no label."""
-    labelled = batch.labelled
-    if labelled is None or labelled.numel() != values.numel():
-        return values.mean()
-    weights = labelled.reshape(-1).to(values.dtype)
-    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
-
-
-def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
-    logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
-    logits = prediction_tensor(output)
-    dim = class_dim(logits)
-    logits = logits if dim is None else logits.movedim(dim, -1)
-    flat = logits.reshape(-1, logits.shape[-1]).float()
-    with torch.no_grad():
-        # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
-        uniform = torch.rand(flat.shape, generator=generator, device=flat.device, dtype=torch.float32).clamp_(min=1e-20)
-        drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
-    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
-
-
-def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, mean: bool = False) -> Tensor:
-    """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
-    [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
-
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
-    with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
-    """
-    prediction = prediction_tensor(output).float()
-    outputs = outputs_of(prediction)
-    variance = outputs / 2 if mean else 0.5
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
-    return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)
-
-
-mse: Sampler = partial(squared_error, mean=True)
-
-SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}

@@ -6,7 +6,6 @@ From there on the dimension is followed through what the program did to the prod
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -74,7 +73,9 @@ def class_place(prediction: Tensor) -> Place:
         dims, end = _followed(product)
     if dims:
         wide = [dim for dim in dims if shape[dim] > 1] or dims
-        return Place(usual if usual in wide else wide[-1])
+        if last in wide:  # also of a convolution's that were turned, as anchors times classes
+            usual = last
+        return Place(usual if usual in wide and product.convolution else wide[-1])
     if end == GONE:
         return Place(None, doubt=product.outputs == 1 and last == 1 and shape[1] > 1)
     if end == PICKED and product.convolution and last > 1:
@@ -131,7 +132,7 @@ def _moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) -
             ends = [0, -1] if kind == "T" else [node._saved_dim0, node._saved_dim1]
             one, other = (_signed(end) % len(before) for end in ends)
             order[one], order[other] = other, one
-        return sorted(order.index(dim) for dim in dims), ""
+        return [order.index(dim) for dim in dims], ""
     if kind in SUMS or kind in LOSSES or kind in ("Select", "Unbind"):
         gone = [min(1, len(before) - 1)] if kind in LOSSES else _saved(node, "_saved_dim", len(before))
         left = [dim for dim in dims if dim not in gone]
@@ -152,7 +153,7 @@ def _moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) -
 def _viewed(dims: list[int], before: Shape, after: Shape) -> Iterator[int]:
     """The dimensions of a view that have entries of ``dims`` alone."""
     spans: list[tuple[int, int]] = []
-    for dim in dims:
+    for dim in sorted(dims):
         begin = max(1, prod(before[:dim]))
         if spans and spans[-1][1] == begin:
             begin = spans.pop()[0]
@@ -176,24 +177,38 @@ def _signed(value: int) -> int:
 
 
 def last_product(prediction: Tensor) -> LastProduct | None:
-    """The product that is nearest to a tensor in its graph; None: there is none."""
-    node: Any = prediction.grad_fn
-    shape, steps = tuple(prediction.shape), list[tuple[Any, Shape, Shape]]()
-    while node is not None:
-        name = node.name()
-        made = partial(LastProduct, steps=tuple(reversed(steps)))
-        if "Convolution" in name:
-            return made(shape[1], shape, 1, convolution=True)
-        if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
-            place = len(shape) - 1 - _from_the_left(node)
-            weighed = _is_linear(node, name) or any(_is_parameter(below) for below, _ in node.next_functions)
-            return made(shape[place], shape, place, weighed=weighed)
-        if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
-            matrix = _is_parameter(node.next_functions[0][0])
-            return made(shape[0] if matrix else 1, shape, 0 if matrix else None)
-        below, before = _operand(node, len(shape))
-        steps.append((node, before, shape))
-        node, shape = below, before
+    """The product that is nearest to a tensor in its graph, along the first of :func:`_operands`; if that leads to
+    none, as a residual stream to its embeddings, along the next. None: there is none."""
+    seen, waiting = set[Any](), list[tuple[Any, Shape, Any]]()
+    waiting.append((prediction.grad_fn, tuple(prediction.shape), None))
+    while waiting:
+        node, shape, steps = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (product := _product(node, shape)) is not None:
+            made = list[tuple[Any, Shape, Shape]]()
+            while steps is not None:
+                step, steps = steps
+                made.append(step)
+            return product._replace(steps=tuple(made))
+        operands = reversed(_operands(node, shape))
+        waiting += [(below, before, ((node, before, shape), steps)) for below, before in operands]
+    return None
+
+
+def _product(node: Any, shape: Shape) -> LastProduct | None:
+    """The product that a node with a result of ``shape`` is; None: it is none."""
+    name = node.name()
+    if "Convolution" in name:
+        return LastProduct(shape[1], shape, 1, convolution=True)
+    if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
+        place = len(shape) - 1 - _from_the_left(node)
+        weighed = _is_linear(node, name) or any(_is_parameter(below) for below, _ in node.next_functions)
+        return LastProduct(shape[place], shape, place, weighed=weighed)
+    if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
+        matrix = _is_parameter(node.next_functions[0][0])
+        return LastProduct(shape[0] if matrix else 1, shape, 0 if matrix else None)
     return None
 
 
@@ -206,17 +221,17 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
-def _operand(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
-    """The node of the first operand that is neither a constant nor a parameter, and the operand's shape; one with
-    ``dims`` dimensions, as the result has, goes first. (None, ()) where there is none."""
+def _operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
+    """The nodes of the operands that are neither constants nor parameters, and the operands' shapes. Those of the
+    ``result``'s shape go first, then those with as many dimensions: others are repeated, as the weights of an average.
+    """
     operands = []
     for below, index in node.next_functions:
         if below is not None and "AccumulateGrad" not in below.name():
             metadata = getattr(below, "_input_metadata", ())
             if index < len(metadata):
                 operands.append((below, tuple(metadata[index].shape)))
-    same = [pair for pair in operands if len(pair[1]) == dims]
-    return next(iter(same or operands), (None, ()))
+    return sorted(operands, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
 
 
 def _from_the_left(product: Any) -> bool:

@@ -129,7 +129,9 @@ class RowCheck:
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
-            text = "no rows were seen: nothing calls it, or what multiplies is a fused kernel or an autograd.Function"
+            text = (
+                "no rows were seen: nothing calls it, or a fused kernel, torch.func or an autograd.Function multiplies"
+            )
         elif self.calls > self.reached:
             text = f"rows of {self.calls} calls, gradients of {self.reached}"
         elif self.wrong:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import SAMPLERS, class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder

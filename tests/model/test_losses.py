@@ -1,14 +1,18 @@
 """At which of the losses that a model returned G's scale is taken: each against one loss made by plain torch."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import divided, losses_in, micro_batches, of_levels, output_terms, returned_loss
+from ds_kfac.model.batch import ArgumentReader, BatchInfo
+from ds_kfac.model.divided import divided, micro_batches
+from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -29,8 +33,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(self.trunk(x))
         aux = F.mse_loss(self.other(h).squeeze(-1), t)
-        ce = F.cross_entropy(self.one(h) * self.scale.exp(), y)
+        raw = self.one(h)
+        logits = raw * self.scale.exp()
+        ce = F.cross_entropy(logits, y)
         values = {"ce": ce, "aux": aux, "sum": ce + 0.01 * aux, "accuracy": ce.detach(), "scale": self.scale.exp()}
+        values |= {"raw": raw, "logits": logits, "hidden": h, "part": h.square().mean(), "list": [{"logits": logits}]}
         return {name: values[name] for name in self.returned.split()}
 
 
@@ -63,10 +70,29 @@ CASES = {
     "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),
     "a number first": ("accuracy ce", lambda v: v["ce"] / 8, 8),
     "a temperature first": ("scale ce", lambda v: v["ce"] / 8, 8),
+    "a part, and a loss of the prediction": ("logits aux", lambda v: outside(v) + 0.01 * v["aux"], 1),
+    "a part, and a loss of what is in a list": (
+        "aux list",
+        lambda v: 0.01 * v["aux"] + outside(v["list"][0]),
+        1,
+    ),
+    "a part that is made last": ("raw part", lambda v: outside({"logits": v["raw"]}) + 0.01 * v["part"], 1),
+    "one, and a distillation of its logits": ("ce logits hidden", lambda v: 0.1 * v["ce"] + 0.9 * outside(v), 1),
+    "one times 0, and a distillation": ("ce logits", lambda v: 0 * v["ce"] + outside(v), 1),
+    "one and a penalty, divided": ("ce logits", lambda v: (v["ce"] + PENALTY.square().mean().sqrt()) / 8, 8),
+    "one beside its logits, divided": ("logits ce hidden", lambda v: v["ce"] / 8, 8),
 }
+PENALTY = nn.Parameter(torch.ones(D, D))
 
 
-PLAIN = "their sum, returned first", "a number first", "a temperature first"
+def outside(values) -> Tensor:
+    return F.cross_entropy(values["logits"], batch()[1].flip(0))
+
+
+PLAIN = (
+    "their sum, returned first", "a number first", "a temperature first", "one beside its logits, divided",
+    "a part, and a loss of the prediction", "a part, and a loss of what is in a list", "a part that is made last",
+)  # fmt: skip
 """Where a plain loss.backward() is of the first that can be one; of others it is not known which they are of."""
 
 
@@ -88,6 +114,162 @@ def test_the_scale_of_G_is_that_of_the_loss_that_is_trained(name, announced):
     assert found.keys() == whole.keys()
     for layer, G in whole.items():
         close(found[layer], G, sums=10 * N)
+
+
+def test_losses_of_two_forwards_give_their_scale_whatever_is_made_of_both_predictions():
+    """A mean over two forwards, as with R-Drop."""
+    found = []
+    for weight in (0.0, 1.0):
+        model = Net("ce logits")
+        recorder = Recorder(model, KINDS)
+        one, other = model(*batch()), model(*batch())
+        loss = (one["ce"] + other["ce"]) / 2 + weight * F.mse_loss(one["logits"], other["logits"])  # no gradient
+        with recorder.capture.own_backward(loss):
+            recorder.capture.begin_backward(torch.tensor(1.0))
+            loss.backward()
+        found.append({name: G for name, (_, G) in recorder.means().items()})
+    whole = expected(Net("ce logits"), lambda values: values["ce"])
+    for name, G in found[0].items():
+        close(G, whole[name], sums=10 * N)
+        close(found[1][name], G, sums=10 * N)
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    sample: Tensor
+
+
+class Shaped(Net):
+    """The loss in another form, beside what else is returned."""
+
+    form: Callable[[Tensor, Tensor], object]
+
+    def forward(self, *values: Tensor) -> object:
+        found = super().forward(*values)
+        return self.form(found["ce"], found["logits"])
+
+
+TARGET = torch.zeros(2, 7, 4)
+FORMS = {
+    "a vector of one": lambda ce, logits: ce.unsqueeze(0), "[1, 1], in a tuple": lambda ce, logits: (ce.view(1, 1),),
+    "a dataclass": lambda ce, logits: Output(ce, logits), "a namespace": lambda ce, logits: SimpleNamespace(loss=ce),
+    "with its parts": lambda ce, logits: (ce, torch.stack([ce, ce, ce]).detach()),
+    "a target first": lambda ce, logits: {"target": TARGET, "loss": ce, "prediction": logits},
+    "without a graph": lambda ce, logits: (ce, logits.detach()),
+}  # fmt: skip
+
+
+def first_loss(output: object) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = output[0] if isinstance(output, tuple) else output["loss"] if isinstance(output, dict) else output.loss
+    return output.mean()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
+    model = Shaped("ce logits")
+    model.form = FORMS[name]
+    recorder = Recorder(model, KINDS)
+    loss = first_loss(model(*batch())) / 8
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    whole = expected(Net("ce"), lambda values: values["ce"])
+    for layer, (_, G) in recorder.means().items():
+        close(G, whole[layer], sums=10 * N)
+
+
+ERRORS = {
+    "squared": lambda v: (v - 1.5).square(), "of a constant": lambda v: 2 * (1.5 - v) ** 2,
+    "mse": lambda v: F.mse_loss(v, torch.tensor(1.5)), "huber": lambda v: F.smooth_l1_loss(v, torch.tensor(0.2)),
+    "logistic": lambda v: F.binary_cross_entropy_with_logits(v, torch.tensor(1.0)) + 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_value_of_one_example_is_no_loss(name):
+    """As of the last example of a data set, squeezed: what reaches it is of its error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+    found = []
+    for squeezed in (False, True):
+        recorder = Recorder(model, KINDS)
+        handle = (
+            model.register_forward_hook(lambda module, inputs, output: output[0], prepend=True) if squeezed else None
+        )
+        output = model(batch()[0][:1])
+        loss = ERRORS[name](output if squeezed else output[0])
+        with recorder.capture.own_backward(loss):
+            recorder.capture.begin_backward(torch.tensor(1.0))
+            loss.backward()
+        found.append([G for _, G in recorder.means().values()])
+        recorder.capture.remove()
+        if handle is not None:
+            handle.remove()
+    for G, expected_G in zip(*found, strict=True):
+        close(G, expected_G, sums=10)
+
+
+class Conditioned(nn.Module):
+    """Labels of examples choose what is generated, or are what it is scored by."""
+
+    def __init__(self, scores: bool) -> None:
+        super().__init__()
+        self.trunk, self.words, self.scores = nn.Linear(D, C), nn.Embedding(C, D), scores
+
+    def forward(self, x: Tensor, labels: Tensor) -> object:
+        z = self.trunk(x + self.words(labels)[:, None])
+        return (F.cross_entropy(z.mean(1), labels), z) if self.scores else z
+
+
+@pytest.mark.parametrize(("scores", "terms"), [(False, N * 3), (True, N)])
+def test_labels_of_examples_are_terms_where_the_model_returns_their_loss(scores, terms):
+    model = Conditioned(scores)
+    recorder = Recorder(model, KINDS, read_batch=ArgumentReader(model))
+    output = model(torch.randn(N, 3, D), batch()[1])
+    (output[0] if scores else output.square().mean()).backward()
+    assert recorder.counts("trunk")[1] == terms
+
+
+def test_a_prediction_is_found_in_a_dataclass():
+    assert output_terms(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand") == N * T
+
+
+T = 3
+
+
+class Several(nn.Module):
+    """Tokens, and what is made of all tokens of an example; of no row the outputs of a task that the batch has not."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        self.trunk, self.head, self.score, self.returned = nn.Linear(D, 8), nn.Linear(8, C), nn.Linear(8, 1), returned
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        tokens = torch.tanh(self.trunk(x))
+        values = {"tokens": tokens, "pooled": self.head(tokens.mean(1)), "score": self.score(tokens[:, 0]).squeeze(-1)}
+        values |= {"none": self.head(tokens[:0, 0]), "aux": tokens.square().mean(), "hidden": (tokens, x)}
+        return {name: values[name] for name in self.returned.split()}
+
+
+@pytest.mark.parametrize(("returned", "of", "terms"), [
+    ("tokens pooled", "tokens", N * T), ("tokens pooled", "pooled", N), ("tokens pooled", "tokens pooled", N * T),
+    ("pooled tokens", "tokens", N * T), ("tokens score", "score", N), ("tokens score hidden", "hidden", N * T),
+    ("none pooled", "none pooled", N), ("none pooled", "none", 0), ("aux tokens pooled", "pooled", N),
+    ("aux tokens pooled", "aux", N * T), ("aux tokens pooled", "aux pooled", N),
+])  # fmt: skip
+def test_loss_terms_are_those_of_the_prediction_that_the_loss_is_made_of(returned, of, terms):
+    torch.manual_seed(0)
+    model = Several(returned)
+    recorder = Recorder(model, KINDS)
+    values = model(torch.randn(N, T, D))
+    parts = (values[name][0] if name == "hidden" else values[name] for name in of.split())
+    loss = sum(part.square().sum() for part in parts)
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    assert recorder.counts("trunk")[1] == terms
 
 
 def test_a_temperature_that_is_returned_is_no_loss():

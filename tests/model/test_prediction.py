@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import SAMPLERS, class_dim, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.loss import class_dim, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.sampled_loss import SAMPLERS
 from tests.close import close
 from tests.model.test_capture import Recorder
 
@@ -18,7 +19,7 @@ X, ROW, IMAGE = (torch.randn(*shape, generator=generator) for shape in ((N, T, D
 LABELS = torch.randint(C, (N, T), generator=generator)
 SIX, FIVE, ONE, TWO = (nn.Linear(D, outputs) for outputs in (6, C, 1, 2))
 MAP, MAPS, SHORT = nn.Conv2d(3, 1, 1), nn.Conv2d(3, 8, 1), nn.Conv1d(D, 1, 1)
-KEYS = nn.Linear(D, D)
+KEYS, WORDS = nn.Linear(D, D), nn.Embedding(C, C)
 EACH = {
     "tokens [N, T, 1]": lambda: ONE(X), "squeezed": lambda: ONE(X).squeeze(-1),
     "all squeezed": lambda: ONE(X).squeeze(),
@@ -52,11 +53,17 @@ OTHERS = {
     "losses": (lambda: F.cross_entropy(MAPS(IMAGE), torch.zeros(N, 8, 9).long(), reduction="none"), N * 72),
     "contrast": (lambda: KEYS(ROW) @ KEYS(X[0]).T, N), "contrast, turned": (lambda: (KEYS(X[0]) @ KEYS(ROW).T).T, N),
     "scores": (lambda: torch.einsum("btd,bd->bt", KEYS(X), KEYS(ROW)), N),
+    "averaged": (lambda: (ONE(X).softmax(1) * FIVE(X)).sum(1), N),
+    "a mixture's": (lambda: (SIX(ROW).softmax(-1)[..., None] * FIVE(X)).sum(1), N),
+    "rendered": (lambda: (torch.relu(ONE(X))[..., 0][..., None] * FIVE(X).sigmoid()).sum(-2), N),
+    "gated": (lambda: ONE(X).sigmoid() * FIVE(X), N * T), "masked": (lambda: FIVE(X).where(ONE(X) > 9, ONE(X)), N * T),
+    "residual": (lambda: WORDS(LABELS) + FIVE(X), N * T),
     "turned, in a row between": (lambda: FIVE(X).flatten(1).view(N, T, C).mT, N * T),
 }  # fmt: skip
 OPEN = {
     "squeezed": (lambda: ONE(X).squeeze(-1), N * T), "candidates": (lambda: ONE(X.flatten(0, 1)).view(N, T), N),
     "candidates, squeezed": (lambda: ONE(X.flatten(0, 1)).squeeze(-1).view(N, T), N),
+    "of an embedding": (lambda: ((WORDS(LABELS) + FIVE(X)) * WORDS(LABELS)).sum(-1), N),
     "moves on a board": (lambda: MAP(IMAGE).flatten(1), N), "one of several": (lambda: FIVE(X)[..., 0], N),
     "begins and ends": (lambda: TWO(X).split(1, -1)[0].squeeze(-1), N), "largest": (lambda: FIVE(X).amax(-1), N),
 }  # fmt: skip
@@ -175,4 +182,7 @@ def test_a_split_head_keeps_its_outputs_in_the_last_of_its_dimensions():
     assert class_dim(FIVE(X).view(N, T, 1, C)) == 3 and class_dim(SIX(X).view(N, T, 2, 3)) == 3
     assert class_dim(MAPS(IMAGE).view(N, 2, 4, 8, 9)) == 1, "of an image as in torch's losses"
     assert class_dim(SIX(X).view(N, T, 2, 3).permute(0, 2, 3, 1)) == 2
+    anchors = MAPS(IMAGE).view(N, 2, 4, 8, 9)
+    assert class_dim(anchors.permute(0, 1, 3, 4, 2).contiguous()) == 4, "of each anchor, channels last"
+    assert class_dim(anchors.permute(0, 3, 4, 1, 2).reshape(N, -1, 4)) == 2
     assert class_dim(SIX(X).flatten(1).view(N, T, 6)) == 2, "of as many tokens, where the graph is of no help"

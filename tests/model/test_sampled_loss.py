@@ -9,7 +9,7 @@ import torch
 from ds_kfac.engine import monte_carlo as loss_sampling
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import cross_entropy, mse, prediction_tensor
+from ds_kfac.model.sampled_loss import cross_entropy, mse, prediction_tensor
 from tests.close import near
 
 

@@ -1,0 +1,49 @@
+"""By what a loss is divided, as autograd's graph shows it: by the labels of a whole step, or by its micro-batches."""
+
+from contextlib import suppress
+from math import isclose, prod
+from typing import Any
+
+from torch import Tensor
+
+
+def divisors(node: Any) -> tuple[list[float | None], bool]:
+    """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
+    whether it is seen to be a mean."""
+    found, mean = list[float | None](), False
+    visited, waiting = set[Any](), [node]
+    while waiting:
+        if (node := waiting.pop()) is None or node in visited:
+            continue
+        visited.add(node)
+        name, other = node.name(), None
+        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
+        if name.startswith(("DivBackward", "MulBackward")):
+            with suppress(RuntimeError):  # it was changed in place
+                other = getattr(node, "_saved_other", None)
+        if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
+            found.append(None)
+        elif other is not None and float(other):
+            found.append(float(other) if name[0] == "D" else 1 / float(other))
+        waiting += [
+            below
+            for below, at in node.next_functions
+            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
+        ]
+    return found, mean
+
+
+def divided(node: Any, number: Any) -> bool:
+    """Whether a scalar is divided by ``number``, of which on a GPU nothing is read; taken to be, where it is not seen
+    to be a mean."""
+    found, mean = divisors(node)
+    if isinstance(number, Tensor) and (not number.is_cpu or number.numel() != 1):
+        return None in found or not mean
+    return any(by is None or isclose(by, number, rel_tol=1e-6) for by in found) or not mean
+
+
+def micro_batches(node: Any, most: int) -> float:
+    """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
+    found, mean = divisors(node)
+    counts = [round(by) for by in found if by is not None and 1.5 < by < most + 0.5 and isclose(by, round(by))]
+    return most if most in counts or not (counts or mean) else next(iter(counts), 1)
