@@ -268,10 +268,6 @@ class FactorUpdates:
         for key in draft.arriving:
             if key not in now and key in draft.factors:
                 draft.results[key] = self.refresher.result(key)
-        self._count(draft)
-
-    def _count(self, draft: FactorDraft) -> None:
-        """What came of this rank's decompositions."""
         draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
         counts = self.metrics.step_counts
         for key, result in draft.results.items():
@@ -389,10 +385,7 @@ class FactorUpdates:
 
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
-        nothing = FactorsDue(frozenset(), frozenset())
-        draft = FactorDraft(step, nothing, dict(self.factors), set(self.ready), dict(self.pending))
-        draft.arriving = tuple(self.specs)
-        able = self._usable(set(self.specs), draft)
-        draft.results |= zip(able, self._work(able, draft)(), strict=True)
-        self._count(draft)
+        due = FactorsDue(frozenset(), frozenset(self.specs))
+        draft = FactorDraft(step, due, dict(self.factors), set(), dict(self.pending))
+        self.decompose(draft)
         return draft
