@@ -26,7 +26,7 @@ from ds_kfac.zero.layout import ShardLayout
 
 @dataclass(frozen=True)
 class StepContext:
-    """What holds at this step.
+    """What holds at this step, for :meth:`Direction.local`.
 
     Attributes:
         step: applied steps so far.
@@ -125,11 +125,13 @@ class Direction:
             local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The second half: layer name -> what its result is multiplied by, of all ranks' layers; 1 if absent, as here.
 
         Args:
+            step: applied steps so far.
+            local: what :meth:`local` gave.
             totals: ``LocalResult.numbers``, summed over ranks.
             prepared: layer name -> bool scalar, whether it has eigenbases; empty unless
                 :meth:`UpdateRule.asks_prepared`.
@@ -140,8 +142,8 @@ class Direction:
 class UpdateRule(ABC):
     """One way of stepping along preconditioned gradients: a line of ``DIRECTIONS``.
 
-    A rule gives :meth:`steps`, :meth:`direction` and :meth:`described`. All else is a fact about it with a default that
-    is right for a rule without it. What is final the engine works out of the facts.
+    A rule gives :meth:`claims`, :meth:`direction` and :meth:`described`. All else is a fact about it with a default
+    that is right for a rule without it. What is final the engine works out of the facts.
 
     Attributes:
         blocks: blocks of the "kfac" config that no other rule reads.
@@ -165,7 +167,7 @@ class UpdateRule(ABC):
     # what a rule must give
 
     @abstractmethod
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         """Whether an engine with this innermost optimizer follows this rule."""
 
     @abstractmethod
@@ -272,7 +274,7 @@ class UpdateRule(ABC):
         """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
         return False
 
-    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Of its own optimizer, if a DeepSpeed config asks for it. Raises ValueError for a wrong block."""
         return None
 

@@ -169,4 +169,4 @@ def test_a_rule_of_one_layer_need_not_know_layers_without_a_basis():
 
 def test_a_rule_says_which_method_it_lacks():
     with pytest.raises(TypeError, match="direction"):
-        type("Half", (UpdateRule,), {"steps": ToyRule.steps, "described": ToyRule.described})()
+        type("Half", (UpdateRule,), {"claims": ToyRule.claims, "described": ToyRule.described})()

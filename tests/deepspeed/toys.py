@@ -47,7 +47,7 @@ class SoftSign(Direction):
 class ToyRule(UpdateRule):
     optimizer_type = "ToySGD"
 
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
     def direction(self, plan, layout, exchange, optimizer, metrics) -> SoftSign:

@@ -75,7 +75,7 @@ RANGES = (2.0**-130, 2.0**60)
 
 
 @dataclass(frozen=True)
-class Directions:
+class LayerSteps:
     """What the layers' steps are but for the results.
 
     Attributes:
@@ -164,7 +164,7 @@ class AdamDirection(Direction):
         local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
         return local
 
-    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> Directions:
+    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> LayerSteps:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
         moments stay as they are.
 
@@ -207,7 +207,7 @@ class AdamDirection(Direction):
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         squares = torch.cat([squared[None], length.square() * self.ranges])
-        return Directions(
+        return LayerSteps(
             pending=pending,
             numbers=(squares / self.copies).sum(dim=1).float().unbind(),
             replaced=(usable & ~good | ~finite).sum().float(),
@@ -313,7 +313,7 @@ class AdamDirection(Direction):
             rows.mul_(times[:, None, None, None])
 
     def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         self.last = totals[0], self.layout.optimizer.param_groups[0]["lr"]
         low, high = (torch.stack(list(totals[1:])) / self.ranges[:, 0]).unbind()

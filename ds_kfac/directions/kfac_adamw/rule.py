@@ -38,7 +38,7 @@ class KFACAdamWRule(UpdateRule):
     without_curvature = "a layer is stepped without curvature"
     passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
 
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, KFACAdamWStep)
 
     def given(self, optimizer: Any) -> bool:
@@ -64,7 +64,7 @@ class KFACAdamWRule(UpdateRule):
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        return ratio_of(self.parameters(ds_config) or {}, ADAM_RATIO)
+        return ratio_of(self.optimizer_params(ds_config) or {}, ADAM_RATIO)
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
         heads = [x for x in plan.layers if keeps_direction(plan.config.adam, x) is not None]
@@ -159,7 +159,7 @@ class KFACAdamWRule(UpdateRule):
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
-    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)
 
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class KFACAdamWRule(UpdateRule):
                 f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
             )
         config, _ = self.resolved(config)
-        put_into(arguments, self.scanned(config), self.parameters(ds_config), ds_config)
+        put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
         return unstepped(parameters)
