@@ -120,14 +120,14 @@ class LayerGroup:
         """Whether :attr:`rotation` is where that of the last step was."""
         return self.rotation is self._home
 
-    def load(self, states: dict[str, LayerState], *, fresh: Collection[str] | None = None) -> list[LayerState]:
+    def load(self, states: dict[str, LayerState], *, fresh: Collection[str]) -> list[LayerState]:
         """The layers' states of this step. What others have put there since the last call, after a refresh eigenbases,
         after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these take its place
         in ``states``: nothing is in memory twice, once the step was applied.
 
         Args:
-            fresh: layers with eigenbases that go if this step is skipped; None: maybe all. The others' are those of
-                applied steps, so that new ones may take the places of old ones.
+            fresh: layers with eigenbases that go if this step is skipped. The others' are those of applied steps, so
+                that new ones may take the places of old ones.
         """
         layers = [states[name] for name in self.names]
         moments = [state.moments for state in layers]
@@ -142,7 +142,7 @@ class LayerGroup:
         if [*map(id, sides)] == [*map(id, self._sides)]:
             return layers
         if self._home is not None and based == self._based and same_form(self._sides, sides):
-            if fresh is not None and not any(name in fresh for name in self.names):
+            if not any(name in fresh for name in self.names):
                 return self._replace_bases(self._home, states, layers)
             if self.stays:
                 self.rotation = self._rotation(bases)

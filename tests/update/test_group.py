@@ -35,7 +35,7 @@ def states() -> dict[str, LayerState]:
 
 def test_states_become_slices_with_the_same_values(states):
     before, group = dict(states), LayerGroup(LAYERS)
-    own = group.load(states)
+    own = group.load(states, fresh=group.names)
     assert own == [states[name] for name in "abc"]
     for index, (name, now) in enumerate(states.items()):
         for mine, old in ((now.moments, before[name].moments), (now.A, before[name].A), (now.G, before[name].G)):
@@ -48,23 +48,23 @@ def test_states_become_slices_with_the_same_values(states):
 
 def test_nothing_is_copied_again_until_something_is_another_one(states, monkeypatch):
     group, made, of = LayerGroup(LAYERS), [], Rotation.of
-    group.load(states)
+    group.load(states, fresh=group.names)
     moments, rotation = group.moments, group.rotation
     monkeypatch.setattr(Rotation, "of", lambda *args, **more: made.append(old() is not None) or of(*args, **more))
-    group.load(states)
+    group.load(states, fresh=group.names)
     states["b"] = replace(states["b"], terms=torch.tensor(2.0))
-    group.load(states)
+    group.load(states, fresh=group.names)
     assert group.moments is moments and group.rotation is rotation and not made
     old = weakref.ref(rotation)
     del rotation
     new = random_basis(ROWS, COLUMNS, seed=7)
     states["b"] = states["b"].rebased(A=new.A)
-    own = group.load(states)
+    own = group.load(states, fresh=group.names)
     assert made == [False], "what was turned with is freed before another one is made"
     assert group.moments is moments and own[1].moments.first_OI.data_ptr() == moments.first_OI[1].data_ptr()
     exact(group.rotation.A[0][1], new.A.vectors[0][0])
     states["c"] = state(2)
-    group.load(states)
+    group.load(states, fresh=group.names)
     assert group.moments is not moments
     exact(group.moments.first_OI[2], states["c"].moments.first_OI)
 
@@ -72,12 +72,12 @@ def test_nothing_is_copied_again_until_something_is_another_one(states, monkeypa
 def test_what_a_skipped_step_drops_is_put_together_again(states):
     """States of before the step are what goes on."""
     group = LayerGroup(LAYERS)
-    group.load(states)
+    group.load(states, fresh=group.names)
     kept = dict(states)
     new = random_basis(ROWS, COLUMNS, seed=7)
     states["a"] = replace(states["a"], A=new.A, G=new.G)
-    group.load(states)
-    group.load(kept)
+    group.load(states, fresh=group.names)
+    group.load(kept, fresh=group.names)
     exact(group.rotation.A[0][0], kept["a"].A.vectors[0][0])
     assert (group.rotation.A[0][0] - new.A.vectors[0][0]).norm() > 0.1
 
@@ -108,13 +108,13 @@ def test_new_eigenbases_take_the_places_of_old_ones_once_their_step_was_applied(
 
 def test_a_layer_alone_is_a_group_of_views_of_its_own(states):
     before, group = dict(states), LayerGroup(LAYERS[:1])
-    (state,) = group.load(states)
+    (state,) = group.load(states, fresh=group.names)
     assert group.rotation.A is state.A.vectors is before["a"].A.vectors
     assert group.moments.first_OI.shape == (1, ROWS, COLUMNS) and state.moments.first_OI.shape == (ROWS, COLUMNS)
     for part, old in zip(vars(state.moments).values(), vars(before["a"].moments).values(), strict=True):
         assert part.data_ptr() == old.data_ptr() and part.shape == old.shape
     moments, rotation = group.moments, group.rotation
-    group.load(states)
+    group.load(states, fresh=group.names)
     assert group.moments is moments and group.rotation is rotation
 
 
@@ -123,7 +123,7 @@ def test_a_layer_in_groups_has_a_matrix_for_each():
     moments = AdamMoments(torch.randn(2, ROWS, COLUMNS), torch.rand(2, ROWS, COLUMNS), torch.tensor([1.0, 2.0]))
     states = {"a": replace(LayerState.empty(LAYERS[0], CPU), moments=moments)}
     group = LayerGroup([layer])
-    (state,) = group.load(states)
+    (state,) = group.load(states, fresh=group.names)
     assert (group.n, group.maps) == (2, 2) and group.rotation is None
     exact(list(vars(group.moments).values()), list(vars(moments).values()))
     exact(list(vars(state.moments).values()), list(vars(moments).values()))
@@ -135,31 +135,31 @@ def test_a_layer_in_groups_has_a_matrix_for_each():
 
 def test_moments_of_the_group_are_its_layers(states):
     group = LayerGroup(LAYERS)
-    group.load(states)
+    group.load(states, fresh=group.names)
     new = AdamMoments(*(torch.rand_like(part) for part in vars(group.moments).values()))
     group.keep(states, new)
     exact(states["c"].moments.second_OI, new.second_OI[2])
-    assert group.moments is new and group.load(states)[2] is states["c"] and group.moments is new
+    assert group.moments is new and group.load(states, fresh=group.names)[2] is states["c"] and group.moments is new
 
 
 def test_a_layer_that_has_no_basis_yet_is_rotated_by_the_identity(states):
     states["b"] = state(1, basis=False)
     group = LayerGroup(LAYERS)
-    layers = group.load(states)
+    layers = group.load(states, fresh=group.names)
     assert [one.basis is None for one in layers] == [False, True, False] and states["b"].A is None
     x = torch.randn(3, ROWS, COLUMNS)
     exact(group.rotation.rotate(x)[1], x[1])
     exact(group.rotation.values_A[1], torch.ones(COLUMNS))
     close(group.rotation.rotate(x)[2], layers[2].basis.rotate(x[2]), sums=8)
     rotation = group.rotation
-    group.load(states)
+    group.load(states, fresh=group.names)
     assert group.rotation is rotation
     new = random_basis(ROWS, COLUMNS, seed=7)
     states["b"] = states["b"].rebased(A=new.A, G=new.G)
-    group.load(states)
+    group.load(states, fresh=group.names)
     close(group.rotation.rotate(x)[1], new.rotate(x[1]), sums=8)
     without = {name: state(index, basis=False) for index, name in enumerate("abc")}
-    group.load(without)
+    group.load(without, fresh=group.names)
     assert group.rotation is None
 
 
@@ -167,7 +167,7 @@ def test_identity_sides_have_no_vectors(states):
     for name in states:
         states[name] = replace(states[name], G=Eigenbasis((), torch.ones(ROWS)))
     group = LayerGroup(LAYERS)
-    own = group.load(states)
+    own = group.load(states, fresh=group.names)
     assert group.rotation.G == () and all(one.G.vectors == () for one in own)
 
 
@@ -177,7 +177,7 @@ def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(
     if without:
         states[without] = state("abc".index(without), basis=False)
     group = LayerGroup(LAYERS)
-    group.load(states)
+    group.load(states, fresh=group.names)
     rotation = group.rotation
     whitening, place = rotation.whitening(0.25), states["a"].A.vectors[0].data_ptr()
     new = random_basis(ROWS, COLUMNS, seed=9)
@@ -188,7 +188,7 @@ def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(
     if without:
         exact(rotation.A[0][1], torch.eye(COLUMNS))
     fresh = LayerGroup(LAYERS)
-    fresh.load(dict(states))
+    fresh.load(dict(states), fresh=fresh.names)
     assert rotation.whitening(0.25) is whitening
     exact(whitening, fresh.rotation.whitening(0.25))
     states["a"] = replace(states["a"], G=Eigenbasis((), torch.ones(ROWS)))
