@@ -155,6 +155,7 @@ class KFACAdamWRule(UpdateRule):
                     nbytes = width * count * workspace(*sides)
                     same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
                     iterated = max(iterated, nbytes)
+        # maps that are iterated together (same_sides), with at most 3 elements of workspace() for one of theirs
         limit = 3 * width * chunk_budget(batched=plan.batched)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
