@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.resolve import adaptive, resolve
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.places import RecordedStep
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
@@ -146,6 +147,7 @@ class UpdateRule(ABC):
     that is right for a rule without it. What is final the engine works out of the facts.
 
     Attributes:
+        needs_basis: whether it steps in an eigenbasis. A ``preconditioner.method`` that keeps none is then refused.
         blocks: blocks of the "kfac" config that no other rule reads.
         fisher: where G comes from unless the config says.
         numbers: how many scalars of a step are summed over all ranks (``LocalResult.numbers``).
@@ -156,6 +158,7 @@ class UpdateRule(ABC):
         without_curvature: what becomes of a layer that has no factors yet.
     """
 
+    needs_basis = True
     blocks: tuple[str, ...] = ()
     fisher = "empirical"
     numbers = 0
@@ -305,6 +308,12 @@ class UpdateRule(ABC):
     @final
     def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
         """A config that the rule can follow, with its nulls answered, and the reasons. ``optimizer``: its name."""
+        name = config.preconditioner.method
+        if self.needs_basis and not METHODS[name].rotates:
+            raise ValueError(
+                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which '
+                f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another optimizer'
+            )
         self.check(config)
         own = "preconditioner" in self.blocks and adaptive(optimizer)
         return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)

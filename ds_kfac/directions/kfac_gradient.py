@@ -360,6 +360,7 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
+    needs_basis = False
     blocks = ("damping", "preconditioner")
     numbers = 1
 

@@ -188,7 +188,7 @@ def test_inverses_go_with_all_that_needs_no_eigenbasis():
     assert parse(TIKHONOV_INVERSE)
     assert resolved(given).factor.fisher == "empirical"
     with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
-        KFACAdamWRule().check(parse(given))
+        KFACAdamWRule().resolved(parse(given))
 
 
 def test_all_errors_come_in_one_message():

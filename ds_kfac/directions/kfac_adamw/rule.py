@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, stepped_by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import ADAM_RATIO, adam_factor, keeps_direction
@@ -75,12 +74,6 @@ class KFACAdamWRule(UpdateRule):
         return AdamMoments
 
     def check(self, config: KFACConfig) -> None:
-        name = config.preconditioner.method
-        if not METHODS[name].rotates:
-            raise ValueError(
-                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
-                "another optimizer"
-            )
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
                 f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
@@ -155,7 +148,7 @@ class KFACAdamWRule(UpdateRule):
                     nbytes = width * count * workspace(*sides)
                     same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
                     iterated = max(iterated, nbytes)
-        # maps that are iterated together (same_sides), with at most 3 elements of workspace() for one of theirs
+        # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of theirs
         limit = 3 * width * chunk_budget(batched=plan.batched)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
