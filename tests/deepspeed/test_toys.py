@@ -74,6 +74,7 @@ MODES = [
     *(ToyMode(f"stage {stage}, clipped", stage, clip=CLIPPED, kfac=PLAIN_KFAC) for stage in range(4)),
     *(ToyMode(f"stage {stage}, offload", stage, zero=OFFLOAD, clip=CLIPPED, kfac=PLAIN_KFAC) for stage in (2, 3)),
     *(ToyMode(f"stage {stage}, fp16", stage, "fp16", extra=SCALE, clip=0.0, kfac=PLAIN_KFAC) for stage in (1, 2, 3)),
+    ToyMode("stage 2, bf16", 2, "bf16", clip=0.0, kfac=PLAIN_KFAC),
     *(ToyMode(f"stage {stage}, fp16, clipped", stage, "fp16", extra=SCALE, clip=CLIPPED, kfac=PLAIN_KFAC)
       for stage in (1, 2, 3)),
 ]  # fmt: skip
