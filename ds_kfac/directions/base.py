@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.resolve import adaptive, resolve
+from ds_kfac.curvature.eigen import LayerBasis
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.places import RecordedStep
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
@@ -26,7 +28,7 @@ from ds_kfac.zero.layout import ShardLayout
 
 @dataclass(frozen=True)
 class StepContext:
-    """What holds at this step.
+    """What holds at this step, for :meth:`Direction.local`.
 
     Attributes:
         step: applied steps so far.
@@ -82,7 +84,8 @@ class Direction:
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         """The first half, of this rank's layers. Here one by one: :meth:`layer` steps those that have a basis, the
-        others keep their gradients.
+        others keep their gradients. So does one whose gradient is not finite, for DeepSpeed's check of overflow, or
+        whose result is not: its moments are those of before, and it counts as replaced.
 
         Whoever overrides it hands a result for each layer to the outbox, once; gives ``LocalResult.numbers`` as many
         scalars as ``UpdateRule.numbers`` says; and writes into no gradient, of which DeepSpeed may hold the memory.
@@ -95,25 +98,46 @@ class Direction:
         local = LocalResult(states, self.exchange)
         if self.clips:
             self.set_clip(context, local)
+        scale = self.layout.grad_scale()
         for layer in self.exchange.owned:
-            state, result = states[layer.name], gradients.pop(layer.name).float() * local.clip
+            state, gradient = states[layer.name], gradients.pop(layer.name).float() * local.clip
+            result = gradient
             if state.preconditioner is not None:
-                result, moments = self.layer(context, layer, result, state)
-                states[layer.name] = replace(state, moments=moments)
+                stepped, moments = self.layer(context, layer, gradient / scale, state.preconditioner, state.moments)
+                sizes = [torch.linalg.vector_norm(x, ord=torch.inf) for x in (gradient, stepped)]  # no mask in memory
+                finite = torch.stack(sizes).isfinite().all()
+                result = torch.where(finite, stepped * scale, gradient)
+                local.replaced = local.replaced + (~finite).float()
+                states[layer.name] = replace(state, moments=chosen(finite, moments, state.moments))
             local.outbox.add([layer], [result])
         return local
 
     def layer(
-        self, context: StepContext, layer: LayerSpec, gradient: Tensor, state: LayerState
+        self, context: StepContext, layer: LayerSpec, gradient: Tensor, basis: LayerBasis, moments: Any
     ) -> tuple[Tensor, Moments | None]:
         """The step of one layer that has a basis.
 
-        Args:
-            gradient: fp32 of ``layer.shape``, with the loss scale, clipped if :attr:`clips`.
-            state: ``state.basis`` rotates into the eigenbasis and restores, ``state.moments`` are those of
-                :meth:`UpdateRule.moments`.
+        Of a rule that is not linear in the gradient a result has a size of its own, of which three things are to know:
 
-        Returns the result, fp32 of the same shape and with the loss scale, which the optimizer reads in place of the
+        - The loss scale is out of the gradient, and out of the moments with it. :meth:`local` puts it back.
+        - Where A or G has no range (an input that is always 0, the sum over a softmax's classes) the rotated gradient
+          is rounding noise, of which a sign or Adam's quotient makes a whole step:
+          :func:`ds_kfac.update.rotation.mask_null_space` makes it 0.
+        - With an :attr:`UpdateRule.optimizer_type` DeepSpeed clips results, and reports their norm, in place of
+          gradients: it must be that of the gradients. So give each layer's result the norm of its gradient; or scale
+          all of them in :meth:`finish` and undo that in the optimizer, as ``kfac_adamw/direction.py`` does. A rule
+          without one is given clipped gradients, and its results are not clipped again.
+
+        A layer that the step did not use has a gradient of zeros, and whatever the moments make of it as a step: a rule
+        that wants it to stand still multiplies by ``(gradient != 0).any()``. Nothing here may wait for the device.
+
+        Args:
+            gradient: fp32 of ``layer.shape``, without the loss scale, clipped if :attr:`clips`.
+            basis: rotates into the eigenbasis and restores. Of a method that keeps none, which only a rule meets that
+                does not need one, what ``Method.of_layer`` gives.
+            moments: those of :meth:`UpdateRule.moments`.
+
+        Returns the result, fp32 of the same shape and without the loss scale, which the optimizer reads in place of the
         gradient; and new moments, not the old ones changed, since a skipped step drops them.
         """
         raise NotImplementedError
@@ -125,11 +149,13 @@ class Direction:
             local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The second half: layer name -> what its result is multiplied by, of all ranks' layers; 1 if absent, as here.
 
         Args:
+            step: applied steps so far.
+            local: what :meth:`local` gave.
             totals: ``LocalResult.numbers``, summed over ranks.
             prepared: layer name -> bool scalar, whether it has eigenbases; empty unless
                 :meth:`UpdateRule.asks_prepared`.
@@ -137,23 +163,36 @@ class Direction:
         return {}
 
 
+def chosen(new_or_old: Tensor, new: Moments | None, old: Moments | None) -> Moments | None:
+    """One of two moments, which a bool scalar on the device says."""
+    if new is None or old is None:
+        return new
+    parts = zip(vars(new).values(), vars(old).values(), strict=True)
+    return type(new)(*(torch.where(new_or_old, *pair) for pair in parts))
+
+
 class UpdateRule(ABC):
     """One way of stepping along preconditioned gradients: a line of ``DIRECTIONS``.
 
-    A rule gives :meth:`steps`, :meth:`direction` and :meth:`described`. All else is a fact about it with a default that
-    is right for a rule without it. What is final the engine works out of the facts.
+    A rule gives :meth:`claims`, :meth:`direction` and :meth:`described`. All else is a fact about it with a default
+    that is right for a rule without it. What is final the engine works out of the facts.
 
     Attributes:
+        needs_basis: whether it steps in an eigenbasis. A ``preconditioner.method`` that keeps none is then refused.
         blocks: blocks of the "kfac" config that no other rule reads.
         fisher: where G comes from unless the config says.
         numbers: how many scalars of a step are summed over all ranks (``LocalResult.numbers``).
-        optimizer_type: of an optimizer of its own, in ``"optimizer": {"type": ...}``. None: it steps in front of any
+        optimizer_type: of an optimizer of its own, in ``"optimizer": {"type": ...}``: DeepSpeed clips, and checks for
+            overflow, what the rule has made. A config or an argument can name it, before there is an engine, with
+            :meth:`optimizer_params`, :meth:`given` and :meth:`install` alone; without these the rule is known at attach
+            only, by :meth:`claims`, and the estimator takes the last of ``DIRECTIONS``. None: it steps in front of any
             other; then it clips gradients itself where the engine would, and its steps depend on learning rates.
         marks: keys of that optimizer's parameter groups by which it knows those of K-FAC.
         passes: over a gradient, per step and gradient worker, in addition to those of preconditioning.
         without_curvature: what becomes of a layer that has no factors yet.
     """
 
+    needs_basis = True
     blocks: tuple[str, ...] = ()
     fisher = "empirical"
     numbers = 0
@@ -165,7 +204,7 @@ class UpdateRule(ABC):
     # what a rule must give
 
     @abstractmethod
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         """Whether an engine with this innermost optimizer follows this rule."""
 
     @abstractmethod
@@ -269,17 +308,18 @@ class UpdateRule(ABC):
     # an optimizer of its own that DeepSpeed steps
 
     def given(self, optimizer: Any) -> bool:
-        """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
+        """Whether this argument of ``deepspeed.initialize``, an optimizer object, asks for the rule."""
         return False
 
-    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Of its own optimizer, if a DeepSpeed config asks for it. Raises ValueError for a wrong block."""
+    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Of its own optimizer, if a DeepSpeed config names it, else None. Raises ValueError for a wrong block."""
         return None
 
     def install(  # noqa: B027
         self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
     ) -> None:
-        """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer."""
+        """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer: it does not
+        know the name."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
         """How many of these are in an optimizer object of the rule's own that no engine has taken, and that somebody
@@ -303,6 +343,12 @@ class UpdateRule(ABC):
     @final
     def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
         """A config that the rule can follow, with its nulls answered, and the reasons. ``optimizer``: its name."""
+        name = config.preconditioner.method
+        if self.needs_basis and not METHODS[name].rotates:
+            raise ValueError(
+                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which '
+                f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another optimizer'
+            )
         self.check(config)
         own = "preconditioner" in self.blocks and adaptive(optimizer)
         return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)

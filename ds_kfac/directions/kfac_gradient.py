@@ -183,9 +183,9 @@ class KFACGradient(Direction):
         return dot / group.layers[0].copies
 
     def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        kl_clip = self.config.preconditioner.kl_clip_at(context.step)
+        kl_clip = self.config.preconditioner.kl_clip_at(step)
         if not kl_clip:
             self.metrics.nu = self.metrics.kl = None
             return {}
@@ -357,10 +357,11 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
+    needs_basis = False
     blocks = ("damping", "preconditioner")
     numbers = 1
 
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         return True
 
     def direction(

@@ -29,7 +29,7 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
     if not isinstance(block, Mapping | None):
         example = '{"type": "KFACAdamW", "params": {"lr": 1e-3}}'
         raise ValueError(f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}")
-    named = [rule for rule in DIRECTIONS if rule.parameters(ds_config) is not None or rule.given(optimizer)]
+    named = [rule for rule in DIRECTIONS if rule.optimizer_params(ds_config) is not None or rule.given(optimizer)]
     return named[0] if named else DIRECTIONS[-1]
 
 

@@ -272,7 +272,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
 
 def _rule_of(engine: Any) -> UpdateRule:
     optimizer = getattr(engine, "basic_optimizer", None)
-    return next(rule for rule in DIRECTIONS if rule.steps(optimizer))
+    return next(rule for rule in DIRECTIONS if rule.claims(optimizer))
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:

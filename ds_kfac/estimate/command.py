@@ -299,7 +299,7 @@ def check(arguments: argparse.Namespace) -> str:
     check_model(model, config)
     texts = without_effect(rule, subject.user_config, scanned.layers, optimizer)
     scheduler = block(ds_config, "scheduler").get("type")
-    texts += config_far_from_recipes(rule.parameters(ds_config) or {}, scheduler, scanned.layers, model)
+    texts += config_far_from_recipes(rule.optimizer_params(ds_config) or {}, scheduler, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]
     lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
     lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,

@@ -248,8 +248,8 @@ class KFACPreconditioner:
             table, part = self.totals(draft)
             results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
             numbers, ready = self.summed(draft, table.read(received))
-            context = StepContext(self.steps, None, draft.peak_lr)
-            scales = self.direction.finish(context, draft.local, (numbers if sums is None else sums).unbind(), ready)
+            totals = (numbers if sums is None else sums).unbind()
+            scales = self.direction.finish(self.steps, draft.local, totals, ready)
             self.exchange.write(outbox, results, scales)
 
     def totals(self, draft: StepDraft) -> tuple[Scalars, MessagePart]:

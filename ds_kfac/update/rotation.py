@@ -170,6 +170,19 @@ def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
     return torch.cat(masks).view(values.shape).to(values.dtype)
 
 
+def mask_null_space(x_OI: Tensor, basis: LayerBasis) -> Tensor:
+    """One layer's rotated matrix, 0 along the null spaces of its G and A, see :attr:`Rotation.range_A`.
+
+    Args:
+        x_OI: fp32 [O, I], or [groups, O, I] of a layer in groups.
+    """
+    *groups, O, I = x_OI.shape  # noqa: E741
+    for side, shape in ((basis.G, (*groups, O, 1)), (basis.A, (*groups, 1, I))):
+        if side.vectors:
+            x_OI = x_OI * range_mask(side.vectors, side.values).view(shape)
+    return x_OI
+
+
 def change_basis_(x_nOI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
     """Out of one layer's eigenbasis (None: its own coordinates) into another, in place, a large matrix some rows at a
     time. In fp32 whatever the precision of steps: an error would stay in the moments.

@@ -186,9 +186,9 @@ class PendingMoments:
 
 @dataclass(frozen=True)
 class LayerState:
-    """Everything that is kept for one layer. A refresh makes another one, which is dropped if its step is skipped.
-    Moments, and eigenvectors of a layer that is stepped together with others, are slices of what its group has
-    (``groups.py``); Adam's moments change in place when a step was applied.
+    """Everything that is kept for one layer. A step makes another one, which is dropped if it is skipped. Moments, and
+    eigenvectors of a layer that is stepped together with others, are slices of what its group has (``groups.py``).
+    Moments change in place once a step was applied, and never before: with a gradient, and into new eigenbases.
 
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
@@ -244,7 +244,8 @@ class LayerState:
         return self.moments is not None and self.moments.ROTATES and self.method.rotates
 
     def rebased(self, *, A: Decomposition | None = None, G: Decomposition | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides, to which moments change, in place."""
+        """With new eigenbases or inverses of one or both sides, to which moments change, in place: if they do
+        (:attr:`moments_rotate`), call it once the step was applied."""
         new = replace(self, A=A or self.A, G=G or self.G)
         if self.moments_rotate and new.basis is not None:
             self.moments.change_basis_(self.basis, new.basis)
@@ -255,7 +256,8 @@ class LayerState:
         return empty if self.moments is None else replace(empty, moments=self.without(A=self.A, G=self.G).moments)
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
-        """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
+        """This state, its moments rotated out of A and G: the old bases of sides that are identities from now on; None
+        for a side that keeps its basis."""
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self

@@ -188,7 +188,7 @@ def test_inverses_go_with_all_that_needs_no_eigenbasis():
     assert parse(TIKHONOV_INVERSE)
     assert resolved(given).factor.fisher == "empirical"
     with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
-        KFACAdamWRule().check(parse(given))
+        KFACAdamWRule().resolved(parse(given))
 
 
 def test_all_errors_come_in_one_message():
@@ -288,6 +288,8 @@ def test_wrong_parameters_of_the_optimizer_are_named(params, message):
 
 def test_whole_numbers_are_parameters_of_the_optimizer_too():
     """torch's AdamW asks for floats on a CPU: it takes no beta of 0 next to one of 0.9."""
-    params = KFACAdamWRule().parameters({"optimizer": {"type": "KFACAdamW", "params": {"lr": 1, "betas": [0, 0.9]}}})
+    params = KFACAdamWRule().optimizer_params(
+        {"optimizer": {"type": "KFACAdamW", "params": {"lr": 1, "betas": [0, 0.9]}}}
+    )
     assert params == {"lr": 1.0, "betas": (0.0, 0.9)} and type(params["betas"][0]) is type(params["lr"]) is float
-    assert KFACAdamWRule().parameters({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}
+    assert KFACAdamWRule().optimizer_params({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}

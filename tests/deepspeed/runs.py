@@ -139,11 +139,12 @@ def weights(engine) -> dict[str, torch.Tensor]:
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
     before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
-    variation: Variation = PLAIN,
+    variation: Variation = PLAIN, clips_results: bool = False,
 ) -> dict:  # fmt: skip
     """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the concatenated batch.
 
-    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
+    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step;
+    ``clips_results``: see :class:`ReferenceStep`.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed. On the
     device of the engines, whose 16-bit products and autocast rules are those that DeepSpeed gets.
@@ -160,7 +161,7 @@ def reference(
     unscaled = "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
-    step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
+    step = ReferenceStep(mode, model, work, kfac, rounding=rounding, domains=clips_results)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)

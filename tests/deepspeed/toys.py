@@ -10,7 +10,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import DecompositionPart, Method
 from ds_kfac.directions.base import Direction, UpdateRule
-from ds_kfac.update.rotation import change_basis_
+from ds_kfac.update.rotation import change_basis_, mask_null_space
 from ds_kfac.update.state import Moments
 
 
@@ -31,23 +31,24 @@ class Mean(Moments):
         change_basis_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "Mean":
-        return Mean(basis.restore(self.first_OI))
+        return Mean(basis.restore(self.first_OI).contiguous())
 
 
 class SoftSign(Direction):
-    """m <- (m + R) / 2; Q_G [m / (|m| + 0.1)] Q_A^T."""
+    """m <- (m + R) / 2; Q_G [m / (|m| + 0.01)] Q_A^T, 0 in null spaces, at the length of the gradient."""
 
-    clips = False  # DeepSpeed clips what it makes
+    clips = False  # DeepSpeed clips what it makes, by a norm that is the gradients'
 
-    def layer(self, context, layer, gradient, state) -> tuple[Tensor, Mean]:
-        mean = (state.moments.first_OI + state.basis.rotate(gradient)) / 2
-        return state.basis.restore(mean / (mean.abs() + 0.1)), Mean(mean)
+    def layer(self, context, layer, gradient, basis, moments) -> tuple[Tensor, Mean]:
+        mean = (moments.first_OI + basis.rotate(gradient)) / 2
+        result = basis.restore(mask_null_space(mean / (mean.abs() + 0.01), basis))
+        return result * (gradient.norm() / result.norm().clamp(min=1e-30)), Mean(mean)
 
 
 class ToyRule(UpdateRule):
     optimizer_type = "ToySGD"
 
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
     def direction(self, plan, layout, exchange, optimizer, metrics) -> SoftSign:

@@ -106,7 +106,7 @@ def test_a_loss_scale_passes_through(eigenvalues, kind):
 def test_nu_is_for_layers_that_are_prepared_only():
     direction, local, _ = make()
     ready = {"a": torch.tensor(True), "b": torch.tensor(False)}
-    scales = direction.finish(StepContext(0, None, {}), local, [torch.tensor(0.1)], ready)
+    scales = direction.finish(0, local, [torch.tensor(0.1)], ready)
     close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
     assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
 

@@ -80,7 +80,7 @@ def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     exchange = SimpleNamespace(owned=(), device=torch.device("cpu"))
     direction = KFACGradient(plan, SimpleNamespace(), exchange, metrics)
     prepared = {"with": torch.tensor(True), "without": torch.tensor(False)}
-    scales = direction.finish(StepContext(0, None, {}), None, [torch.tensor(0.1)], prepared)
+    scales = direction.finish(0, None, [torch.tensor(0.1)], prepared)
     close(scales["with"], torch.tensor(0.1))
     assert float(scales["with"]) == float(metrics.nu)
     assert float(scales.get("without", 1.0)) == 1.0

@@ -53,7 +53,7 @@ def make(case: str, device: torch.device):
     def step(gradients: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
         group["lr"], now = lr, StepContext(3, None, {})
         local = direction.local(now, dict(zip(states, gradients, strict=True)), dict(states))
-        scales = direction.finish(now, local, local.numbers, prepared)
+        scales = direction.finish(now.step, local, local.numbers, prepared)
         moments = [pending.new.second_OI for pending in local.pending]
         return [*local.outbox.values(), *moments, *list(scales.values())[:1], local.replaced]
 

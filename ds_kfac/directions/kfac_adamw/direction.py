@@ -64,18 +64,19 @@ from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
-"""Norm of a gradient that moments take: far from where its square leaves fp32."""
+"""Largest norm of a gradient that goes into moments: far from where its square leaves fp32."""
 APART = (
     "ds_kfac: WARNING: KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
     "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
     "group, not only for the first (docs/troubleshooting.md)"
 )
 RANGES = (2.0**-130, 2.0**60)
-"""A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
+"""A squared norm travels in fp32, multiplied by each: one of the two holds it, of a norm of 1e-28 and more.
+A smaller one loses digits, and is 0 below about 3e-32."""
 
 
 @dataclass(frozen=True)
-class Directions:
+class LayerSteps:
     """What the layers' steps are but for the results.
 
     Attributes:
@@ -164,7 +165,7 @@ class AdamDirection(Direction):
         local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
         return local
 
-    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> Directions:
+    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> LayerSteps:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
         moments stay as they are.
 
@@ -207,7 +208,7 @@ class AdamDirection(Direction):
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         squares = torch.cat([squared[None], length.square() * self.ranges])
-        return Directions(
+        return LayerSteps(
             pending=pending,
             numbers=(squares / self.copies).sum(dim=1).float().unbind(),
             replaced=(usable & ~good | ~finite).sum().float(),
@@ -250,7 +251,7 @@ class AdamDirection(Direction):
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
         """X from U, in its place; nothing else of the directions is kept. Maps whose sides are the same, as they are or
         transposed, are iterated together, whatever layers they are of."""
-        maps: list[Tensor] = []
+        maps: list[Any] = []  # tensors
         owners: list[GroupStep] = []
         for step in steps:
             if step.rows_first and step.group.rotation is not None:
@@ -262,7 +263,7 @@ class AdamDirection(Direction):
             maps += parts
             owners += [step] * len(parts)
             del parts
-        sizes = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(maps)
+        sizes: dict[int, Tensor] = {}
         for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
             whitenings: list[Tensor | None] = [None] * len(indices)
             if self.config.adam.rotate:  # S is the same whether rows are rotated or not
@@ -273,8 +274,7 @@ class AdamDirection(Direction):
                     for index in indices
                 ]
             found = orthogonal_factors([maps[index] for index in indices], whitenings, precision=self.precision)
-            for index, size in zip(indices, found, strict=True):
-                sizes[index] = size
+            sizes |= zip(indices, found, strict=True)
         for step in steps:
             mine = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
@@ -282,7 +282,7 @@ class AdamDirection(Direction):
                     if rows.data_ptr() != maps[index].data_ptr():  # where its rows lie apart the map is a copy
                         rows.copy_(maps[index].view(rows.shape))
             for index in mine:
-                maps[index] = sizes[index]  # its memory
+                maps[index] = None  # frees the copy of rows that lie apart: the next step's are still there
             step.sizes = [sizes[index] for index in mine]
 
     def _finish(self, step: GroupStep, bound: Tensor, replacement: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class AdamDirection(Direction):
             rows.mul_(times[:, None, None, None])
 
     def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         self.last = totals[0], self.layout.optimizer.param_groups[0]["lr"]
         low, high = (torch.stack(list(totals[1:])) / self.ranges[:, 0]).unbind()

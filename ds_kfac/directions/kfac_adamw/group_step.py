@@ -16,9 +16,10 @@ from ds_kfac.update.newton_schulz import FULL
 from ds_kfac.update.rotation import chunk_budget
 
 SIZE = 27.0
-"""Measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate."""
+"""Frobenius norm of an orthogonalized step over sqrt(max(O, I)); measured with gpt_small (benchmarks/convergence), of
+width 128, at AdamW's best rate."""
 BASE = 128
-"""That width."""
+"""Inputs of a head at and below which its rate is adam_lr; a wider one has BASE / I of it, at least lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
@@ -35,8 +36,8 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """Frobenius norm, in SIZE, of an orthogonalized step of a layer's matrix, of that of one of its groups, or of a
-    block of so many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
+    """What SIZE is multiplied by: the root of the longer side of a layer's matrix, of that of one of its groups, or of
+    a block of so many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
     O, I = layer.whole_shape[-2:]  # noqa: E741
     O = O if rows is None else rows * layer.cut[0]  # noqa: E741
     return (max(O, I) / math.prod(layer.cut)) ** 0.5

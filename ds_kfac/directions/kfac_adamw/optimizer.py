@@ -40,7 +40,8 @@ PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if nam
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
 IN_USE = -1e-30
-"""Added to every entry of a direction of a layer in use: a zero becomes negative, nothing else changes."""
+"""Added to every entry of a direction of a layer in use: a zero becomes negative. In fp32 only an entry below about
+1e-23 changes with it, by no more than this."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, stepped_by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
@@ -38,7 +37,7 @@ class KFACAdamWRule(UpdateRule):
     without_curvature = "a layer is stepped without curvature"
     passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
 
-    def steps(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, KFACAdamWStep)
 
     def given(self, optimizer: Any) -> bool:
@@ -64,7 +63,7 @@ class KFACAdamWRule(UpdateRule):
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
-        return ratio_of(self.parameters(ds_config) or {})
+        return ratio_of(self.optimizer_params(ds_config) or {})
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
         heads = [x for x in plan.layers if keeps_direction(plan.config.adam, x) is not None]
@@ -75,12 +74,6 @@ class KFACAdamWRule(UpdateRule):
         return AdamMoments
 
     def check(self, config: KFACConfig) -> None:
-        name = config.preconditioner.method
-        if not METHODS[name].rotates:
-            raise ValueError(
-                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
-                "another optimizer"
-            )
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
                 f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
@@ -155,11 +148,12 @@ class KFACAdamWRule(UpdateRule):
                     nbytes = width * count * workspace(*sides)
                     same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
                     iterated = max(iterated, nbytes)
+        # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of theirs
         limit = 3 * width * chunk_budget(batched=plan.batched)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
-    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)
 
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
@@ -168,7 +162,7 @@ class KFACAdamWRule(UpdateRule):
                 f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
             )
         config, _ = self.resolved(config)
-        put_into(arguments, self.scanned(config), self.parameters(ds_config), ds_config)
+        put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
         return unstepped(parameters)
