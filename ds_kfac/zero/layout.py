@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_kfac.update.rotation import lengths
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.shards import ParamPart, Shard, ShardMap
+from ds_kfac.zero.shards import ParamPart, Shard, ShardMap, entries
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Parameter -> its full flat gradient, for the self-test."""
@@ -275,15 +275,16 @@ class Replicated(ShardLayout):
         return reduce(torch.promote_types, map(attrgetter("dtype"), self.params))
 
     def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
-        used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # stored() would make zeros
-        return super().squared_norm(used)
+        return super().squared_norm([x for x in self.own if self.params[x.param].grad is not None])  # not made zeros
 
     def stored(self, shard: Shard) -> Tensor:
         param = self.params[shard.param]
-        return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
+        return param.new_zeros(param.numel()) if param.grad is None else entries(param)
 
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        if (param := self.params[shard.param]).grad is not None:  # DeepSpeed skips a parameter without a gradient
+        if (param := self.params[shard.param]).grad is not None and param.grad.is_sparse:
+            entries(param).copy_(gradient)
+        elif param.grad is not None:  # DeepSpeed skips a parameter without a gradient
             # by .data: torch refuses to assign an fp32 gradient to a 16-bit parameter
             param.grad.data = gradient.view(param.shape).to(gradient.dtype if self.masters else param.dtype)
 

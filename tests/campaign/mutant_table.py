@@ -436,6 +436,8 @@ _ROWS = [
     ("stage 0: the first layer's dtype is all of theirs", "zero/layout.py",
      'reduce(torch.promote_types, map(attrgetter("dtype"), self.params))', "self.params[0].dtype",
      "tests/deepspeed/test_dtypes.py"),
+    ("stage 0: sparse gradients are not clipped", "zero/layout.py",
+     "entries(param).copy_(gradient)", "pass", "tests/deepspeed/test_sparse_gradients.py"),
     ("stage 0: 16-bit parameters get fp32 gradients", "zero/layout.py",
      "gradient.dtype if self.masters else param.dtype", "gradient.dtype", "tests/deepspeed/test_dtypes.py"),
     ("float64 is taken for 16 bits", "plan/plan.py", "torch.bfloat16 if parameters.itemsize == 2 else torch.float32",
