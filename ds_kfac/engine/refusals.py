@@ -246,6 +246,16 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
         "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm to true",
     ),
+    "Adagrad of several parameter groups with ZeRO": (
+        lambda e: (
+            e.engine is not None
+            and e.stage > 0
+            and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
+            and len(e.engine.basic_optimizer.param_groups) > 1
+        ),
+        "DeepSpeed replaces it by one of a single group and would fail at the first step: give it one group, or use "
+        "ZeRO stage 0 or another optimizer",
+    ),
     "Muon": (
         lambda e: "muon" in e.optimizer.lower(),
         "it replaces gradients by its own updates before K-FAC sees them: choose Muon or K-FAC",

@@ -34,6 +34,12 @@ class ZeroLayout(ShardLayout):
         self.offloads = self.offloaded(self.optimizer)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         self.clips_scaled = bool(self.grad_scaler)
+        inner, scheduler = engine.basic_optimizer, engine.lr_scheduler
+        if isinstance(inner, torch.optim.Adagrad) and getattr(scheduler, "optimizer", None) is inner:
+            self.faults += (
+                "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a scheduler in "
+                "the config, or use ZeRO stage 0 or another optimizer",
+            )
         if self.clips_scaled and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 

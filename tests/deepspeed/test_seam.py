@@ -179,6 +179,18 @@ def refusals_worker(_) -> dict:
     config = plain_config(KFAC={"enabled": True})
     results["misspelt"] = error_of(lambda: ds_kfac.initialize(model=make_net(), config=config))
     attempt("pattern", kfac={"layers": {"exclude": ["nothing_like_it"]}})
+    for many, name in ((1, "one group of Adagrad"), (2, "Adagrad of several parameter groups with ZeRO")):
+        model = make_net()
+        groups = parameter_groups(model, "decay" if many > 1 else "one")
+        without = {key: value for key, value in plain_config(kfac={"enabled": True}).items() if key != "optimizer"}
+        adagrad = torch.optim.Adagrad(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(adagrad, lambda step: 0.5)
+
+        def with_adagrad(model=model, config=without, adagrad=adagrad, scheduler=scheduler):
+            made = ds_kfac.initialize(model=model, optimizer=adagrad, config=config, lr_scheduler=scheduler)
+            results["its scheduler"] = made[0].kfac.report
+
+        results[name] = error_of(with_adagrad)
 
     model = make_net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain_config())
@@ -230,6 +242,7 @@ def test_refusals_say_what_to_change():
     assert 'did you mean "kfac"' in result["misspelt"]
     assert "matches no module" in result["pattern"]
     modes = {
+        "Adagrad of several parameter groups with ZeRO": "one group",
         "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"',
         "mixture of experts at stage 3": "stage 0, 1 or 2",
         "sequence parallelism by mesh_param": "parallel_state_sp",
@@ -239,7 +252,8 @@ def test_refusals_say_what_to_change():
     for mode, remedy in modes.items():
         assert f"{mode}: " in result[mode] and remedy in result[mode], (mode, result[mode])
     assert "Unknown, which ds_kfac does not know" in result["unknown wrapper"]
-    assert result["usable after all refusals"] == ""
+    assert result["usable after all refusals"] == result["one group of Adagrad"] == ""
+    assert "whose rate your scheduler does not change" in " ".join(result["its scheduler"].split())
 
 
 def self_test_worker(names: list[str]) -> dict:
