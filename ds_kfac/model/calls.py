@@ -2,19 +2,19 @@
 one A: they are found by tensor identity, and checked from then on. A call's rows wait until its gradient arrives."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
+from ds_kfac.model.expert_rows import Siblings
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward, Value
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
@@ -156,104 +156,6 @@ def agreed(shown: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, o
         if any(inputs):
             groups.setdefault((kind, inputs), []).append(layer)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
-
-
-class Siblings:
-    """Which layers are experts of one mixture, and the loss terms of the step that used one of them on this rank.
-
-    G of an expert is a mean over all loss terms, also those of a micro-batch, or a rank, that has no token for it. A
-    head that a micro-batch does not use is another task's, a block that it drops no expert. So experts are known: the
-    entries of a stack; and those of a ModuleList or ModuleDict, as far as layers at one place in them have one shape,
-    once a forward gave them 2-D rows of different numbers, or a mixture gave them places for tokens.
-
-    Attributes:
-        entries: layer in a ModuleList -> name of its siblings, if they are experts; its entry.
-        dues: name of siblings -> whether their terms count in this step on this rank.
-        known: name of an expert -> name of its siblings.
-        rows: name of siblings -> the first entry that was called in this forward, and its number of rows.
-        terms: name of siblings -> fp32 scalar, their loss terms in this step; a tensor that their sums of G share.
-    """
-
-    def __init__(self, model: nn.Module, layers: Iterable[LayerSpec]) -> None:
-        self.known: dict[str, str] = {}
-        self.terms: dict[str, Tensor] = {}
-        self._layers: dict[str, list[LayerSpec]] = {}
-        self.entries: dict[str, tuple[str, str]] = {}
-        self.rows: dict[str, tuple[str, int]] = {}
-        self.dues: dict[str, bool] = {}
-        for layer in layers:
-            if LAYERS[layer.kind].needs_gradients:  # a norm has no G
-                continue
-            if layer.product and layer.part[1] > 1:
-                name = self.known[layer.name] = layer.weight
-            elif entry := _entry(model, layer):
-                name = entry[0]
-                self.entries[layer.name] = entry
-            else:
-                continue
-            self._layers.setdefault(name, []).append(layer)
-
-    def see(self, layer: str, x: Tensor, sums: MutableMapping[str, BatchSum]) -> None:
-        """One of :attr:`entries` was called with x [.., D]."""
-        if layer not in self.known and x.ndim == 2:
-            name, entry = self.entries[layer]
-            first, rows = self.rows.setdefault(name, (entry, len(x)))
-            if entry != first and rows != len(x):
-                self.know(layer, sums)
-
-    def know(self, layer: str, sums: MutableMapping[str, BatchSum]) -> None:
-        """A layer of a ModuleList is an expert's, and so are its siblings. Up to now all of them were used alike."""
-        if layer not in self.entries or layer in self.known:
-            return
-        name = self.entries[layer][0]
-        self.known |= dict.fromkeys((other.name for other in self._layers[name]), name)
-        if begun := [sums[other.keys[1]] for other in self._layers[name] if other.keys[1] in sums]:
-            self.terms[name] = torch.stack([batch.count for batch in begun]).amax()
-            for batch in begun:
-                batch.count = self.terms[name]
-
-    def due(self, layer: str, keys: Collection[str]) -> bool:
-        """Whether loss terms that use an expert count for a sum of ``keys``: for its own G or a sibling's."""
-        name = self.known[layer]
-        if name not in self.dues:
-            self.dues[name] = any(other.keys[1] in keys for other in self._layers[name])
-        return self.dues[name]
-
-    def sum_of(self, layer: LayerSpec, device: torch.device, numel: int | None = None) -> BatchSum:
-        """An empty sum of an expert's G, with the loss terms that its siblings had."""
-        batch = BatchSum.empty(layer.G.numel if numel is None else numel, device)
-        batch.count = self.terms.setdefault(self.known[layer.name], batch.count)
-        return batch
-
-    def complete(self, sums: MutableMapping[str, BatchSum], keys: Collection[str], failed: Collection[str]) -> None:
-        """Give each expert a sum of G, maybe of no row, with a count of its own: sums are reduced in place."""
-        for name, terms in self.terms.items():
-            layers = [x for x in self._layers[name] if x.keys[1] in keys and x.name not in failed]
-            for layer, count in zip(layers, terms.repeat(len(layers)).unbind(), strict=True):
-                key = layer.keys[1]
-                if key not in sums:
-                    sums[key] = BatchSum.empty(layer.G.numel, terms.device)
-                sums[key].count = count
-        self.terms = {}
-
-    def used(self, sums: Mapping[str, BatchSum]) -> None:
-        """Sums of all ranks: an expert without a token on any has its siblings' terms; now it has none."""
-        batches = [sums[key] for name in self.known if (key := key_of(name, "G")) in sums]
-        if batches:
-            sizes = torch._foreach_norm([batch.sum_P for batch in batches], float("inf"))
-            for batch, size in zip(batches, sizes, strict=True):
-                batch.count.mul_(size != 0)
-
-
-def _entry(model: nn.Module, layer: LayerSpec) -> tuple[str, str] | None:
-    """(what the layers at this place of a ModuleList's entries have in common, the entry); None: it is in none."""
-    names = layer.module.split(".")
-    for at in reversed(range(len(names))):
-        holder = model.get_submodule(".".join(names[:at]))
-        if isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and len(holder) > 1:  # PEFT's have one adapter
-            place = ".".join((*names[:at], "*", *names[at + 1 :]))
-            return f"{place} {layer.weight.rpartition('.')[2]} {list(layer.shape)}", names[at]
-    return None
 
 
 class StepSums:

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks, tensors_of
-from ds_kfac.model.calls import SharedInputs, Siblings, StepSums
+from ds_kfac.model.calls import SharedInputs, StepSums
+from ds_kfac.model.expert_rows import Siblings
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates, losses_in, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses

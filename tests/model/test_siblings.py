@@ -1,5 +1,7 @@
 """Loss terms of experts: of every micro-batch that used one of them. Heads and blocks in turns have their own."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,58 @@ def test_an_expert_without_a_token_on_any_rank_has_no_terms():
     assert terms(recorder) == {"w.0": ROWS, "w.1": ROWS, "head": ROWS}
     recorder.capture.siblings.used(recorder.capture.sums)
     assert terms(recorder) == {"w.0": ROWS, "w.1": 0, "head": ROWS}
+
+
+class Layers(nn.Module):
+    """An expert that is a list of layers, as wide as they are told to be."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths))
+
+    def forward(self, x):
+        for layer in self.net:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Nested(nn.Module):
+    """Blocks of a list, each with a mixture of two experts; each block has its own part of the routes."""
+
+    def __init__(self, *widths: int, blocks: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleList(Layers(*widths) for _ in range(2)) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, routes):
+        for experts, route in zip(self.blocks, routes.T, strict=True):
+            out = x
+            for k, expert in enumerate(experts):
+                if len(chosen := (route == k).nonzero()[:, 0]):
+                    out = out.index_add(0, chosen, expert(x[chosen]))
+            x = out
+        return self.head(x)
+
+
+@pytest.mark.parametrize("widths", [(WIDTH, WIDTH, WIDTH), (WIDTH, 9, WIDTH), (WIDTH, WIDTH)])
+def test_an_expert_that_is_a_list_of_layers_has_the_terms_of_micro_batches_without_a_token_for_it(widths):
+    recorder = seen(Nested(*widths), [torch.tensor(route)[:, None] for route in (SOME, ALL, EVEN)])
+    names = [f"blocks.0.{k}.net.{at}" for k in range(2) for at in range(len(widths) - 1)]
+    assert terms(recorder) == dict.fromkeys((*names, "head"), 3 * ROWS)
+
+
+def test_blocks_with_a_mixture_each_are_no_experts_of_one():
+    """Though its first routes are even, so that only blocks have different numbers of rows."""
+    model = Nested(WIDTH, WIDTH, WIDTH, blocks=2)
+    even, two = torch.tensor(EVEN), torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
+    recorder = seen(model, [torch.stack([even, two], 1), torch.stack([two, even], 1)])
+    known = recorder.capture.siblings.known
+    for block in range(2):
+        for at in range(2):
+            assert {known[f"blocks.{block}.{k}.net.{at}"] for k in range(2)} == {
+                f"blocks.{block}.*.net.{at} weight [{WIDTH}, {WIDTH}]"
+            }
 
 
 class Turns(nn.Module):
