@@ -143,13 +143,13 @@ class ArgumentReader:
                 labelled, items = known["labelled"], known["items"]
             elif self.shifted and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
-        rows, encoder_rows = self._mask(values.get("attention_mask")), None
+        rows, encoder_rows = self._mask(values), None
         if self.two_sided:
-            rows, encoder_rows = self._mask(values.get("decoder_attention_mask")), rows
+            rows, encoder_rows = self._mask(values, "decoder_"), rows
         padding, attended = rows is not None or encoder_rows is not None, None
         classes = labelled is not None and labelled.ndim == 1 and not self._aligned
         if labelled is not None and labelled.ndim == 2:
-            positions = self._positions(labelled, values)
+            positions = self._positions(labelled, values) if rows is None else rows.shape == labelled.shape
             classes = positions is not True and labelled.shape[1] > 1
             if self.count == "labelled" and positions is not False:
                 if rows is not None:
@@ -179,8 +179,19 @@ class ArgumentReader:
             return None
         return Counter(labelled.shape) <= Counter(x.shape)
 
-    def _mask(self, mask: Any) -> Tensor | None:
-        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
+    def _mask(self, values: Mapping[str, Any], prefix: str = "") -> Tensor | None:
+        """The mask [N, T] of a batch; [N K, T] of one whose tokens are [N, K, T], as of K choices: models make that of
+        it. Another mask of three dimensions is of pairs of positions."""
+        mask = values.get(prefix + "attention_mask")
+        if not isinstance(mask, Tensor) or self.count == "all":
+            return None
+        if mask.ndim == 3:
+            tokens, embedded = values.get(prefix + "input_ids"), values.get(prefix + "inputs_embeds")
+            shapes = [
+                x.shape[:3] for x, dims in ((tokens, 3), (embedded, 4)) if isinstance(x, Tensor) and x.ndim == dims
+            ]
+            mask = mask.flatten(0, 1) if mask.shape in shapes else mask
+        return mask.bool() if mask.ndim == 2 else None
 
 
 EVERY_ROW = Fit()
@@ -204,6 +215,8 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
         return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
     if direct:
         return Fit(mask)
+    if len(batch) == 3 and (batch[0] * batch[1], batch[2]) == (N, T):  # of choices, see ArgumentReader
+        return Fit(mask.reshape(batch))
     if transposed:
         return Fit(mask.T, 1)
     if len(batch) == 1 and batch[0] == N * T:

@@ -27,6 +27,7 @@ MASK = torch.tensor([[True, True, False], [True, False, False]])
         ((6,), 1, MASK.T, 1, "flattened"),
         ((2, 3, 1), None, MASK, 0, ""),
         ((2, 1, 3), None, MASK, 0, ""),
+        ((1, 2, 3), None, MASK[None], 0, ""),  # choices
         ((2,), None, None, 0, ""),  # pooled
         ((2, 4), None, None, 0, ""),  # with a class token
         ((6, 1), None, None, 0, "only the number of rows fits"),

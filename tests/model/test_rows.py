@@ -203,6 +203,19 @@ def test_hugging_face_arguments_are_recognised_by_name_and_place():
     assert ArgumentReader(CausalLM())((IDS,), {}) == BatchInfo()
 
 
+def test_a_mask_of_choices_is_of_the_rows_that_models_make_of_them():
+    """transformers' ForMultipleChoice get [N, K, T] and flatten it to [N K, T]; labels are of examples."""
+    read, ids = ArgumentReader(Tagger()), torch.zeros(2, 4, 3, dtype=torch.long)
+    mask = (torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)) > 0.5).long()
+    for tokens in ({"input_ids": ids}, {"inputs_embeds": torch.zeros(2, 4, 3, 5)}):
+        for labels in (torch.tensor([1, 0]), torch.tensor([[1, 0, 0, 1]] * 2)):
+            info = read((), {"attention_mask": mask, "labels": labels, **tokens})
+            assert info.rows.tolist() == mask.flatten(0, 1).bool().tolist() and info.padding
+    of_pairs = read((), {"attention_mask": torch.ones(2, 3, 3), "input_ids": IDS, "labels": torch.tensor([1, 0])})
+    assert of_pairs.rows is None
+    assert ArgumentReader(Tagger(), count="all")((), {"attention_mask": mask, "input_ids": ids}).rows is None
+
+
 def test_a_model_of_another_class_does_not_shift():
     read = ArgumentReader(Tagger())
     labels = torch.tensor([[1, -100, 2], [-100, -100, 3]])
