@@ -5,11 +5,11 @@ shapes are ambiguous, a warning says so once.
 """
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
-from ds_kfac.model.labels import aligned, have_loss, of_examples, shifts
+from ds_kfac.model.labels import aligned, encoder_decoders, have_loss, of_examples, shifts
 from ds_kfac.model.layers import value_of
-from ds_kfac.model.slices import Fit, Slices, has_all
+from ds_kfac.model.slices import EVERY_ROW, SQUARE, Fit, Slices, fit, has_all
 
-SOURCE, TARGET = "source", "target"
+SOURCE, TARGET, OTHER = "source", "target", "other"
 
 
 def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
@@ -94,16 +94,7 @@ class BatchInfo:
     peers: Peers | None = None
 
 
-def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(encoder, decoder) names: siblings called "encoder" and "decoder" with children (T5, BART, nn.Transformer)."""
-    for name, module in model.named_modules():
-        children = dict(module.named_children())
-        pair = [children.get(part) for part in ("encoder", "decoder")]
-        if all(part is not None and any(True for _ in part.children()) for part in pair):
-            prefix = f"{name}." if name else ""
-            yield f"{prefix}encoder", f"{prefix}decoder"
-
-
+TOKENS = "input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"
 ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 """(arguments, keyword arguments) of the model's forward -> BatchInfo. A user may set ``engine.kfac.read_batch``."""
 
@@ -194,40 +185,6 @@ class ArgumentReader:
         return mask.bool() if mask.ndim == 2 else None
 
 
-EVERY_ROW = Fit()
-SQUARE = "there are as many examples as positions; taken as examples first"
-
-
-def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
-    """A mask, bool [N, T], as it fits rows of leading shape ``batch``. One that is not 2-D must be in the rows' order.
-    ``examples``: dimension of the examples in this model's rows, if other calls have shown it."""
-    if mask is None:
-        return Fit()
-    if mask.ndim != 2:
-        same = mask.numel() == prod(batch) and (len(batch) == 1 or batch[0] == len(mask))
-        return Fit(mask.reshape(batch) if same else None)
-    N, T = mask.shape
-    direct = (batch[:1], prod(batch[1:])) == ((N,), T)
-    transposed = batch[:2] == (T, N) and prod(batch[2:]) == 1
-    trivial = N <= 1 or T <= 1  # then both orders are the same
-    if direct and transposed and not trivial:
-        doubt = SQUARE if examples is None else ""
-        return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
-    if direct:
-        return Fit(mask)
-    if len(batch) == 3 and (batch[0] * batch[1], batch[2]) == (N, T):  # of choices, see ArgumentReader
-        return Fit(mask.reshape(batch))
-    if transposed:
-        return Fit(mask.T, 1)
-    if len(batch) == 1 and batch[0] == N * T:
-        if examples == 1 and not trivial:
-            return Fit(mask.T, 1, "flattened rows, in a model that has sequences first elsewhere; taken so here too")
-        return Fit(mask)
-    if prod(batch) == N * T and not trivial:
-        return Fit(doubt="only the number of rows fits the mask; every row counts")
-    return Fit()
-
-
 def counted(mask: Tensor, weight_sharing: str, examples: int = 0) -> Tensor:
     """How many entries of a mask are set, with "reduce" how many examples have one; fp32 scalar. ``examples``: their
     dimension."""
@@ -240,6 +197,9 @@ class RowMasks:
 
     Hooks on encoders and decoders record in which of them a call runs. Rows in an encoder are the source's, and so are
     a decoder's rows made of the encoder's output (cross-attention). A recomputation has its module's side.
+
+    Beside tokens a batch may have images or sounds. Modules that do not have the embedding of the tokens, and are
+    called with those, or with what such a module returned, have rows of another modality, which no mask or label is of.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -248,6 +208,8 @@ class RowMasks:
         self._side: str | None = None
         self._outer: list[str | None] = []  # sides around the present one
         self._sources: list[StorageWeakRef] = []  # storages of encoder outputs
+        self._others: list[tuple[StorageWeakRef, Any]] = []  # of tensors of another modality; the batch's, and dtypes
+        self._of_others = set[str]()  # layers that got them in this forward
         self._examples: dict[str, int] = {}  # module -> dimension of its examples, where shapes decide
         self._in_order: dict[str, bool] = {}  # module -> whether its stack's matrices get the batch's rows in order
         self._warned: set[str] = set()
@@ -257,14 +219,27 @@ class RowMasks:
             for name, side in ((encoder, SOURCE), (decoder, TARGET)):
                 self._places[name + "."] = side
                 self._watch(model.get_submodule(name), side)
+        tables = {name: x for name, x in model.named_modules() if isinstance(x, nn.Embedding)}
+        words = max(tables, key=lambda name: tables[name].num_embeddings, default="")
+        for at in range(words.count(".") + 1) if words else ():  # the modules around the embedding of the tokens
+            around, inside = ".".join(words.split(".")[:at]), words.split(".")[at]
+            for name, child in model.get_submodule(around).named_children():
+                path = f"{around}.{name}.".lstrip(".")
+                if name != inside and path not in self._places and any(p.ndim > 1 for p in child.parameters()):
+                    self._watch(child, OTHER)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self) -> None:
-        """A forward of the model begins."""
+    def begin(self, batch: Iterable[Any] = ()) -> None:
+        """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
         self._watching, self._side, self._sources, self._outer = True, None, [], []
+        self._others, self._of_others = [], set()
+        named = {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
+        if any(isinstance(named.get(key), Tensor) for key in TOKENS):
+            of_text = re.compile("embeds|mask|label|bias|logits|hidden|position")
+            self._add_others((x for key, x in named.items() if not of_text.search(key)), cast=True)
         self._in_order.clear()
         self._slices.begin()
 
@@ -325,7 +300,7 @@ class RowMasks:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
             masks = []  # the target has no mask, and the source's could fit by chance
-        return side, [mask for mask in masks if mask is not None]
+        return side, [mask for mask in masks if mask is not None and side != OTHER]
 
     def _whole(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
         """The mask for a call that gets all rows of the batch; none fits one that gets a slice."""
@@ -372,28 +347,49 @@ class RowMasks:
         return None
 
     def _side_of(self, module: str, x: Tensor) -> str | None:
-        """Whether the rows ``x`` are SOURCE or TARGET; None: unknown."""
+        """Whether the rows ``x`` are SOURCE, TARGET or OTHER; None: unknown."""
+        cdata = x.untyped_storage()._cdata
+        recomputed = not self._watching and module in self._of_others
+        if self._others and (recomputed or self._side == OTHER or self._is_other(x)):
+            self._of_others.add(module)
+            return OTHER
         if not self._places:
             return TARGET
-        cdata = x.untyped_storage()._cdata
         if any(source.cdata == cdata and not source.expired() for source in self._sources):
             return SOURCE
         if self._side is not None:
             return self._side
         return next((side for place, side in self._places.items() if module.startswith(place)), None)
 
+    def _add_others(self, tensors: Iterable[Any], *, cast: bool = False) -> None:
+        for x in tensors:
+            if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1:
+                self._others.append((StorageWeakRef(x.untyped_storage()), (x.shape, x.dtype) if cast else None))
+
+    def _is_other(self, x: Any, *, cast: bool = False) -> bool:
+        """Whether a tensor is one of another modality or a view of it; with ``cast``, a copy in another dtype."""
+        return isinstance(x, Tensor) and any(
+            (mark.cdata == x.untyped_storage()._cdata and not mark.expired())
+            or (cast and given is not None and given[0] == x.shape and given[1] != x.dtype)
+            for mark, given in self._others
+        )
+
     def _watch(self, module: nn.Module, side: str) -> None:
-        def enter(module: nn.Module, arguments: tuple) -> None:
+        def enter(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
             if self._watching:
                 self._outer.append(self._side)
-                self._side = side
+                if side != OTHER or any(self._is_other(x, cast=True) for x in (*arguments, *named.values())):
+                    self._side = side
 
         def leave(module: nn.Module, arguments: tuple, output: Any) -> None:
             if self._watching and self._outer:
-                outer = self._outer.pop()
-                self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
-                if side == SOURCE:
+                outer, entered = self._outer.pop(), side != OTHER or self._side == OTHER
+                if entered:
+                    self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
+                if entered and side == OTHER:
+                    self._add_others(tensors_of(output))
+                elif side == SOURCE:
                     self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
 
-        self._handles.append(module.register_forward_pre_hook(own_hook(module, enter)))
+        self._handles.append(module.register_forward_pre_hook(own_hook(module, enter), with_kwargs=True))
         self._handles.append(module.register_forward_hook(own_hook(module, leave), always_call=True))

@@ -235,7 +235,7 @@ class Capture(StepSums):
         self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
         self.siblings.rows = {}
-        self._masks.begin()
+        self._masks.begin((*arguments, keywords))
 
     def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:

@@ -6,7 +6,7 @@ Bart's decoder alone). The code of the class that computes the loss says which.
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,16 @@ def shifts(model: nn.Module, *, two_sided: bool) -> bool:
         if any(word in kind.__name__ for word in words):
             return kind.__name__ not in SAME and _shifts(kind, module)
     return False
+
+
+def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(encoder, decoder) names: siblings called "encoder" and "decoder" with children (T5, BART, nn.Transformer)."""
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        pair = [children.get(part) for part in ("encoder", "decoder")]
+        if all(part is not None and any(True for _ in part.children()) for part in pair):
+            prefix = f"{name}." if name else ""
+            yield f"{prefix}encoder", f"{prefix}decoder"
 
 
 def aligned(model: nn.Module) -> bool:

@@ -386,7 +386,7 @@ class RowSums:
             sum_.count.add_(new * (now > before))
             self.counted[key] = before | now
         items = None if forward.info.items is None else info.items  # the model may have ignored them
-        returned = items is not None or divisor is None  # what is known is of the loss that the model returned
+        returned = items is not None or divisor is None  # it is of the loss that the model returned
         if forward.seed is not None and self._divided and returned:
             seed, divisor = forward.seed, items
         if isinstance(seed, Tensor):  # of a loss times 0, whose gradients of zeros would be no numbers

@@ -114,6 +114,40 @@ class Fit:
     piece: Piece | None = None
 
 
+EVERY_ROW = Fit()
+SQUARE = "there are as many examples as positions; taken as examples first"
+
+
+def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
+    """A mask, bool [N, T], as it fits rows of leading shape ``batch``. One that is not 2-D must be in the rows' order.
+    ``examples``: dimension of the examples in this model's rows, if other calls have shown it."""
+    if mask is None:
+        return Fit()
+    if mask.ndim != 2:
+        same = mask.numel() == prod(batch) and (len(batch) == 1 or batch[0] == len(mask))
+        return Fit(mask.reshape(batch) if same else None)
+    N, T = mask.shape
+    direct = (batch[:1], prod(batch[1:])) == ((N,), T)
+    transposed = batch[:2] == (T, N) and prod(batch[2:]) == 1
+    trivial = N <= 1 or T <= 1  # then both orders are the same
+    if direct and transposed and not trivial:
+        doubt = SQUARE if examples is None else ""
+        return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
+    if direct:
+        return Fit(mask)
+    if len(batch) == 3 and (batch[0] * batch[1], batch[2]) == (N, T):  # of choices, see ArgumentReader
+        return Fit(mask.reshape(batch))
+    if transposed:
+        return Fit(mask.T, 1)
+    if len(batch) == 1 and batch[0] == N * T:
+        if examples == 1 and not trivial:
+            return Fit(mask.T, 1, "flattened rows, in a model that has sequences first elsewhere; taken so here too")
+        return Fit(mask)
+    if prod(batch) == N * T and not trivial:
+        return Fit(doubt="only the number of rows fits the mask; every row counts")
+    return Fit()
+
+
 def part(mask_NT: Tensor, piece: Piece) -> Fit:
     """The mask of a piece, as [n, T] if its rows are flattened whole examples."""
     mask, T = piece.of(mask_NT), mask_NT.shape[1]
