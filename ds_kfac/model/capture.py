@@ -187,6 +187,8 @@ class Capture(StepSums):
         self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
         self._means.clear()
         self.seed = self.losses = self._running = None
+        if self.proof is not None:
+            self.proof.end_backward()
         self._inside = False  # still set if the forward raised
         self.rows.counted.clear()
         for call in self.arrived:
