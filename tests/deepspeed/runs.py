@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
 import deepspeed
@@ -136,6 +136,13 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
+@cache
+def unscaled() -> bool:
+    """Whether stage 0 in fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393): it does since it has
+    this attribute."""
+    return "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
+
+
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
     before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
@@ -157,9 +164,7 @@ def reference(
     for p in work.parameters():
         p.grad_dtype = torch.get_default_dtype()
     kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
-    # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393), since it has this attribute
-    unscaled = "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
-    divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled else 1.0
+    divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled() else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
     step = ReferenceStep(mode, model, work, kfac, rounding=rounding, domains=clips_results)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
