@@ -72,7 +72,8 @@ class Mode:
     @property
     def mathematics(self) -> str:
         """What decides which numbers come out, but for rounding: modes of which it is the same share a reference."""
-        facts = {"stage": self.stage == 0 and self.dtype, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
+        stage_0 = self.stage == 0 and self.dtype != "fp32"
+        facts = {"stage 0": stage_0, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
         facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
         facts |= {"whiten": self.whiten, "rotate": self.rotate, "maps": self.maps}
         return str(facts | {"size": self.size, "base": self.base, "ratio": self.adam_ratio})

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -351,18 +352,20 @@ class ReferenceStep:
                     p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(LR * p.grad)
 
 
-_expected: dict[tuple, Expected] = {}
+_expected: dict[tuple, tuple[Expected, dict]] = {}
+"""With the options, whose addresses are in the key."""
 
 
 def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
-    """:func:`reference` with its spread. Modes that are the same run share it."""
-    if options:
-        return _spread(mode, accumulation, world, initial, **options)
+    """:func:`reference` with its spread. Modes and strategies that are the same run share it."""
     start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
-    key = (mode.mathematics, str(start), accumulation, world)
+    block = reference_options(options.get("kfac_config") or mode.kfac_block)
+    others = {key: value for key, value in options.items() if key != "kfac_config"}
+    same = replace(mode, kfac={}).mathematics, str(mode.optimizer), str(block), str(others), accumulation, world
+    key = (*same, str(start))
     if key not in _expected:
-        _expected[key] = _spread(mode, accumulation, world, initial)
-    return _expected[key]
+        _expected[key] = _spread(mode, accumulation, world, initial, **options), options
+    return _expected[key][0]
 
 
 def _spread(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
