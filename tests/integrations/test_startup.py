@@ -98,11 +98,11 @@ def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
 def test_a_script_may_set_the_variable_itself(python, built):
     """Before it imports deepspeed; or ds_kfac, which asks at ``deepspeed.initialize``."""
     probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
-    attached = "import sys, deepspeed; print('ds_kfac' in sys.modules, deepspeed.initialize.__module__)"
+    attached = "import sys, deepspeed\nfound = 'ds_kfac' in sys.modules, deepspeed.initialize.__module__\n"
     for code in (SETS, probed + SETS):
-        assert run(python, code + attached, built) == "True deepspeed"
-        assert run(python, code + ENABLED, built).split()[0] == "True"
-    assert run(python, attached, built).split()[0] == "False"
+        shown = "import ds_kfac.engine.entry as entry; print(*found, entry.enabled())"
+        assert run(python, code + attached + shown, built) == "True deepspeed True"
+    assert run(python, attached + "print(*found)", built).split()[0] == "False"
     assert run(python, "import ds_kfac\n" + SETS + ENABLED, built).split()[0] == "True"
     assert run(python, "import ds_kfac; ds_kfac.disable()\n" + SETS + ENABLED, built).split()[0] == "False"
 
