@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
 from tests.deepspeed.runs import build, expected, micro_batches, patched, train, weights
-from tests.models import FEATURES, Net, cross_entropy, make_net
+from tests.models import FEATURES, Net, cross_entropy
 from tests.ranks import run_ranks
 from tests.spread import difference, within
 
@@ -624,7 +624,3 @@ def unequal_worker(_) -> dict:
 def test_ranks_with_unequal_batches_are_weighted_by_rows():
     errors = [e for result in run_ranks("tests.deepspeed.test_traps:unequal_worker", world=2) for e in result["error"]]
     close(errors, [0.0], scale=10.0, sums=60, dtype=torch.float32)  # a norm of elements near one
-
-
-def test_net_is_the_reference_net():
-    assert {n for n, _ in make_net().named_parameters()} < {n for n, _ in WithUnused().named_parameters()}
