@@ -31,8 +31,8 @@ def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
 
 
 def seconds_to(*command: str) -> float:
-    """The best of three runs, of which the first may write bytecode."""
-    return min(cpu_seconds(*command)[0] for _ in range(3))
+    """The best of two runs, of which the first may write bytecode."""
+    return min(cpu_seconds(*command)[0] for _ in range(2))
 
 
 @pytest.fixture(scope="module")
