@@ -62,7 +62,7 @@ class LayerSpec:
     keeps_direction: str | None = None
     """Why its directions are not to be orthogonalized; None: they are."""
     makes_words: bool = False
-    """Whether it is a language model's head by its shape: its outputs are as many as the largest embedding has rows."""
+    """Whether it is a language model's head by its shape, that of an embedding."""
     part: tuple[int, int] = (0, 1)
     """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such as an expert."""
     blocks: tuple[int, ...] = ()

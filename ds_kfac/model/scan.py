@@ -112,13 +112,14 @@ def scan(
     return Scan(tuple(layers), tuple(skipped))
 
 
-def _with_head(layers: Sequence[LayerSpec], model: nn.Module) -> list[LayerSpec]:
-    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the only layer with as many outputs as the
-    largest embedding has rows, or of several that one which is the model's last layer."""
-    words = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
-    wide = [x for x in layers if x.kind in ("Linear", "Conv1D") and x.G.dim == words and not ADAPTER.search(x.module)]
-    head = wide[-1] if len(wide) == 1 or wide[-1:] == list(layers[-1:]) else None
-    return [replace(layer, makes_words=True) if layer is head else layer for layer in layers]
+def _with_head(layers: Sequence[LayerSpec], model: nn.Module) -> Sequence[LayerSpec]:
+    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the last layer, where it has the shape of
+    an embedding. A layer between, as wide as there are positions, is none, nor is the last one of a tied model."""
+    head, tables = layers[-1], [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    shape = (head.G.dim, head.A.dim - (head.bias is not None))
+    if head.kind not in ("Linear", "Conv1D") or shape not in [(x.num_embeddings, x.embedding_dim) for x in tables]:
+        return layers
+    return [*layers[:-1], replace(head, makes_words=True)]
 
 
 class _Scanner:

@@ -32,7 +32,7 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
     if pattern is not None:
         return f"kfac.adam.except_layers {pattern!r}"
     guessed = layer.makes_words and "except_layers" not in options.model_fields_set
-    return "as many outputs as the model has words: its head" if guessed else None
+    return "it has the shape of an embedding: the head" if guessed else None
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
