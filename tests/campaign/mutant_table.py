@@ -481,6 +481,8 @@ _ROWS = [
      "tests/deepspeed/test_dtypes.py"),
     ("G: the caller's division by a step's backwards", "model/divided.py",
      "return times if fits else 1", "return 1", "tests/deepspeed/test_own_boundaries.py"),
+    ("G: the caller's division of a measured sum counts twice", "model/capture.py",
+     "self.divided[-1][1].clear()", "pass", "tests/deepspeed/test_own_boundaries.py"),
     ("G: a division by any number is the caller's", "model/divided.py",
      " and all(times in by for _, by in backwards)", "", "tests/deepspeed/test_own_boundaries.py"),
     ("proof: of G before the caller's division", "model/calls.py",

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
@@ -17,6 +19,12 @@ MANY = 4
 STILL = {"type": "SGD", "params": {"lr": 0.0}}
 WAYS = ("boundary", "boundary, not scaled by DeepSpeed", "boundary, half by DeepSpeed", "unmanaged", "no_sync")
 OTHER = {"not divided": 1.0, "divided by another number": 3.0}
+SUM = "divided by their number, as a sum"
+"""Whose scale is measured at the sum."""
+
+
+def loss_of(logits: Tensor, y: Tensor, *, summed: bool) -> Tensor:
+    return F.cross_entropy(logits.mT, y, reduction="sum") / y.numel() if summed else cross_entropy(logits, y)
 
 
 def factors(mode: str, way: str, logits: bool) -> dict:
@@ -27,10 +35,10 @@ def factors(mode: str, way: str, logits: bool) -> dict:
     engine = build(BY_NAME[mode], accumulation, optimizer=STILL, gradient_clipping=0.0, kfac=kfac, **more)
     for micro, (x, y) in enumerate(micro_batches(0, MANY)):
         last = micro == MANY - 1
-        if way.startswith("boundary") or way in OTHER:
+        if way.startswith("boundary") or way in OTHER or way == SUM:
             engine.set_gradient_accumulation_boundary(last)
         with engine.no_sync() if way == "no_sync" and not last else nullcontext():
-            loss = cross_entropy(engine(x), y) if logits else engine(x, y)
+            loss = loss_of(engine(x), y, summed=way == SUM) if logits else engine(x, y)
             loss = loss / OTHER.get(way, MANY / accumulation)
             engine.backward(loss, scale_wrt_gas="not scaled" not in way)
         if last or way == "DeepSpeed":
@@ -56,6 +64,13 @@ def test_G_is_that_of_deepspeeds_own_accumulation():
         for case in cases:
             for key, expected in found[of_mean[0]].items():  # a chain of products, and a sum over the rows
                 close(found[case][key], expected, sums=100, condition=10, what=f"{case} {key}")
+
+
+def test_a_loss_whose_sum_was_measured_is_not_multiplied_again():
+    of_mean, of_sum = ("z0", "DeepSpeed", True), ("z0", SUM, True)
+    found = run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, of_sum])[0]
+    for key, expected in found[of_mean].items():
+        close(found[of_sum][key], expected, sums=100, condition=10, what=key)
 
 
 def test_a_loss_that_is_not_their_mean_is_taken_as_it_is():

@@ -180,6 +180,15 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
         close(G, whole[layer], sums=10 * N)
 
 
+def test_numbers_to_look_at_and_targets_are_no_predictions():
+    values = Net("ce logits")(*batch())
+    terms = [
+        output_terms(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand")
+        for name in ("with its parts", "a target first")
+    ]
+    assert terms == [None, N]
+
+
 ERRORS = {
     "squared": lambda v: (v - 1.5).square(), "of a constant": lambda v: 2 * (1.5 - v) ** 2,
     "mse": lambda v: F.mse_loss(v, torch.tensor(1.5)), "huber": lambda v: F.smooth_l1_loss(v, torch.tensor(0.2)),
