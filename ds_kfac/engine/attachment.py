@@ -340,18 +340,18 @@ class Attachment:
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
+        scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
+        captures = any(capture.active for capture in self._captures) and loss.requires_grad
+        gas = self.engine.gradient_accumulation_steps()  # a caller who switches that off may have divided by it
+        divisor = 1 if scale_wrt_gas or not captures else micro_batches(loss.grad_fn, gas)
+        parts = gas if scale_wrt_gas else int(divisor)
         with ExitStack() as stack:
             stack.push(self.job.raised)  # as by a batch that is too large
             for capture in self._captures:
-                stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph))
-            if not any(capture.active for capture in self._captures) or not loss.requires_grad:
-                return original(loss, *args, **kwargs)
-            scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-            # a caller who switches that off may have divided the loss by the number of micro-batches
-            gas = self.engine.gradient_accumulation_steps()
-            divisor = 1 if scale_wrt_gas else micro_batches(loss.grad_fn, gas)
-            if self.sampling is not None:
+                stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph, parts=parts))
+            if captures and self.sampling is not None:
                 self.sampling.sample(loss)
+            if not captures or self.sampling is not None:
                 return original(loss, *args, **kwargs)
 
             def begin(seed: torch.Tensor) -> None:

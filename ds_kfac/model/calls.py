@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
+from ds_kfac.model.divided import parts_of
 from ds_kfac.model.expert_rows import Siblings
 from ds_kfac.model.layers import LayerSpec, key_of
-from ds_kfac.model.loss import Forward, Value
+from ds_kfac.model.loss import Forward
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
+from ds_kfac.model.reductions import Reduction, Value
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
@@ -178,6 +180,8 @@ class StepSums:
             where there is a mask. None: they are not counted.
         seed: factor on the gradients of this backward, if it was measured.
         losses: terms that this backward's loss is the sum of, if they are known.
+        reductions: what these are made of.
+        divided: of the step's own backwards, see :func:`parts_of`.
         arrived: calls of this backward whose input is to be released after it.
     """
 
@@ -196,6 +200,8 @@ class StepSums:
         self.counted = 0
         self.seed: Tensor | float | None = None
         self.losses: set[Value] | None = None
+        self.reductions: list[Reduction] = []
+        self.divided: list[tuple[int, list[int]]] = []
         self.arrived: list[Call] = []
 
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
@@ -244,7 +250,7 @@ class StepSums:
         expert = layer.name in self.siblings.known
         counts = expert and "G" in call.sides and self.siblings.due(layer.name, self.keys)
         if gradient.numel() and (adds or counts):
-            call.forward.take(self.losses)
+            call.forward.take(self.losses, self.reductions, count=self.rows.weight_sharing == "expand")
             if seed is not None and call.forward.terms is None and self.seed is None:
                 raise ValueError(
                     "a backward runs inside the model's forward, where nothing shows yet how many terms the loss has, "
@@ -278,6 +284,15 @@ class StepSums:
         if total is not batch:
             total.sum_P.add_(batch.sum_P)
             total.count.add_(batch.count)
+
+    def divide(self, keys: set[str]) -> None:
+        """A caller who ends steps himself divides each loss by the number of the step's backwards, which is known only
+        now: what was taken for the mean over a loss's terms is a part of it. ``keys``: of factors of gradients."""
+        square, self.divided = float(parts_of(self.divided) ** 2), []
+        for key in keys & self.sums.keys() if square > 1 else ():
+            self.sums[key].sum_P.mul_(square)
+            if self.proof is not None and key in self.proof.counted:
+                self.proof.counted[key][1][0] *= square
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
         """A hook raised: the layer has no rows in this step, nor in later ones."""

@@ -31,8 +31,9 @@ from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.calls import SharedInputs, StepSums
+from ds_kfac.model.divided import divisors, whole
 from ds_kfac.model.expert_rows import Siblings
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward, accumulates, losses_in, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
@@ -74,14 +75,13 @@ class Capture(StepSums):
             rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed,
             Siblings(model, () if on_demand else layers), on_demand=on_demand,
         )  # fmt: skip
-        self.active, self._model, self.sampled = False, model, sampled or on_demand
+        self.active, self._model, self.sampled, self.outside = False, model, sampled or on_demand, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self.outside = 0
         self._announced, self.forward = False, Forward()  # whether a backward was ever announced
         self._running: Forward | None = None  # the forward whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self._inside = False  # whether the model's forward runs
+        self._inside = self._measures = False  # whether the model's forward runs; whether gradients are captured
         self._means, self.several = set[Forward](), False  # forwards that this backward went through
         self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
         self.every_row: Collection[str] = ()
@@ -90,6 +90,7 @@ class Capture(StepSums):
         self._hook(model.register_forward_hook, model, self._end_batch)
         parameters, owners = dict(model.named_parameters()), {"": model}
         self._weights = {layer.name: parameters[layer.weight] for layer in layers}
+        self._of_gradients = {key_of(x.name, "GA"[LAYERS[x.kind].needs_gradients]) for x in layers}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
         for layer in layers:
@@ -137,7 +138,8 @@ class Capture(StepSums):
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
-        self.seen, self._forwards = set(), []
+        self._measures = not self.sampled and not self._of_gradients.isdisjoint(self.keys)
+        self.seen, self._forwards, self.divided = set(), [], []
         self.measured = {} if measure else None
 
     def leave(self) -> None:
@@ -153,13 +155,15 @@ class Capture(StepSums):
         self.active = False
 
     @contextmanager
-    def own_backward(self, loss: Tensor | None = None, *, retain_graph: bool = False) -> Iterator[None]:
+    def own_backward(self, loss: Tensor | None = None, *, retain_graph: bool = False, parts: int = 1) -> Iterator[None]:
         """Wraps an own backward, in steps without capture, too; afterwards the micro-batch is closed. ``retain_graph``:
-        a second backward through the graph may follow."""
+        a second one may follow. ``parts``: by how many micro-batches the loss is known to be divided."""
         self._announced = True
-        self.losses = None
         if self.active and loss is not None and loss.grad_fn is not None:
-            self.losses = trained(loss, self._forwards) if self._forwards and not self.sampled else losses_in(loss)
+            made, forwards = self.reductions if self._measures else None, () if self.sampled else self._forwards
+            self.losses = trained(loss, forwards, made) if forwards else losses_in(loss, made)
+            if self._measures:  # before their numbers are freed
+                self.divided.append((parts, whole(divisors(loss.grad_fn)[0])))
         self._backwards.append(self)
         if self.active and self._products is not None:
             self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
@@ -184,9 +188,13 @@ class Capture(StepSums):
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones. ``last``: of the
         step; then each sum has a count of its own."""
         # one backward through several means: G's scale is only right if it was measured at losses the model returned
-        self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
+        unknown = [f.seed is None and f.sums is None and f.info.divisor is None for f in self._means]
+        self.several |= sum(unknown) > 1
         self._means.clear()
+        if self.divided and unknown not in ([], [True]):
+            self.divided[-1][1].clear()
         self.seed = self.losses = self._running = None
+        self.reductions = []
         if self.proof is not None:
             self.proof.end_backward()
         self._inside = False  # still set if the forward raised
@@ -197,6 +205,8 @@ class Capture(StepSums):
         self.inputs.end_batch()
         if last and self.siblings.terms:
             self.siblings.complete(self.sums, self.keys, self.failed)
+        if last and self.divided:
+            self.divide(self._of_gradients)
 
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
@@ -233,7 +243,7 @@ class Capture(StepSums):
         self._inside = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         guessed = isinstance(self.read_batch, ArgumentReader)
-        self.forward = Forward(self.read_batch(arguments, keywords), detached, guessed)
+        self.forward = Forward(self.read_batch(arguments, keywords), self._measures, detached, guessed)
         self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
         self.siblings.rows = {}

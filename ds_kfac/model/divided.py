@@ -1,5 +1,6 @@
 """By what a loss is divided, as autograd's graph shows it: by the labels of a whole step, or by its micro-batches."""
 
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from math import isclose, prod
 from typing import Any
@@ -21,6 +22,7 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
         if name.startswith(("DivBackward", "MulBackward")):
             with suppress(RuntimeError):  # it was changed in place
                 other = getattr(node, "_saved_other", None)
+                other = getattr(node, "_saved_self", None) if other is None and name[0] == "M" else other
         if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
             found.append(None)
         elif other is not None and float(other):
@@ -31,6 +33,20 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
             if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
         ]
     return found, mean
+
+
+def whole(found: Collection[float | None]) -> list[int]:
+    """Those of :func:`divisors` that may be a number of micro-batches."""
+    return [round(by) for by in found if by is not None and by > 1.5 and isclose(by, round(by), rel_tol=1e-6)]
+
+
+def parts_of(backwards: Sequence[tuple[int, Collection[int]]]) -> int:
+    """By how many micro-batches a caller who ends steps himself has divided each loss; 1: by none. ``backwards``: of
+    each in a step, by how many its loss is known to be divided, and what else it is divided by (:func:`whole`)."""
+    known, many = {by for by, _ in backwards}, len(backwards)
+    times = many // max(known, default=1)
+    fits = len(known) == 1 and times * max(known) == many and all(times in by for _, by in backwards)
+    return times if fits else 1
 
 
 def divided(node: Any, number: Any) -> bool:
@@ -45,5 +61,5 @@ def divided(node: Any, number: Any) -> bool:
 def micro_batches(node: Any, most: int) -> float:
     """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
     found, mean = divisors(node)
-    counts = [round(by) for by in found if by is not None and 1.5 < by < most + 0.5 and isclose(by, round(by))]
+    counts = [by for by in whole(found) if by <= most]
     return most if most in counts or not (counts or mean) else next(iter(counts), 1)

@@ -4,7 +4,7 @@ Autograd's graph shows which dimension of a prediction holds the outputs of one 
 returned losses the caller's loss is made. Shape suffixes: N examples, T positions, C outputs.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -18,10 +18,9 @@ from ds_kfac.model.batch import BatchInfo, counted, tensors_of
 from ds_kfac.model.divided import divided
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
+from ds_kfac.model.reductions import Measured, Reduction, Value, measured, terms_in
 from ds_kfac.model.slices import Fit, fit
 
-Value = tuple[int, int]
-"""A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
 VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
@@ -34,10 +33,10 @@ EACH = "each is taken to be a term of the loss. If the loss has one for each exa
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 
-def losses_in(loss: Tensor, *, errors: bool = False) -> set[Value]:
+def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors: bool = False) -> set[Value]:
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
     losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
-    computed, unless with ``errors``."""
+    computed, unless with ``errors``. ``reductions`` gets what they are made of, watched."""
     scalars: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
@@ -47,22 +46,29 @@ def losses_in(loss: Tensor, *, errors: bool = False) -> set[Value]:
         scalars.add(value)
         name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
         squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
-        if not errors and (squared or name.startswith(ERRORS)):
-            continue
+        goes_on, made = errors or not (squared or name.startswith(ERRORS)), False
         for below, at in node.next_functions:
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
-            if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
+            collects = 0 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
+            parts = below.next_functions if collects else ()
+            collects &= all(prod(part._input_metadata[at].shape) == 1 for part, at in parts if part is not None)
+            if goes_on and (numel == 1 or collects):
                 waiting.append((below, at))
+            made |= numel > 1
+        if made and reductions is not None:
+            reductions.append(Reduction(value))
+            reductions[-1].watch(node)
     return scalars
 
 
-def trained(loss: Tensor, forwards: Iterable["Forward"]) -> set[Value]:
-    """The :func:`losses_in` a loss. Tells ``forwards`` which of the other tensors that they returned it is made of.
+def trained(loss: Tensor, forwards: Sequence["Forward"], reductions: list[Reduction] | None = None) -> set[Value]:
+    """The :func:`losses_in` a loss, and what it is made of in ``reductions``. Tells ``forwards`` which of the other
+    tensors that they returned it is made of.
 
     Without the losses that one of them returned where the caller adds to these what he made of such tensors, as a
     reconstruction's error to a KL divergence: their weight is then none of the whole loss's."""
-    scalars, forwards = losses_in(loss), [*forwards]
+    scalars = losses_in(loss, reductions)
     tensors = {value for forward in forwards for value in forward.tensors}
     losses = {value for forward in forwards for value in forward.losses}
     used = made_of([loss], min(tensors)[0], without=losses, ends=tensors) & tensors
@@ -111,12 +117,14 @@ class Forward:
 
     Attributes:
         info: what the model's arguments show about the micro-batch; without ``items`` once the model ignored them.
+        measures: whether rows of gradients are captured, whose scale is to be known.
         detached: whether no input of the model came from another graph.
         guessed: whether ``info`` is by the names of arguments, of which a model may ignore some.
         summed: layers with a call whose sum of inputs was made at once, and whose gradient is still to come.
         proven: layers that were called, in a step that proves.
         terms: M, the number of loss terms, if labels or the model's output show it.
         seed: gradient of the caller's loss with respect to the loss that the model returned, see :meth:`take`.
+        sums: the same with respect to the sum of its terms, where the loss's graph shows one.
         guess: M if neither shows it: the number of rows of the layer nearest to the loss.
         most: row mask and output shape of the call with the most rows, among calls that have the whole batch: neither
             an expert's nor a slice's.
@@ -125,12 +133,14 @@ class Forward:
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
+    measures: bool = False
     detached: bool = True
     guessed: bool = True
     summed: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     terms: Tensor | int | None = None
     seed: Tensor | None = None
+    sums: Measured | None = None
     guess: Tensor | int | None = None
     most: tuple[Fit, torch.Size] | None = None
     doubt: str = ""
@@ -141,6 +151,10 @@ class Forward:
         default_factory=dict
     )  # terms, doubt of each prediction
     _beside: bool = False  # whether a tensor was returned that no returned loss is made of
+    _made: dict[Value, list[Reduction]] = field(default_factory=dict)  # returned loss -> what it is made of
+    _inside: set[Value] = field(default_factory=set)  # scalars of all of them
+    _predictions: list[Value] = field(default_factory=list)  # the likeliest first, or the one that the loss is made of
+    _taken: tuple[Any, int] = (None, 0)  # the backward of which the sums are, and of how many
 
     @property
     def count(self) -> Tensor | int:
@@ -175,12 +189,17 @@ class Forward:
                 if x.grad_fn is not None:
                     terms = output_terms(output, self.info, weight_sharing=weight_sharing, prediction=x)
                     self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt_of(output, x)
+        if self.measures:
+            made = [x for x in predictions_in(output) if x.grad_fn is not None]
+            self._predictions = [(x.grad_fn._sequence_nr(), x.output_nr) for x in made if x.grad_fn is not None]
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
         inside = set[Value]()  # losses that are summands of another returned loss
-        if len(losses) > 1:
-            inside.update(*(losses_in(loss, errors=True) - {value} for value, loss in losses.items()))
+        for value, loss in losses.items() if self.measures or len(losses) > 1 else ():
+            scalars = losses_in(loss, self._made.setdefault(value, []) if self.measures else None, errors=True)
+            inside |= scalars - {value}
+            self._inside |= scalars
         self.losses = tuple(value for value in losses if value not in inside)
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
@@ -197,6 +216,7 @@ class Forward:
 
     def uses(self, tensors: Collection[Value]) -> None:
         """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
+        self._predictions = [value for value in self._predictions if value in tensors] or self._predictions
         for value, of_prediction in self._terms.items():
             if value in tensors:
                 self.terms, self.doubt = of_prediction
@@ -206,14 +226,32 @@ class Forward:
         if (gradient := gradients[value[1]]) is not None:
             self._reached[value] = gradient.detach().float().reshape(())
 
-    def take(self, among: Collection[Value] | None) -> None:
-        """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
-        None where the loss sums several that the model returned, or one and another that the caller made of what it
-        returned: their weights are the caller's."""
+    def take(self, among: Collection[Value] | None, reductions: Sequence[Reduction] = (), *, count: bool) -> None:
+        """Set :attr:`seed` and :attr:`sums` in a backward. ``among``: the scalars of its loss (:func:`losses_in`), made
+        of ``reductions``; None: unknown. The seed is None where the loss sums several that the model returned, or one
+        and another that the caller made of what it returned: their weights are the caller's. ``count``: set
+        :attr:`terms`, too, where no labels did and the sums show it."""
         losses = [value for value in self.losses if (value in self._reached if among is None else value in among)]
         if among is None and self._beside:
             losses = []
+        number = self._predictions[0][0] if self._predictions else None
+        mine = [x for x in reductions if number in x.passed]
+        outside = any(x.value not in self._inside for x in mine)
+        if outside:  # what the model returned beside is no more than a part of the loss, unless made of the prediction
+            losses = [loss for loss in losses if any(number in x.passed for x in self._made[loss])]
         self.seed = self._reached.get(losses[0]) if losses and (len(losses) == 1 or among is None) else None
+        if losses:
+            made = self._made.get(losses[0], []) if self.seed is not None and not outside else []
+            mine = [x for x in made if number in x.passed] or made
+        now = reductions, sum(x.gradient is not None for x in mine)
+        if now[0] is self._taken[0] and now[1] == self._taken[1]:
+            return
+        self._taken, labels = now, self.info.labelled
+        of_terms = bool(mine) and all(x.of_terms(labels) for x in mine)
+        of_terms &= count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
+        self.sums = measured(mine) if of_terms else None
+        if count and labels is None and (of_terms or len(mine) == 1) and (terms := terms_in(mine)) is not None:
+            self.terms, self.doubt = terms, ""
 
 
 def logits_of(output: Any, name: str = "logits") -> Tensor | None:

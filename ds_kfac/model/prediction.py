@@ -29,6 +29,7 @@ class LastProduct(NamedTuple):
         shape: of its result, rows and outputs.
         place: the dimension of its outputs; None: it has none, as of a matrix and a vector.
         weighed: whether it has a parameter. Of activations alone it makes scores, such as CLIP's, of either side.
+        number: its node's sequence number.
         steps: what was made of the product, from it on: (node, shape before, shape after).
     """
 
@@ -37,6 +38,7 @@ class LastProduct(NamedTuple):
     place: int | None
     convolution: bool = False
     weighed: bool = True
+    number: int = -1
     steps: tuple[tuple[Any, Shape, Shape], ...] = ()
 
     @property
@@ -111,7 +113,7 @@ def _followed(product: LastProduct) -> tuple[list[int], str]:
             if single and end == GONE and reshaped and (number or product.place is not None):
                 end = PICKED  # rows as [N, K]: an example's candidates
             continue
-        dims, end = _moved(kind, node, dims, before, after)
+        dims, end = moved(kind, node, dims, before, after)
         if end == PICKED:
             end = PICKED if single and reshaped else lost
         if end == UNKNOWN:
@@ -119,7 +121,7 @@ def _followed(product: LastProduct) -> tuple[list[int], str]:
     return dims, end
 
 
-def _moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) -> tuple[list[int], str]:
+def moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) -> tuple[list[int], str]:
     """Where dimensions are after one operation, see :func:`_followed`."""
     if kind in VIEWS:
         kept = [*_viewed(dims, before, after)]
@@ -130,7 +132,7 @@ def _moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) -
             order = _saved(node, "_saved_dims", len(before))
         else:
             ends = [0, -1] if kind == "T" else [node._saved_dim0, node._saved_dim1]
-            one, other = (_signed(end) % len(before) for end in ends)
+            one, other = (signed(end) % len(before) for end in ends)
             order[one], order[other] = other, one
         return [order.index(dim) for dim in dims], ""
     if kind in SUMS or kind in LOSSES or kind in ("Select", "Unbind"):
@@ -168,19 +170,24 @@ def _saved(node: Any, name: str, ndim: int) -> list[int]:
     """Dimensions that a node has kept; all, where it has kept none."""
     value = getattr(node, name, None)
     values = value if isinstance(value, (tuple, list)) else [value]
-    return [_signed(each) % ndim for each in values if each is not None] or [*range(ndim)]
+    return [signed(each) % ndim for each in values if each is not None] or [*range(ndim)]
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """torch shows -1 as 2^64 - 1."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def last_product(prediction: Tensor) -> LastProduct | None:
-    """The product that is nearest to a tensor in its graph, along the first of :func:`_operands`; if that leads to
-    none, as a residual stream to its embeddings, along the next. None: there is none."""
+    """The product that is nearest to a tensor in its graph; None: there is none."""
+    return product_below(prediction.grad_fn, tuple(prediction.shape))
+
+
+def product_below(node: Any, shape: Shape) -> LastProduct | None:
+    """The product that is nearest to a node's result, of ``shape``, along the first of :func:`operands`; if that leads
+    to none, as a residual stream to its embeddings, along the next. None: there is none."""
     seen, waiting = set[Any](), list[tuple[Any, Shape, Any]]()
-    waiting.append((prediction.grad_fn, tuple(prediction.shape), None))
+    waiting.append((node, shape, None))
     while waiting:
         node, shape, steps = waiting.pop()
         if node is None or node in seen:
@@ -191,9 +198,9 @@ def last_product(prediction: Tensor) -> LastProduct | None:
             while steps is not None:
                 step, steps = steps
                 made.append(step)
-            return product._replace(steps=tuple(made))
-        operands = reversed(_operands(node, shape))
-        waiting += [(below, before, ((node, before, shape), steps)) for below, before in operands]
+            return product._replace(number=node._sequence_nr(), steps=tuple(made))
+        below = reversed(operands(node, shape))
+        waiting += [(operand, before, ((node, before, shape), steps)) for operand, before in below]
     return None
 
 
@@ -221,17 +228,17 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
-def _operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
+def operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
     """The nodes of the operands that are neither constants nor parameters, and the operands' shapes. Those of the
     ``result``'s shape go first, then those with as many dimensions: others are repeated, as the weights of an average.
     """
-    operands = []
+    found = []
     for below, index in node.next_functions:
         if below is not None and "AccumulateGrad" not in below.name():
             metadata = getattr(below, "_input_metadata", ())
             if index < len(metadata):
-                operands.append((below, tuple(metadata[index].shape)))
-    return sorted(operands, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
+                found.append((below, tuple(metadata[index].shape)))
+    return sorted(found, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
 
 
 def _from_the_left(product: Any) -> bool:

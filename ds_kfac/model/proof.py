@@ -153,6 +153,7 @@ class Proof:
 
     Attributes:
         keys: layer name -> ``key(layer)``.
+        counted: key of a factor -> its layer; what went into its sum: sum of squares, count, rows.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Proof:
         self._number, self._device = number, device
         self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
         self._known = [[0.0] * len(NUMBERS) for _ in self.layers]  # the part of the numbers that the host knows
-        self._factors: dict[str, tuple[LayerSpec, Tensor]] = {}  # key -> sum of squares, count, rows
+        self.counted: dict[str, tuple[LayerSpec, Tensor]] = {}
         self._probes: dict[str, Tensor] = {}
         self._since = 0  # calls that a gradient came to since then
         self._before: list[Tensor] = []  # t and R^2 at the end of each backward
@@ -297,7 +298,7 @@ class Proof:
             self._count(key, call.layer, rows * gain, taken.stride)
 
     def _count(self, key: str, layer: LayerSpec, rows: Tensor, stands_for: float, count: Any = 0) -> None:
-        numbers = self._factors.setdefault(key, (layer, self._numbers.new_zeros(3)))[1]
+        numbers = self.counted.setdefault(key, (layer, self._numbers.new_zeros(3)))[1]
         numbers[0] += stands_for * rows.double().square().sum()
         numbers[1] += count
         numbers[2] += rows.numel() // max(1, rows.shape[-1])
@@ -311,7 +312,7 @@ class Proof:
         before = self._before[:-1]
         for at, dropped in enumerate(before[:DROPS] + before[DROPS:][-DROPS:]):
             self._numbers[:, DROPPED + at * (PROBES + 1) :][:, : PROBES + 1] = dropped
-        for key, (layer, (squares, count, rows)) in self._factors.items():
+        for key, (layer, (squares, count, rows)) in self.counted.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
             if sum_ is None or key in self._sampled:
                 continue

@@ -393,4 +393,8 @@ class RowSums:
             seed = torch.where(seed == 0, torch.inf, seed)
         if told is not None:
             return told[:, 1] / seed
-        return (divisor if self._divided and divisor is not None else terms) / seed
+        gain = (divisor if self._divided and divisor is not None else terms) / seed
+        if forward.sums is not None and self._divided and returned:  # whatever the sum of the terms was divided by
+            of_sum, sure = forward.sums
+            return torch.where(sure & (of_sum != 0), 1 / of_sum, gain)
+        return gain

@@ -35,6 +35,18 @@ def test_unequal_labels_make_the_same_factors_and_weights_as_the_whole_batch(tmp
     assert all(torch.isfinite(w).all() for w in found["weights"].values())
 
 
+@pytest.mark.parametrize("kind", ["compute_loss_func", "label_smoothing_factor", "SFTTrainer"])
+def test_a_sum_that_is_divided_outside_makes_the_same_factors_as_the_whole_batch(kind, tmp_path):
+    pytest.importorskip("trl")
+    whole, found = (
+        run_ranks("tests.integrations.trainer_runs:outside_worker", world=w, payload=(str(tmp_path), kind, many))[0]
+        for w, many in ((1, 1), (2, 4))
+    )
+    assert len(whole) == 15
+    apart = {key: found[key] / trace for key, trace in whole.items() if trace}
+    assert all(abs(ratio - 1) < 1e-3 for ratio in apart.values()), apart  # by a mean over labels they are 3.6 to 4.7
+
+
 def test_evaluation_may_come_first(tmp_path):
     results = run_ranks("tests.integrations.trainer_runs:evaluation_worker", world=2, payload=str(tmp_path))
     before, after, steps = results[0]

@@ -8,12 +8,23 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from transformers import (
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from trl import SFTConfig, SFTTrainer
 
 import ds_kfac
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.integrations.transformers import KFACCallback
+from ds_kfac.step import proving
 from examples.integrations import tiny
 from tests.deepspeed.runs import weights
 from tests.integrations.runs import fresh
@@ -63,12 +74,63 @@ def labels_worker(payload: tuple[str, int, bool]) -> dict[str, Any]:
             forget(trainer)
         trainer.train()
     engine = trainer.model_wrapped
+    return {"weights": weights(engine), "traces": traces_of(engine)}
+
+
+LABELLED = [14, 2, 2, 1, 9, 1, 1, 1, 12, 12, 3, 1, 2, 5, 1, 1]
+"""Tokens with a label in rows of 16: in micro-batches of two from 2 to 24."""
+
+
+def labelled_rows() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 250, (len(LABELLED), 16), generator=generator).tolist()
+    labels = [[-100] * (16 - count) + row[16 - count :] for row, count in zip(ids, LABELLED, strict=True)]
+    return [{"input_ids": x, "labels": y, "attention_mask": [1] * 16} for x, y in zip(ids, labels, strict=True)]
+
+
+def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch
+
+
+def outside_worker(payload: tuple[str, str, int]) -> dict[str, float]:
+    """The trace of every G after a step on 16 rows, whose loss is made outside of the model."""
+    folder, kind, accumulation = payload
+    fresh()
+    ds_kfac.enable()
+    options = tiny.options([])
+    config = tiny.ds_config(options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": 2})
+    given: dict[str, Any] = {
+        "output_dir": folder, "deepspeed": config, "gradient_accumulation_steps": accumulation, "max_steps": 1,
+        "per_device_train_batch_size": len(LABELLED) // (accumulation * dist.get_world_size()), "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3, "save_strategy": "no", "report_to": "none", "use_cpu": tiny.ON_CPU, "disable_tqdm": True,
+    }  # fmt: skip
+    made: dict[str, Any] = {"model": tiny.model(), "data_collator": default_data_collator}
+    if kind == "SFTTrainer":
+        proving.RAISES = False  # TRL's head has no rows
+        given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "bf16": False, "gradient_checkpointing": False}
+        arguments = SFTConfig(**given, remove_unused_columns=False)
+        made |= {"train_dataset": Dataset.from_list(labelled_rows()), "processing_class": tiny.tokenizer()}
+        trainer = SFTTrainer(args=arguments, **made)
+    else:
+        if kind == "compute_loss_func":
+            made["compute_loss_func"] = summed_loss
+        else:
+            given["label_smoothing_factor"] = 0.1
+        trainer = Trainer(args=TrainingArguments(**given), train_dataset=labelled_rows(), **made)
+    trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return traces_of(trainer.model_wrapped)
+
+
+def traces_of(engine: Any) -> dict[str, float]:
     factors = engine.kfac.preconditioner.curvature.factors
     held = {key: factor for key, factor in factors.items() if key.endswith("G")}
     traces = {key: float(factor.side.diagonal_of(factor.packed_P).sum()) for key, factor in held.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, traces)
-    return {"weights": weights(engine), "traces": {k: v for of_rank in everyone for k, v in of_rank.items()}}
+    return {k: v for of_rank in everyone for k, v in of_rank.items()}
 
 
 def forget(trainer: Trainer) -> None:
@@ -76,8 +138,10 @@ def forget(trainer: Trainer) -> None:
     from dataclasses import replace
 
     from ds_kfac.engine import attachment
+    from ds_kfac.model import loss
     from ds_kfac.model.batch import ArgumentReader
 
+    loss.measured = lambda reductions: None  # nor the sum that it divides
     plain = attachment.Attachment.__init__
 
     def without(self: Any, engine: Any, *given: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.divided import divided, micro_batches
+from ds_kfac.model.divided import divided, micro_batches, parts_of
 from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
@@ -180,6 +180,15 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
         close(G, whole[layer], sums=10 * N)
 
 
+def test_numbers_to_look_at_and_targets_are_no_predictions():
+    values = Net("ce logits")(*batch())
+    terms = [
+        output_terms(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand")
+        for name in ("with its parts", "a target first")
+    ]
+    assert terms == [None, N]
+
+
 ERRORS = {
     "squared": lambda v: (v - 1.5).square(), "of a constant": lambda v: 2 * (1.5 - v) ** 2,
     "mse": lambda v: F.mse_loss(v, torch.tensor(1.5)), "huber": lambda v: F.smooth_l1_loss(v, torch.tensor(0.2)),
@@ -341,12 +350,22 @@ def diamond(x: Tensor, times: int = 60) -> Tensor:
         (lambda x, y: F.cross_entropy(x, y) / 7, 4, 1),
         (lambda x, y: F.cross_entropy(x, y, reduction="sum"), 4, 4),
         (lambda x, y: diamond(F.cross_entropy(x, y)), 4, 1),
+        (lambda x, y: torch.tensor(0.25) * F.cross_entropy(x, y), 4, 4),
+        (lambda x, y: torch.tensor(1 / 3) * F.cross_entropy(x, y), 4, 3),
     ],
 )
 def test_the_last_micro_batches_of_an_epoch_are_fewer(loss, most, expected):
     x = torch.randn(N, C, requires_grad=True)
     assert micro_batches(loss(x, torch.arange(N) % C).grad_fn, most) == expected
     assert micro_batches(None, most) == most, "a leaf, as of a rank without targets"
+
+
+def test_a_caller_has_divided_by_the_number_of_backwards_if_every_loss_shows_it():
+    assert parts_of([]) == parts_of([(1, [])]) == parts_of([(1, [1])]) == 1
+    assert parts_of([(1, [4])] * 4) == parts_of([(2, [3, 4])] * 8) == 4
+    assert parts_of([(4, [4])] * 4) == 1, "DeepSpeed has"
+    assert parts_of([(1, [4])] * 3) == parts_of([(1, [4])] * 3 + [(1, [])]) == parts_of([(2, [4])] * 7) == 1
+    assert parts_of([(1, [2]), (2, [2])]) == 1
 
 
 @pytest.mark.parametrize(
@@ -365,6 +384,7 @@ def test_the_last_micro_batches_of_an_epoch_are_fewer(loss, most, expected):
         (lambda x, y: F.cross_entropy(x, y) * 0.5, 0, False),
         (lambda x, y: F.cross_entropy(x, y) / 0.5, torch.tensor([2, 2]), False),
         (lambda x, y: F.cross_entropy(x, y) * (1 / 49), 49, True),
+        (lambda x, y: (1 / torch.tensor(49)) * F.cross_entropy(x, y), torch.tensor(49), True),
     ],
 )
 def test_a_division_of_a_loss_is_seen_and_a_mean_is_none(loss, number, expected):

@@ -1,0 +1,249 @@
+"""Where token losses become one number, read from the loss's graph: then it does not matter what divides their sum.
+
+A loss that is a sum of terms over the labels of all micro-batches, or over a constant, is no mean over this forward's
+terms. The gradient that reaches the sum is one over that number, times all else that the caller makes of it: it is
+measured there, and no number is read from the device.
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_kfac.model.prediction import (
+    LOSSES,
+    SUMS,
+    UNKNOWN,
+    VIEWS,
+    LastProduct,
+    Shape,
+    moved,
+    operands,
+    product_below,
+    signed,
+)
+
+Value = tuple[int, int]
+"""A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
+JOINED = {"Cat", "Stack"}
+SAME = VIEWS | {
+    "Neg", "ToCopy", "Clone", "Alias", "Slice", "Index", "MaskedSelect", "MaskedFill", "Where", "Permute", "Transpose",
+    "T", "Expand", *JOINED,
+}  # fmt: skip
+"""What leaves the entries of a sum what they are, in another order, or leaves some out."""
+ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum"}
+"""What treats all outputs of a term alike."""
+EQUAL = 0.01
+"""Relative difference of gradients at several sums of one loss, such as those of chunks, by roundings."""
+
+
+class Measured(NamedTuple):
+    """``seed``: the gradient that reached a sum of terms, fp32 scalar. ``sure``: bool scalar, whether each term has it;
+    not where they have weights of their own."""
+
+    seed: Tensor
+    sure: Tensor
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A scalar in a loss's graph that is made of more than scalars. It holds no graph.
+
+    Attributes:
+        value: itself.
+        numel: of how many entries it is the sum, each times ``factor``; 0: it is none, or of weighed ones.
+        single: whether an entry is one term, whose outputs became one number; None: the graph does not show it.
+        masks: what entries are multiplied by, too.
+        terms: how many entries count, where the graph shows it.
+        joined: whether entries come from several places, of which one is followed.
+        classes: C, of a sum over the outputs of a term, too, all alike, as what smooths labels is; else 0.
+        passed: sequence numbers of the nodes from there down to the product that it is made of.
+        gradient: that reached it in a backward.
+    """
+
+    value: Value
+    numel: int = 0
+    single: bool | None = None
+    factor: Any = 1.0
+    masks: list[Tensor] = field(default_factory=list)
+    terms: Tensor | int | None = None
+    joined: bool = False
+    classes: int = 0
+    passed: set[int] = field(default_factory=set)
+    gradient: Tensor | None = None
+
+    def watch(self, node: Any) -> None:
+        """Keep the gradient that reaches ``node``, and read what it sums up."""
+
+        def arrived(gradients: tuple[Tensor | None, ...]) -> None:
+            if (gradient := gradients[self.value[1]]) is not None:
+                self.gradient = gradient.detach().float()
+
+        node.register_prehook(arrived)
+        with suppress(Exception):  # a hook asks: nodes of another torch, or of a user's, may lack what these have
+            self._read(node)
+
+    def _read(self, node: Any) -> None:
+        kind, summed = kind_of(node), 0
+        below, shape = operand(node, ())
+        if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:
+            if kind in LOSSES:
+                self.terms = labelled(node)
+                self.single = self.terms is not None
+                shape = (prod(shape) // shape[min(1, len(shape) - 1)],)
+            if node._saved_reduction == 2 and self.single is not False and saved(node, "weight") is None:
+                summed = prod(shape)
+        elif kind in ("Sum", "Nansum"):
+            below, shape = self._entries(below, shape)
+            summed = prod(shape)
+        while below is not None:
+            self.passed.add(below._sequence_nr())
+            product = product_below(below, shape)
+            if product is not None:
+                self.passed |= {product.number, *(step._sequence_nr() for step, *_ in product.steps)}
+            if not summed or self.single or product is None:
+                break
+            again = self._outputs(product)
+            if again is None:
+                break
+            if not again:
+                return
+            below, shape = self._entries(*operand(below, shape))
+            summed = prod(shape)
+        self.numel = summed
+        if self.joined:  # the graph was followed to the first of them
+            self.terms, self.masks = None, [mask for mask in self.masks if mask.numel() == summed]
+
+    def _entries(self, node: Any, shape: Shape) -> tuple[Any, Shape]:
+        """From a sum down to what it is the sum of, times numbers."""
+        while node is not None:
+            kind, below = kind_of(node), operand(node, shape)
+            if kind in ("Mul", "Div"):
+                if not self._times(node, kind):
+                    break
+            elif kind not in SAME:
+                break
+            self.terms = self._left(node, kind, shape) if self.terms is None else self.terms
+            self.joined |= kind in JOINED
+            self.passed.add(node._sequence_nr())
+            node, shape = below
+        return node, shape
+
+    def _left(self, node: Any, kind: str, shape: Shape) -> Tensor | int | None:
+        """How many entries an operation leaves, where it leaves some out."""
+        if kind in ("Index", "MaskedSelect"):
+            return prod(shape)
+        mask = saved(node, {"MaskedFill": "mask", "Where": "condition"}.get(kind, ""))
+        if mask is None or mask.shape != shape:
+            return None
+        return mask.sum() if kind == "Where" and node.next_functions[0][0] is not None else (~mask).sum()
+
+    def _times(self, node: Any, kind: str) -> bool:
+        """Whether a node multiplies or divides by something that has no graph, which is kept."""
+        graphs = [below is not None for below, _ in node.next_functions]
+        if graphs not in ([True], [True, False], [False, True]) or (kind == "Div" and not graphs[0]):
+            return False
+        other = saved(node, "other" if graphs[0] else "self")
+        if other is None or (kind == "Div" and isinstance(other, Tensor) and other.numel() != 1):
+            return False
+        if isinstance(other, Tensor) and other.numel() != 1:
+            self.masks.append(other)
+            return True
+        if isinstance(other, Tensor):
+            other = float(other) if other.is_cpu else other.detach().float().reshape(())
+        self.factor = self.factor * other if kind == "Mul" else self.factor / other
+        return True
+
+    def _outputs(self, product: LastProduct) -> bool | None:
+        """Whether the outputs of a term became one number: sets :attr:`single`. True: entries are plain sums of terms,
+        which are further down; False: of terms that may have weights."""
+        dims, alike, last = ([] if product.place is None else [product.place]), True, len(product.steps) - 1
+        if not product.weighed:
+            return None
+        for at, (node, before, after) in enumerate(product.steps):
+            kind = kind_of(node)
+            if not dims:
+                if kind in SUMS and prod(before) != prod(after):
+                    return kind == "Sum" and at == last
+                continue
+            if kind in LOSSES:
+                if saved(node, "weight") is not None:
+                    return None
+                self.terms = labelled(node) if self.terms is None else self.terms
+            alike &= kind in ALIKE
+            dims, end = moved(kind, node, dims, before, after)
+            if end == UNKNOWN:
+                return None
+            if not dims and kind == "Sum" and alike:
+                self.classes = prod(before) // max(1, prod(after))
+        shape = product.steps[-1][2] if product.steps else product.shape
+        self.single = all(shape[dim] == 1 for dim in dims)
+        return None
+
+    def of_terms(self, labels: Tensor | None) -> bool:
+        """Whether it is a sum of terms: of as many as there are labels, where the graph does not show it, or without
+        the last or the first of each example's."""
+        if not self.numel or self.single is False:
+            return False
+        shifted = 0 if labels is None or labels.ndim < 2 else labels.numel() - len(labels)
+        return bool(self.single) or (labels is not None and self.numel in (labels.numel(), shifted))
+
+
+def measured(reductions: Iterable[Reduction]) -> Measured | None:
+    """What reached the sums of one forward's terms, of all that a gradient came to. Labels that are smoothed have a sum
+    for the label and one for all C classes."""
+    reached = [x for x in reductions if x.gradient is not None]
+    if not reached:
+        return None
+    seeds = [(x.gradient * x.factor).abs().reshape(()) for x in reached if x.gradient is not None]
+    plain = torch.stack([seed for seed, x in zip(seeds, reached, strict=True) if not x.classes] or seeds)
+    smooth = [seed * x.classes for seed, x in zip(seeds, reached, strict=True) if x.classes]
+    groups = [plain, torch.stack(smooth)] if 0 < len(smooth) < len(seeds) else [plain]
+    tests = [group.amax() - group.amin() <= EQUAL * group.amax() for group in groups]
+    tests += [((mask == 0) | (mask == 1)).all() for x in reached for mask in x.masks if mask.dtype != torch.bool]
+    return Measured(torch.stack([group.mean() for group in groups]).sum(), torch.stack(tests).all())
+
+
+def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
+    """How many terms have a label or are not masked; None: it is not known of all."""
+    several: list[Tensor | int] = []
+    for each in reductions:
+        masks = [mask for mask in each.masks if mask.numel() == each.numel]
+        if each.classes:
+            continue
+        if each.terms is None and not masks:
+            return None
+        several.append(each.terms if not masks else masks[0].count_nonzero())  # type: ignore[arg-type]
+    return sum(several) if several else None
+
+
+def operand(node: Any, result: Shape) -> tuple[Any, Shape]:
+    """The first of :func:`operands`; (None, ()) where there is none."""
+    return next(iter(operands(node, result)), (None, ()))
+
+
+def kind_of(node: Any) -> str:
+    """A node's name without "Backward"; "" of a function of a user's."""
+    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name().split("Backward")[0]
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node keeps; None if nothing, if it was changed in place, or if unpacking it would compute it again, as in
+    a checkpoint."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or getattr(raw, "unpack_hook", None) is not None:
+        return None
+    try:
+        return getattr(node, f"_saved_{name}")
+    except RuntimeError:
+        return None
+
+
+def labelled(node: Any) -> Tensor | None:
+    """How many labels of torch's negative log-likelihood have a loss."""
+    target = saved(node, "target")
+    return None if target is None else (target != signed(node._saved_ignore_index)).sum()
