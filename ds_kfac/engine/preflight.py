@@ -85,11 +85,17 @@ def is_compiled() -> bool:
     return any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}")))
 
 
-@cache
 def warn_of_compilation() -> None:
     """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock.
-    Launchers, which import ds_kfac where ``DS_KFAC`` is set, start no DeepSpeed themselves."""
-    if "RANK" in os.environ and needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
+    Launchers, which import ds_kfac where ``DS_KFAC`` is set, start no DeepSpeed themselves. A program that makes itself
+    a rank after it has called ``enable`` is warned at ``initialize``."""
+    if not alone():
+        _warn_of_compilation()
+
+
+@cache
+def _warn_of_compilation() -> None:
+    if needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
         warn(
             f"DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
             "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "

@@ -250,6 +250,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: (
             e.engine is not None
             and e.stage > 0
+            and not e.bf16_optimizer  # which replaces nothing
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),

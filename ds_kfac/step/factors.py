@@ -31,7 +31,7 @@ from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, co
 @dataclass
 class FactorHistory:
     """What became of factors since this rank started or loaded: for people (``ds_kfac/engine/explain.py``), in no
-    checkpoint. No step reads it.
+    checkpoint. No step decides by it.
 
     Attributes:
         updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a column for each

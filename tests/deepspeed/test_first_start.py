@@ -9,22 +9,33 @@ import deepspeed
 import pytest
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-from ds_kfac.engine.preflight import COMPILED, warn_of_compilation
+from ds_kfac.engine.preflight import COMPILED, OF_OTHERS, OF_RANK, _warn_of_compilation, warn_of_compilation
 from tests.deepspeed.said import heard
 from tests.ranks import ROOT
 
 
 def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
     def texts() -> list[str]:
-        warn_of_compilation.cache_clear()
+        _warn_of_compilation.cache_clear()
         with heard() as said:
             warn_of_compilation()
         return said
 
+    def told(variable: str) -> bool:
+        """Whether a process that becomes a rank after :func:`ds_kfac.enable` is told at ``initialize``."""
+        _warn_of_compilation.cache_clear()
+        with heard() as said, monkeypatch.context() as later:
+            warn_of_compilation()
+            assert not said, "a launcher"
+            later.setenv(variable, "0")
+            warn_of_compilation()
+        return bool(said)
+
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, True)
-    monkeypatch.delenv("RANK", raising=False)
-    assert texts() == [], "a launcher"
+    for name in (*OF_RANK, *OF_OTHERS):
+        monkeypatch.delenv(name, raising=False)
+    assert told("RANK") and told("OMPI_COMM_WORLD_RANK")
     monkeypatch.setenv("RANK", "0")
     assert f"compiles {ShareMemCommBuilder.NAME} below {tmp_path}" in "".join(texts())
     (tmp_path / "py311_cpu" / COMPILED).mkdir(parents=True)

@@ -179,10 +179,15 @@ def refusals_worker(_) -> dict:
     config = plain_config(KFAC={"enabled": True})
     results["misspelt"] = error_of(lambda: ds_kfac.initialize(model=make_net(), config=config))
     attempt("pattern", kfac={"layers": {"exclude": ["nothing_like_it"]}})
-    for many, name in ((1, "one group of Adagrad"), (2, "Adagrad of several parameter groups with ZeRO")):
+    adagrads = {
+        "several of Adagrad, BF16_Optimizer": ("decay", "z1-bf16-accum32"),
+        "one group of Adagrad": ("one", "z2"),
+        "Adagrad of several parameter groups with ZeRO": ("decay", "z2"),
+    }
+    for name, (groups, mode) in adagrads.items():
         model = make_net()
-        groups = parameter_groups(model, "decay" if many > 1 else "one")
-        without = {key: value for key, value in plain_config(kfac={"enabled": True}).items() if key != "optimizer"}
+        groups = parameter_groups(model, groups)
+        without = {key: value for key, value in BY_NAME[mode].config(1, 1).items() if key != "optimizer"}
         adagrad = torch.optim.Adagrad(groups, lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(adagrad, lambda step: 0.5)
 
@@ -253,6 +258,7 @@ def test_refusals_say_what_to_change():
         assert f"{mode}: " in result[mode] and remedy in result[mode], (mode, result[mode])
     assert "Unknown, which ds_kfac does not know" in result["unknown wrapper"]
     assert result["usable after all refusals"] == result["one group of Adagrad"] == ""
+    assert result["several of Adagrad, BF16_Optimizer"] == "", "it replaces nothing"
     assert "whose rate your scheduler does not change" in " ".join(result["its scheduler"].split())
 
 
