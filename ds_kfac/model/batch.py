@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
 from ds_kfac.model.labels import aligned, encoder_decoders, have_loss, of_examples, shifts
-from ds_kfac.model.layers import value_of
+from ds_kfac.model.layers import parameter_shape, value_of
 from ds_kfac.model.slices import EVERY_ROW, SQUARE, Fit, Slices, fit, has_all
 
 SOURCE, TARGET, OTHER = "source", "target", "other"
@@ -95,6 +95,9 @@ class BatchInfo:
 
 
 TOKENS = "input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"
+OF_TEXT = re.compile("embeds|mask|label|bias|logits|hidden|position")
+SENSED = re.compile("pixel|image|img|vi[ds]|frame|patch|audio|speech|sound|wave|mel|spec|input_(features|values)")
+"""In names of arguments: those of tokens; and those of images and sounds, whatever their shape."""
 ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 """(arguments, keyword arguments) of the model's forward -> BatchInfo. A user may set ``engine.kfac.read_batch``."""
 
@@ -185,13 +188,6 @@ class ArgumentReader:
         return mask.bool() if mask.ndim == 2 else None
 
 
-def counted(mask: Tensor, weight_sharing: str, examples: int = 0) -> Tensor:
-    """How many entries of a mask are set, with "reduce" how many examples have one; fp32 scalar. ``examples``: their
-    dimension."""
-    mask = mask.flatten(1) if mask.ndim > 2 else mask
-    return (mask.any(dim=1 - examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask).sum().float()
-
-
 class RowMasks:
     """Chooses a mask of the micro-batch for the rows of each call.
 
@@ -224,8 +220,8 @@ class RowMasks:
         for at in range(words.count(".") + 1) if words else ():  # the modules around the embedding of the tokens
             around, inside = ".".join(words.split(".")[:at]), words.split(".")[at]
             for name, child in model.get_submodule(around).named_children():
-                path = f"{around}.{name}.".lstrip(".")
-                if name != inside and path not in self._places and any(p.ndim > 1 for p in child.parameters()):
+                path, shapes = f"{around}.{name}.".lstrip("."), map(parameter_shape, child.parameters())
+                if name != inside and path not in self._places and any(len(shape) > 1 for shape in shapes):
                     self._watch(child, OTHER)
 
     def remove(self) -> None:
@@ -237,9 +233,10 @@ class RowMasks:
         self._watching, self._side, self._sources, self._outer = True, None, [], []
         self._others, self._of_others = [], set()
         named = {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
-        if any(isinstance(named.get(key), Tensor) for key in TOKENS):
-            of_text = re.compile("embeds|mask|label|bias|logits|hidden|position")
-            self._add_others((x for key, x in named.items() if not of_text.search(key)), cast=True)
+        if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:
+            others = {key: x for key, x in named.items() if isinstance(x, Tensor) and not OF_TEXT.search(key)}
+            shape = tokens[0].shape[:2]  # features [N, T, ..] of tokens have their mask, but what is seen or heard
+            self._add_others((x for key, x in others.items() if x.shape[:2] != shape or SENSED.search(key)), cast=True)
         self._in_order.clear()
         self._slices.begin()
 
@@ -366,6 +363,14 @@ class RowMasks:
             if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1:
                 self._others.append((StorageWeakRef(x.untyped_storage()), (x.shape, x.dtype) if cast else None))
 
+    def _are_others(self, given: Iterable[Any]) -> bool:
+        """Whether a module is called with another modality alone: not with rows [N, T, D] of text that looks at it. A
+        parameter's, such as queries to sum it up by, are no text."""
+        floats = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        others = [x for x in floats if self._is_other(x, cast=True)]
+        text = [x for x in floats if x.ndim == 3 and not isinstance(x._base, nn.Parameter)]
+        return bool(others) and all(any(x is other for other in others) for x in text)
+
     def _is_other(self, x: Any, *, cast: bool = False) -> bool:
         """Whether a tensor is one of another modality or a view of it; with ``cast``, a copy in another dtype."""
         return isinstance(x, Tensor) and any(
@@ -378,7 +383,7 @@ class RowMasks:
         def enter(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
             if self._watching:
                 self._outer.append(self._side)
-                if side != OTHER or any(self._is_other(x, cast=True) for x in (*arguments, *named.values())):
+                if side != OTHER or self._are_others((*arguments, *named.values())):
                     self._side = side
 
         def leave(module: nn.Module, arguments: tuple, output: Any) -> None:

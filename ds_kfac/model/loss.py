@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ds_kfac.model.batch import BatchInfo, counted, tensors_of
+from ds_kfac.model.batch import BatchInfo, tensors_of
 from ds_kfac.model.divided import divided
 from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
-from ds_kfac.model.slices import Fit, fit
+from ds_kfac.model.slices import Fit, counted, fit
 
 Value = tuple[int, int]
 """A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""

@@ -15,10 +15,11 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from ds_kfac.log import logger
-from ds_kfac.model.batch import BatchInfo, Fit, counted
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import LEVELS, Forward
+from ds_kfac.model.slices import Fit, counted
 
 
 @dataclass(frozen=True)
