@@ -140,7 +140,7 @@ class Forward:
     _terms: dict[Value, tuple[Tensor | int | None, str]] = field(
         default_factory=dict
     )  # terms, doubt of each prediction
-    _beside: bool = False  # whether a tensor was returned that no returned loss is made of
+    _beside: bool = False  # whether a backward goes through a returned tensor that no returned loss is made of
 
     @property
     def count(self) -> Tensor | int:
@@ -169,12 +169,16 @@ class Forward:
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
         if self.terms is None or (self.info.classes and of_classes(output, self.info)):
+            labelled, levels = self.terms, of_levels(output)
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-            self.doubt = "" if self.terms is None else doubt_of(output)
+            self.doubt = "" if self.terms is None else doubt_of(output, levels=levels)
             for x in [] if self.terms is None else predictions_in(output):
                 if x.grad_fn is not None:
                     terms = output_terms(output, self.info, weight_sharing=weight_sharing, prediction=x)
-                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt_of(output, x)
+                    doubt = doubt_of(output, x, levels=levels)
+                    if labelled is not None and of_examples(terms, self.info):
+                        self.terms, self.doubt = terms, doubt = labelled, ""
+                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -185,15 +189,15 @@ class Forward:
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
             self.info = replace(self.info, items=None)
+        every = (*tensors_of(output), *_values(output))
+        nodes = {(x.grad_fn._sequence_nr(), x.output_nr): x.grad_fn for x in every if x.ndim and x.grad_fn is not None}
+        self.tensors, beside = frozenset(nodes.keys() - losses.keys()), set[Value]()
+        if self.losses and self.tensors:
+            beside.update(self.tensors - made_of(losses.values(), min(self.tensors)[0]))
         for value in self.losses:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
-            node.register_prehook(partial(self._arrived, value))
-        every = (*tensors_of(output), *_values(output))
-        tensors = {(x.grad_fn._sequence_nr(), x.output_nr) for x in every if x.ndim and x.grad_fn is not None}
-        self.tensors = frozenset(tensors - losses.keys())
-        if self.losses and self.tensors:
-            self._beside = not self.tensors <= made_of(losses.values(), min(self.tensors)[0])
+            node.register_prehook(partial(self._arrived, value, [nodes[other] for other in beside]))
 
     def uses(self, tensors: Collection[Value]) -> None:
         """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
@@ -202,9 +206,11 @@ class Forward:
                 self.terms, self.doubt = of_prediction
                 return
 
-    def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrived(self, value: Value, beside: Iterable[Any], gradients: tuple[Tensor | None, ...]) -> None:
+        """A loss's gradient came. ``beside``: nodes of the tensors that no returned loss is made of."""
         if (gradient := gradients[value[1]]) is not None:
             self._reached[value] = gradient.detach().float().reshape(())
+            self._beside = any(_runs(node) for node in beside)
 
     def take(self, among: Collection[Value] | None) -> None:
         """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
@@ -315,10 +321,17 @@ def of_classes(output: Any, info: BatchInfo) -> bool:
     return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
 
 
-def doubt_of(output: Any, prediction: Tensor | None = None) -> str:
+def of_examples(terms: Tensor | int | None, info: BatchInfo) -> bool:
+    """Whether labels [N] are of a prediction that has so many terms, and so say which of these have none."""
+    return (
+        info.labelled is not None and info.labelled.ndim == 1 and isinstance(terms, int) and terms == len(info.labelled)
+    )
+
+
+def doubt_of(output: Any, prediction: Tensor | None = None, *, levels: bool | None = None) -> str:
     """Why the number of terms of a loss outside of the model may be another one, and for which loss; or "". It is made
-    of ``prediction``; None: of the likeliest."""
-    if of_levels(output):
+    of ``prediction``; None: of the likeliest. ``levels``: :func:`of_levels` of the output, if it is known."""
+    if of_levels(output) if levels is None else levels:
         return LEVELS
     prediction = returned_prediction(output) if prediction is None else prediction
     if prediction is None or not (place := _place(output, prediction)).doubt:
@@ -352,7 +365,12 @@ def accumulates(weight: Tensor) -> bool:
     """Whether the running backward adds to a parameter's gradient; autograd.grad and other ``inputs`` do not."""
     if not weight.requires_grad:
         return False
+    return _runs(get_gradient_edge(weight).node)
+
+
+def _runs(node: Any) -> bool:
+    """Whether the running backward runs a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
-    except RuntimeError:  # autograd.grad with the weight among its inputs: the gradient goes to the caller
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
         return False
