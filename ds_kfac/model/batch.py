@@ -7,7 +7,7 @@ shapes are ambiguous, a warning says so once.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,33 +18,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
 from ds_kfac.model.labels import aligned, encoder_decoders, have_loss, of_examples, shifts
-from ds_kfac.model.layers import parameter_shape, value_of
+from ds_kfac.model.layers import parameter_shape, tensors_of, value_of
 from ds_kfac.model.slices import EVERY_ROW, SQUARE, Fit, Slices, fit, has_all
 
 SOURCE, TARGET, OTHER = "source", "target", "other"
 
 
-def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
-    """``function`` as a hook of ``owner`` alone, not of its copies.
+def own_hook(owner: nn.Module, function: Callable[..., Any], watcher: Any = None) -> Callable[..., None]:
+    """``function`` as a hook of ``owner`` alone, not of its copies; with a ``watcher`` while that is ``watching``: then
+    torch.compile, which may not trace ``function``, sees this condition alone.
 
     ``copy.deepcopy`` of a module copies its hooks: a bound method with its whole object, a plain function as it is. The
     calls of a copy (an average of the weights, a frozen reference model) would then count as the model's.
     """
 
     def hook(module: nn.Module, *values: Any, **named: Any) -> None:
-        if module is owner:
+        if module is owner and (watcher is None or watcher.watching):
             function(module, *values, **named)
 
     return hook
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list, Mapping)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from tensors_of(value)
 
 
 @dataclass(eq=False)
@@ -195,11 +187,12 @@ class RowMasks:
     a decoder's rows made of the encoder's output (cross-attention). A recomputation has its module's side.
 
     Beside tokens a batch may have images or sounds. Modules that do not have the embedding of the tokens, and are
-    called with those, or with what such a module returned, have rows of another modality, which no mask or label is of.
+    called with those, or with what such a module returned, and no other rows [N, T, D], have rows of another modality,
+    which no mask or label is of.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._watching = model, False
+        self._model, self.watching = model, False
         self._places: dict[str, str] = {}  # "encoder." -> SOURCE
         self._side: str | None = None
         self._outer: list[str | None] = []  # sides around the present one
@@ -230,7 +223,7 @@ class RowMasks:
 
     def begin(self, batch: Iterable[Any] = ()) -> None:
         """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
-        self._watching, self._side, self._sources, self._outer = True, None, [], []
+        self.watching, self._side, self._sources, self._outer = True, None, [], []
         self._others, self._of_others = [], set()
         named = {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
         if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:
@@ -242,7 +235,7 @@ class RowMasks:
 
     def end(self) -> None:
         """The forward is over; later calls are recomputations. Encoder outputs are still recognised."""
-        self._watching, self._side = False, None
+        self.watching, self._side = False, None
         self._slices.whole()
 
     def fit_call(self, module: str, x: Tensor, info: BatchInfo, *, reduced: bool = False) -> Fit:
@@ -346,7 +339,7 @@ class RowMasks:
     def _side_of(self, module: str, x: Tensor) -> str | None:
         """Whether the rows ``x`` are SOURCE, TARGET or OTHER; None: unknown."""
         cdata = x.untyped_storage()._cdata
-        recomputed = not self._watching and module in self._of_others
+        recomputed = not self.watching and module in self._of_others
         if self._others and (recomputed or self._side == OTHER or self._is_other(x)):
             self._of_others.add(module)
             return OTHER
@@ -363,14 +356,6 @@ class RowMasks:
             if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1:
                 self._others.append((StorageWeakRef(x.untyped_storage()), (x.shape, x.dtype) if cast else None))
 
-    def _are_others(self, given: Iterable[Any]) -> bool:
-        """Whether a module is called with another modality alone: not with rows [N, T, D] of text that looks at it. A
-        parameter's, such as queries to sum it up by, are no text."""
-        floats = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
-        others = [x for x in floats if self._is_other(x, cast=True)]
-        text = [x for x in floats if x.ndim == 3 and not isinstance(x._base, nn.Parameter)]
-        return bool(others) and all(any(x is other for other in others) for x in text)
-
     def _is_other(self, x: Any, *, cast: bool = False) -> bool:
         """Whether a tensor is one of another modality or a view of it; with ``cast``, a copy in another dtype."""
         return isinstance(x, Tensor) and any(
@@ -381,20 +366,28 @@ class RowMasks:
 
     def _watch(self, module: nn.Module, side: str) -> None:
         def enter(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            if self._watching:
-                self._outer.append(self._side)
-                if side != OTHER or self._are_others((*arguments, *named.values())):
-                    self._side = side
+            self._outer.append(self._side)
+            floats = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            others = [self._is_other(x, cast=True) for x in floats]
+            # text looks at another modality; a parameter's rows, such as queries to sum it up by, are no text
+            rows = [x for x, other in zip(floats, others, strict=True) if x.ndim == 3 and not other]
+            text = any(not isinstance(x._base, nn.Parameter) for x in rows)
+            if side != OTHER or (any(others) and not text):
+                self._side = side
 
         def leave(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if self._watching and self._outer:
-                outer, entered = self._outer.pop(), side != OTHER or self._side == OTHER
-                if entered:
-                    self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
-                if entered and side == OTHER:
-                    self._add_others(tensors_of(output))
-                elif side == SOURCE:
-                    self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
+            if not self._outer:
+                return
+            outer, entered = self._outer.pop(), side != OTHER or self._side == OTHER
+            if entered:
+                self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
+            if entered and side == OTHER:
+                self._add_others(tensors_of(output))
+            elif side == SOURCE:
+                self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
 
-        self._handles.append(module.register_forward_pre_hook(own_hook(module, enter), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(own_hook(module, leave), always_call=True))
+        for register, function, how in (
+            (module.register_forward_pre_hook, enter, {"with_kwargs": True}),
+            (module.register_forward_hook, leave, {"always_call": True}),
+        ):
+            self._handles.append(register(own_hook(module, torch.compiler.disable(function), self), **how))

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from ds_kfac.model.batch import BatchInfo, tensors_of
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.divided import divided
-from ds_kfac.model.layers import parameter_shape
+from ds_kfac.model.layers import parameter_shape, tensors_of
 from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
 from ds_kfac.model.slices import Fit, counted, fit
 
@@ -169,8 +168,8 @@ class Forward:
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
         if self.terms is None or (self.info.classes and of_classes(output, self.info)):
-            labelled, levels = self.terms, of_levels(output)
-            self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
+            labelled, self.terms = self.terms, output_terms(output, self.info, weight_sharing=weight_sharing)
+            levels = self.terms is not None and of_levels(output)
             self.doubt = "" if self.terms is None else doubt_of(output, levels=levels)
             for x in [] if self.terms is None else predictions_in(output):
                 if x.grad_fn is not None:
@@ -210,7 +209,7 @@ class Forward:
         """A loss's gradient came. ``beside``: nodes of the tensors that no returned loss is made of."""
         if (gradient := gradients[value[1]]) is not None:
             self._reached[value] = gradient.detach().float().reshape(())
-            self._beside = any(_runs(node) for node in beside)
+            self._beside = next(filter(runs, beside), None) is not None
 
     def take(self, among: Collection[Value] | None) -> None:
         """Set :attr:`seed` in a backward. ``among``: the scalars of its loss (:func:`losses_in`); None: unknown. It is
@@ -361,15 +360,9 @@ def output_terms(
     return shape[0] if weight_sharing == "reduce" else prod(shape)
 
 
-def accumulates(weight: Tensor) -> bool:
-    """Whether the running backward adds to a parameter's gradient; autograd.grad and other ``inputs`` do not."""
-    if not weight.requires_grad:
-        return False
-    return _runs(get_gradient_edge(weight).node)
-
-
-def _runs(node: Any) -> bool:
-    """Whether the running backward runs a node."""
+def runs(node: Any) -> bool:
+    """Whether the running backward runs a node; of a parameter's, whether it adds to its gradient, as autograd.grad and
+    other ``inputs`` do not."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad with its tensor among the inputs: the gradient goes to the caller

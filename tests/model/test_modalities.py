@@ -137,3 +137,16 @@ def test_a_tower_is_watched_where_ZeRO_3_holds_its_parameters():
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     recorded = len(RowMasks(model)._handles)
     assert recorded == len(RowMasks(Pictures("plain"))._handles) > 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_the_hooks_of_towers_are_not_traced():
+    """torch.compile, which traces through other hooks, cannot follow references to storages."""
+    model = Pictures("plain")
+    recorder = Recorder(model)
+    recorder.capture.read_batch = ArgumentReader(model)
+    compiled = torch.compile(model, backend="eager")
+    loss = compiled(input_ids=IDS, pixel_values=PIXELS, labels=LABELS)
+    with recorder.capture.own_backward(loss):
+        loss.backward()
+    assert recorder.counts("vision.tower.2") == [N * T, LABELLED]
