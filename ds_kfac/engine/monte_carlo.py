@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ds_kfac.log import logger
-from ds_kfac.model.batch import own_hook, tensors_of
+from ds_kfac.model.batch import own_hook
+from ds_kfac.model.layers import tensors_of
 from ds_kfac.model.loss import Forward, output_terms
 from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
 from ds_kfac.step.preconditioner import KFACPreconditioner

@@ -20,7 +20,7 @@ from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.log import say, warn
-from ds_kfac.model.batch import tensors_of
+from ds_kfac.model.layers import tensors_of
 
 COMPILED = "deepspeed_shm_comm"
 """The op that DeepSpeed builds at a first start."""

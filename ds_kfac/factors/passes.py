@@ -17,9 +17,9 @@ from tqdm import tqdm
 from ds_kfac.comm.message import Channel, failing_together, gathered
 from ds_kfac.factors.files import FactorsError, crc32
 from ds_kfac.factors.progress import Progress
-from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch, tensors_of
+from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import LayerSpec, tensors_of
 from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.sampled_loss import Sampler

@@ -7,7 +7,7 @@ shapes are ambiguous, a warning says so once.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,33 +18,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
 from ds_kfac.model.labels import aligned, encoder_decoders, have_loss, of_examples, shifts
-from ds_kfac.model.layers import value_of
+from ds_kfac.model.layers import parameter_shape, tensors_of, value_of
 from ds_kfac.model.slices import EVERY_ROW, SQUARE, Fit, Slices, fit, has_all
 
 SOURCE, TARGET, OTHER = "source", "target", "other"
 
 
-def own_hook(owner: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
-    """``function`` as a hook of ``owner`` alone, not of its copies.
+def own_hook(owner: nn.Module, function: Callable[..., Any], watcher: Any = None) -> Callable[..., None]:
+    """``function`` as a hook of ``owner`` alone, not of its copies; with a ``watcher`` while that is ``watching``: then
+    torch.compile, which may not trace ``function``, sees this condition alone.
 
     ``copy.deepcopy`` of a module copies its hooks: a bound method with its whole object, a plain function as it is. The
     calls of a copy (an average of the weights, a frozen reference model) would then count as the model's.
     """
 
     def hook(module: nn.Module, *values: Any, **named: Any) -> None:
-        if module is owner:
+        if module is owner and (watcher is None or watcher.watching):
             function(module, *values, **named)
 
     return hook
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list, Mapping)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from tensors_of(value)
 
 
 @dataclass(eq=False)
@@ -95,6 +87,9 @@ class BatchInfo:
 
 
 TOKENS = "input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"
+OF_TEXT = re.compile("embeds|mask|label|bias|logits|hidden|position")
+SENSED = re.compile("pixel|image|img|vi[ds]|frame|patch|audio|speech|sound|wave|mel|spec|input_(features|values)")
+"""In names of arguments: those of tokens; and those of images and sounds, whatever their shape."""
 ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
 """(arguments, keyword arguments) of the model's forward -> BatchInfo. A user may set ``engine.kfac.read_batch``."""
 
@@ -185,13 +180,6 @@ class ArgumentReader:
         return mask.bool() if mask.ndim == 2 else None
 
 
-def counted(mask: Tensor, weight_sharing: str, examples: int = 0) -> Tensor:
-    """How many entries of a mask are set, with "reduce" how many examples have one; fp32 scalar. ``examples``: their
-    dimension."""
-    mask = mask.flatten(1) if mask.ndim > 2 else mask
-    return (mask.any(dim=1 - examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask).sum().float()
-
-
 class RowMasks:
     """Chooses a mask of the micro-batch for the rows of each call.
 
@@ -199,11 +187,12 @@ class RowMasks:
     a decoder's rows made of the encoder's output (cross-attention). A recomputation has its module's side.
 
     Beside tokens a batch may have images or sounds. Modules that do not have the embedding of the tokens, and are
-    called with those, or with what such a module returned, have rows of another modality, which no mask or label is of.
+    called with those, or with what such a module returned, and no other rows [N, T, D], have rows of another modality,
+    which no mask or label is of.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._watching = model, False
+        self._model, self.watching = model, False
         self._places: dict[str, str] = {}  # "encoder." -> SOURCE
         self._side: str | None = None
         self._outer: list[str | None] = []  # sides around the present one
@@ -224,8 +213,8 @@ class RowMasks:
         for at in range(words.count(".") + 1) if words else ():  # the modules around the embedding of the tokens
             around, inside = ".".join(words.split(".")[:at]), words.split(".")[at]
             for name, child in model.get_submodule(around).named_children():
-                path = f"{around}.{name}.".lstrip(".")
-                if name != inside and path not in self._places and any(p.ndim > 1 for p in child.parameters()):
+                path, shapes = f"{around}.{name}.".lstrip("."), map(parameter_shape, child.parameters())
+                if name != inside and path not in self._places and any(len(shape) > 1 for shape in shapes):
                     self._watch(child, OTHER)
 
     def remove(self) -> None:
@@ -234,18 +223,19 @@ class RowMasks:
 
     def begin(self, batch: Iterable[Any] = ()) -> None:
         """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
-        self._watching, self._side, self._sources, self._outer = True, None, [], []
+        self.watching, self._side, self._sources, self._outer = True, None, [], []
         self._others, self._of_others = [], set()
         named = {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
-        if any(isinstance(named.get(key), Tensor) for key in TOKENS):
-            of_text = re.compile("embeds|mask|label|bias|logits|hidden|position")
-            self._add_others((x for key, x in named.items() if not of_text.search(key)), cast=True)
+        if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:
+            others = {key: x for key, x in named.items() if isinstance(x, Tensor) and not OF_TEXT.search(key)}
+            shape = tokens[0].shape[:2]  # features [N, T, ..] of tokens have their mask, but what is seen or heard
+            self._add_others((x for key, x in others.items() if x.shape[:2] != shape or SENSED.search(key)), cast=True)
         self._in_order.clear()
         self._slices.begin()
 
     def end(self) -> None:
         """The forward is over; later calls are recomputations. Encoder outputs are still recognised."""
-        self._watching, self._side = False, None
+        self.watching, self._side = False, None
         self._slices.whole()
 
     def fit_call(self, module: str, x: Tensor, info: BatchInfo, *, reduced: bool = False) -> Fit:
@@ -349,7 +339,7 @@ class RowMasks:
     def _side_of(self, module: str, x: Tensor) -> str | None:
         """Whether the rows ``x`` are SOURCE, TARGET or OTHER; None: unknown."""
         cdata = x.untyped_storage()._cdata
-        recomputed = not self._watching and module in self._of_others
+        recomputed = not self.watching and module in self._of_others
         if self._others and (recomputed or self._side == OTHER or self._is_other(x)):
             self._of_others.add(module)
             return OTHER
@@ -376,20 +366,28 @@ class RowMasks:
 
     def _watch(self, module: nn.Module, side: str) -> None:
         def enter(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            if self._watching:
-                self._outer.append(self._side)
-                if side != OTHER or any(self._is_other(x, cast=True) for x in (*arguments, *named.values())):
-                    self._side = side
+            self._outer.append(self._side)
+            floats = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            others = [self._is_other(x, cast=True) for x in floats]
+            # text looks at another modality; a parameter's rows, such as queries to sum it up by, are no text
+            rows = [x for x, other in zip(floats, others, strict=True) if x.ndim == 3 and not other]
+            text = any(not isinstance(x._base, nn.Parameter) for x in rows)
+            if side != OTHER or (any(others) and not text):
+                self._side = side
 
         def leave(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if self._watching and self._outer:
-                outer, entered = self._outer.pop(), side != OTHER or self._side == OTHER
-                if entered:
-                    self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
-                if entered and side == OTHER:
-                    self._add_others(tensors_of(output))
-                elif side == SOURCE:
-                    self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
+            if not self._outer:
+                return
+            outer, entered = self._outer.pop(), side != OTHER or self._side == OTHER
+            if entered:
+                self._side = TARGET if side == TARGET else outer  # a head after the decoder has the target's rows
+            if entered and side == OTHER:
+                self._add_others(tensors_of(output))
+            elif side == SOURCE:
+                self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
 
-        self._handles.append(module.register_forward_pre_hook(own_hook(module, enter), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(own_hook(module, leave), always_call=True))
+        for register, function, how in (
+            (module.register_forward_pre_hook, enter, {"with_kwargs": True}),
+            (module.register_forward_hook, leave, {"always_call": True}),
+        ):
+            self._handles.append(register(own_hook(module, torch.compiler.disable(function), self), **how))

@@ -27,14 +27,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks, tensors_of
+from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks
 from ds_kfac.model.calls import SharedInputs, StepSums
 from ds_kfac.model.divided import divisors, whole
 from ds_kfac.model.expert_rows import Siblings
-from ds_kfac.model.layers import LayerSpec, key_of
-from ds_kfac.model.loss import Forward, accumulates, losses_in, trained
+from ds_kfac.model.layers import LayerSpec, key_of, tensors_of
+from ds_kfac.model.loss import Forward, losses_in, runs, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
@@ -193,8 +193,7 @@ class Capture(StepSums):
         self._means.clear()
         if self.divided and unknown not in ([], [True]):
             self.divided[-1][1].clear()
-        self.seed = self.losses = self._running = None
-        self.reductions = []
+        self.seed, self.losses, self._running, self.reductions = None, None, None, []
         if self.proof is not None:
             self.proof.end_backward()
         self._inside = False  # still set if the forward raised
@@ -388,7 +387,8 @@ class Capture(StepSums):
         if not own and call.proof is None:
             return
         try:
-            if not accumulates(self._weights[call.layer.name]):
+            weight = self._weights[call.layer.name]
+            if not weight.requires_grad or not runs(get_gradient_edge(weight).node):
                 return
             self._running = call.forward if own else self._running
             self._means.add(call.forward)

@@ -10,7 +10,7 @@ transformers' Conv1D are recognised by name and attributes; none is imported.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -111,6 +111,15 @@ class LayerSpec:
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
     """A parameter's full shape: under ZeRO-3 it is in ``ds_shape``, and the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and mappings."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list, Mapping)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from tensors_of(value)
 
 
 def value_of(place: Any, name: str) -> Any:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from ds_kfac.model.batch import BatchInfo, counted, tensors_of
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.divided import divided
-from ds_kfac.model.layers import parameter_shape
-from ds_kfac.model.prediction import Place, class_dim, class_place, last_product
+from ds_kfac.model.layers import parameter_shape, tensors_of
+from ds_kfac.model.prediction import Place, class_dim, class_place, is_scalar, last_product
 from ds_kfac.model.reductions import Measured, Reduction, Value, measured, terms_in
-from ds_kfac.model.slices import Fit, fit
+from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
@@ -147,10 +146,8 @@ class Forward:
     losses: tuple[Value, ...] = ()
     tensors: frozenset[Value] = frozenset()
     _reached: dict[Value, Tensor] = field(default_factory=dict)
-    _terms: dict[Value, tuple[Tensor | int | None, str]] = field(
-        default_factory=dict
-    )  # terms, doubt of each prediction
-    _beside: bool = False  # whether a tensor was returned that no returned loss is made of
+    _terms: dict[Value, tuple[Tensor | int | None, str]] = field(default_factory=dict)  # terms, doubt of predictions
+    _beside: bool = False  # whether a backward goes through a returned tensor that no returned loss is made of
     _made: dict[Value, list[Reduction]] = field(default_factory=dict)  # returned loss -> what it is made of
     _inside: set[Value] = field(default_factory=set)  # scalars of all of them
     _predictions: list[Value] = field(default_factory=list)  # the likeliest first, or the one that the loss is made of
@@ -183,15 +180,18 @@ class Forward:
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
         if self.terms is None or (self.info.classes and of_classes(output, self.info)):
-            self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-            self.doubt = "" if self.terms is None else doubt_of(output)
+            labelled, self.terms = self.terms, output_terms(output, self.info, weight_sharing=weight_sharing)
+            levels = self.terms is not None and of_levels(output)
+            self.doubt = "" if self.terms is None else doubt_of(output, levels=levels)
             for x in [] if self.terms is None else predictions_in(output):
                 if x.grad_fn is not None:
                     terms = output_terms(output, self.info, weight_sharing=weight_sharing, prediction=x)
-                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt_of(output, x)
-        if self.measures:
-            made = [x for x in predictions_in(output) if x.grad_fn is not None]
-            self._predictions = [(x.grad_fn._sequence_nr(), x.output_nr) for x in made if x.grad_fn is not None]
+                    doubt = doubt_of(output, x, levels=levels)
+                    if labelled is not None and of_examples(terms, self.info):
+                        self.terms, self.doubt = terms, doubt = labelled, ""
+                    self._terms[x.grad_fn._sequence_nr(), x.output_nr] = terms, doubt
+        for x in predictions_in(output) if self.measures else ():
+            self._predictions += [] if x.grad_fn is None else [(x.grad_fn._sequence_nr(), x.output_nr)]
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -204,15 +204,15 @@ class Forward:
         items = self.info.items if self.guessed else None
         if items is not None and losses and not any(divided(loss.grad_fn, items) for loss in losses.values()):
             self.info = replace(self.info, items=None)
+        every = (*tensors_of(output), *_values(output))
+        nodes = {(x.grad_fn._sequence_nr(), x.output_nr): x.grad_fn for x in every if x.ndim and x.grad_fn is not None}
+        self.tensors, beside = frozenset(nodes.keys() - losses.keys()), set[Value]()
+        if self.losses and self.tensors:
+            beside.update(self.tensors - made_of(losses.values(), min(self.tensors)[0]))
         for value in self.losses:
             node: Any = losses[value].grad_fn
             # a hook of the node, not of the tensor: a tensor's would see the gradient before DeepSpeed's hooks scale it
-            node.register_prehook(partial(self._arrived, value))
-        every = (*tensors_of(output), *_values(output))
-        tensors = {(x.grad_fn._sequence_nr(), x.output_nr) for x in every if x.ndim and x.grad_fn is not None}
-        self.tensors = frozenset(tensors - losses.keys())
-        if self.losses and self.tensors:
-            self._beside = not self.tensors <= made_of(losses.values(), min(self.tensors)[0])
+            node.register_prehook(partial(self._arrived, value, [nodes[other] for other in beside]))
 
     def uses(self, tensors: Collection[Value]) -> None:
         """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
@@ -222,9 +222,11 @@ class Forward:
                 self.terms, self.doubt = of_prediction
                 return
 
-    def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrived(self, value: Value, beside: Iterable[Any], gradients: tuple[Tensor | None, ...]) -> None:
+        """A loss's gradient came. ``beside``: nodes of the tensors that no returned loss is made of."""
         if (gradient := gradients[value[1]]) is not None:
             self._reached[value] = gradient.detach().float().reshape(())
+            self._beside = next(filter(runs, beside), None) is not None
 
     def take(self, among: Collection[Value] | None, reductions: Sequence[Reduction] = (), *, count: bool) -> None:
         """Set :attr:`seed` and :attr:`sums` in a backward. ``among``: the scalars of its loss (:func:`losses_in`), made
@@ -279,7 +281,7 @@ def predictions_in(output: Any) -> list[Tensor]:
     """The tensors that a loss may be computed from, the likeliest first: ``logits``, any [N, .., C], any [N]. Of
     several those with a graph, but for a target; and with rows, but for a task that has none in this batch. A vector
     without a graph beside a loss that has one are numbers to look at, such as the parts of a loss."""
-    tensors = [value for value in _values(output) if value.ndim > 0 and not _is_scalar(value)]
+    tensors = [value for value in _values(output) if value.ndim > 0 and not is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
     if len(wide) > 1 and logits_of(output) is None:
         made = [value for value in wide if value.grad_fn is not None]
@@ -296,22 +298,12 @@ def returned_prediction(output: Any) -> Tensor | None:
     return next(iter(predictions_in(output)), None)
 
 
-def _is_scalar(value: Tensor) -> bool:
-    """Whether a tensor is a view of a scalar: a loss of shape [1, 1], and no prediction."""
-    node: Any = value.grad_fn if value.numel() == 1 else None
-    while node is not None and node._input_metadata and prod(node._input_metadata[0].shape) == 1:
-        if not node._input_metadata[0].shape:
-            return True
-        node = next((below for below, _ in node.next_functions if below is not None), None)
-    return False
-
-
 def _losses(output: Any) -> Iterator[Tensor]:
     """The scalars that may be losses: the only tensor returned, or one that is not computed from scalars alone."""
     values = [*_values(output)]
     for value in values:
         alone = len(values) == 1 or value.grad_fn is None
-        if (value.ndim == 0 or _is_scalar(value)) and (alone or not _of_scalars(value.grad_fn)):
+        if (value.ndim == 0 or is_scalar(value)) and (alone or not _of_scalars(value.grad_fn)):
             yield value
 
 
@@ -353,10 +345,16 @@ def of_classes(output: Any, info: BatchInfo) -> bool:
     return prediction.shape == info.labelled.shape and _place(output, prediction) in (Place(-1), Place(1))
 
 
-def doubt_of(output: Any, prediction: Tensor | None = None) -> str:
+def of_examples(terms: Tensor | int | None, info: BatchInfo) -> bool:
+    """Whether labels [N] are of a prediction that has so many terms, and so say which of these have none."""
+    labels = info.labelled
+    return labels is not None and labels.ndim == 1 and isinstance(terms, int) and terms == len(labels)
+
+
+def doubt_of(output: Any, prediction: Tensor | None = None, *, levels: bool | None = None) -> str:
     """Why the number of terms of a loss outside of the model may be another one, and for which loss; or "". It is made
-    of ``prediction``; None: of the likeliest."""
-    if of_levels(output):
+    of ``prediction``; None: of the likeliest. ``levels``: :func:`of_levels` of the output, if it is known."""
+    if of_levels(output) if levels is None else levels:
         return LEVELS
     prediction = returned_prediction(output) if prediction is None else prediction
     if prediction is None or not (place := _place(output, prediction)).doubt:
@@ -386,11 +384,10 @@ def output_terms(
     return shape[0] if weight_sharing == "reduce" else prod(shape)
 
 
-def accumulates(weight: Tensor) -> bool:
-    """Whether the running backward adds to a parameter's gradient; autograd.grad and other ``inputs`` do not."""
-    if not weight.requires_grad:
-        return False
+def runs(node: Any) -> bool:
+    """Whether the running backward runs a node; of a parameter's, whether it adds to its gradient, as autograd.grad and
+    other ``inputs`` do not."""
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
-    except RuntimeError:  # autograd.grad with the weight among its inputs: the gradient goes to the caller
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
         return False

@@ -256,3 +256,13 @@ def _is_parameter(node: Any) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
+
+
+def is_scalar(value: Tensor) -> bool:
+    """Whether a tensor is a view of a scalar: a loss of shape [1, 1], and no prediction."""
+    node: Any = value.grad_fn if value.numel() == 1 else None
+    while node is not None and node._input_metadata and prod(node._input_metadata[0].shape) == 1:
+        if not node._input_metadata[0].shape:
+            return True
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    return False

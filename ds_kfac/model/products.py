@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ds_kfac.model.batch import tensors_of
+from ds_kfac.model.layers import tensors_of
 from ds_kfac.model.places import Place, Places, base_of
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
 

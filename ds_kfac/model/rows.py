@@ -15,10 +15,11 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from ds_kfac.log import logger
-from ds_kfac.model.batch import BatchInfo, Fit, counted
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import LEVELS, Forward
+from ds_kfac.model.slices import Fit, counted
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,6 @@ class RowSums:
         if told is not None:
             return told[:, 1] / seed
         gain = (divisor if self._divided and divisor is not None else terms) / seed
-        if forward.sums is not None and self._divided and returned:  # whatever the sum of the terms was divided by
-            of_sum, sure = forward.sums
-            return torch.where(sure & (of_sum != 0), 1 / of_sum, gain)
-        return gain
+        if (sums := forward.sums) is None or not self._divided or not returned:
+            return gain
+        return torch.where(sums.sure & (sums.seed != 0), 1 / sums.seed, gain)  # whatever the sum of terms is divided by

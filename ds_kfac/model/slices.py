@@ -148,6 +148,13 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
     return Fit()
 
 
+def counted(mask: Tensor, weight_sharing: str, examples: int = 0) -> Tensor:
+    """How many entries of a mask are set, with "reduce" how many examples have one; fp32 scalar. ``examples``: their
+    dimension."""
+    mask = mask.flatten(1) if mask.ndim > 2 else mask
+    return (mask.any(dim=1 - examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask).sum().float()
+
+
 def part(mask_NT: Tensor, piece: Piece) -> Fit:
     """The mask of a piece, as [n, T] if its rows are flattened whole examples."""
     mask, T = piece.of(mask_NT), mask_NT.shape[1]

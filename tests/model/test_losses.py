@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import ArgumentReader, BatchInfo
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.divided import divided, micro_batches, parts_of
 from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
 from ds_kfac.model.scan import LayerChoice
@@ -218,27 +218,6 @@ def test_a_value_of_one_example_is_no_loss(name):
             handle.remove()
     for G, expected_G in zip(*found, strict=True):
         close(G, expected_G, sums=10)
-
-
-class Conditioned(nn.Module):
-    """Labels of examples choose what is generated, or are what it is scored by."""
-
-    def __init__(self, scores: bool) -> None:
-        super().__init__()
-        self.trunk, self.words, self.scores = nn.Linear(D, C), nn.Embedding(C, D), scores
-
-    def forward(self, x: Tensor, labels: Tensor) -> object:
-        z = self.trunk(x + self.words(labels)[:, None])
-        return (F.cross_entropy(z.mean(1), labels), z) if self.scores else z
-
-
-@pytest.mark.parametrize(("scores", "terms"), [(False, N * 3), (True, N)])
-def test_labels_of_examples_are_terms_where_the_model_returns_their_loss(scores, terms):
-    model = Conditioned(scores)
-    recorder = Recorder(model, KINDS, read_batch=ArgumentReader(model))
-    output = model(torch.randn(N, 3, D), batch()[1])
-    (output[0] if scores else output.square().mean()).backward()
-    assert recorder.counts("trunk")[1] == terms
 
 
 def test_a_prediction_is_found_in_a_dataclass():

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch import ArgumentReader
+from ds_kfac.model.batch import ArgumentReader, RowMasks
 from tests.close import close
 from tests.model.test_capture import Recorder
 
@@ -88,3 +88,65 @@ def test_features_without_tokens_are_what_labels_are_of():
     with recorder.capture.own_backward(loss):
         loss.backward()
     assert recorder.counts("vision.tower.0") == [LABELLED, LABELLED]
+
+
+class Looking(nn.Module):
+    """A decoder of text that looks at patches, beside the embedding of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, h: Tensor, memory: Tensor) -> Tensor:
+        return torch.tanh(self.query(h)) + self.key(memory).mean(1, keepdim=True)
+
+
+class Captioner(nn.Module):
+    """``features``: of tokens, to which their embeddings are added in place, not of patches."""
+
+    def __init__(self, features: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.eyes, self.looking, self.out = nn.Embedding(V, D), nn.Linear(P, D), Looking(), nn.Linear(D, V)
+        self.features = features
+
+    def forward(self, input_ids: Tensor, seen: Tensor, attention_mask=None, labels=None) -> Tensor:
+        h = self.eyes(seen)
+        h = h.add_(self.embed(input_ids)) if self.features else self.looking(self.embed(input_ids), h)
+        return F.cross_entropy(self.out(h).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_rows_of_text_that_look_at_patches_or_have_features_are_masked(features):
+    model = Captioner(features)
+    recorder = Recorder(model)
+    recorder.capture.read_batch = ArgumentReader(model)
+    mask, patches = LABELS.ge(0), torch.randn(N, T + (not features), P)
+    loss = model(input_ids=IDS, seen=patches, attention_mask=mask.long(), labels=LABELS)
+    with recorder.capture.own_backward(loss):
+        loss.backward()
+    text = ["eyes", "out"] if features else ["looking.query", "out"]
+    assert {name: recorder.counts(name) for name in text} == {name: [LABELLED] * 2 for name in text}
+    if not features:
+        assert recorder.counts("eyes") == recorder.counts("looking.key") == [N * (T + 1), LABELLED]
+
+
+def test_a_tower_is_watched_where_ZeRO_3_holds_its_parameters():
+    model = Pictures("plain")
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    recorded = len(RowMasks(model)._handles)
+    assert recorded == len(RowMasks(Pictures("plain"))._handles) > 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_the_hooks_of_towers_are_not_traced():
+    """torch.compile, which traces through other hooks, cannot follow references to storages."""
+    model = Pictures("plain")
+    recorder = Recorder(model)
+    recorder.capture.read_batch = ArgumentReader(model)
+    compiled = torch.compile(model, backend="eager")
+    loss = compiled(input_ids=IDS, pixel_values=PIXELS, labels=LABELS)
+    with recorder.capture.own_backward(loss):
+        loss.backward()
+    assert recorder.counts("vision.tower.2") == [N * T, LABELLED]
