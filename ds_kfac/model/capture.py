@@ -194,8 +194,6 @@ class Capture(StepSums):
         if self.divided and unknown not in ([], [True]):
             self.divided[-1][1].clear()
         self.seed, self.losses, self._running, self.reductions = None, None, None, []
-        if self.proof is not None:
-            self.proof.end_backward()
         self._inside = False  # still set if the forward raised
         self.rows.counted.clear()
         for call in self.arrived:

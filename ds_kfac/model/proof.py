@@ -13,9 +13,6 @@ t has all rows, also those that a mask leaves out of the factors, as they are in
 Two measures judge them instead: the number of rows that count although their gradient is zero to the last bit; and the
 size of the gradients of rows that a padding mask leaves out, compared with those of rows that count.
 
-A program may drop gradients between the backwards of a step (`zero_grad`, which at some ZeRO stages drops nothing).
-So t of the backwards since each is compared, too: dW is that of one of them, or of none.
-
 Cost: a pass over a and g with :data:`PROBES` multiplications for each element. Between forward and backward it keeps
 PROBES fp32 numbers a row, and nothing of the graph.
 
@@ -37,20 +34,24 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.probes import accuracy, eps_of, second_moment, times
 from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
+from ds_kfac.ops.dispatch import symmetric_pack_into_
 
 PROBES = 4
 """Pairs (u, v) for each layer; one if rows of A are shorter than :data:`NARROW`, as in a depthwise convolution. Layers
 that share an A use the same v, and so have equally many pairs."""
 NARROW = 32
+CHUNK = 1 << 22
+"""Most elements converted to fp32 at a time."""
 SLACK = 10 * 0.2
-DROPS = 8
-"""Of so many backwards from a step's first on, and from its last back, it is known what was seen before."""
+TF32 = 2.0**-10
+"""Relative accuracy that fp32 products may have on a GPU, and convolutions everywhere: they add up an image's pixels,
+which are alike, so that partial sums exceed R. Of a CPU's, 1.6 times what eps_32 allows was seen (a ResNet's stem)."""
 NUMBERS = (
-    *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares", *("dropped",) * 2 * DROPS * (PROBES + 1),
+    *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
     "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
     *("left out", "several", "empty", "out", "in", "out's", "in's"),
     *("later left out", "later several", "later empty", "later out", "later in", "later out's", "later in's"),
@@ -59,7 +60,6 @@ NUMBERS = (
 
     t, squares: t, and R^2.
     others: t and R^2 of other backwards than the engine's own; the step's gradient has them, unless the user zeroed it.
-    dropped: t and R^2 as they were at the end of some of the step's backwards, zeros where there was none.
     calls, reached: calls of the layer; calls that a gradient came to.
     rows, zero, first: rows that count; those of them without a gradient; those of these that are the first of a
         sequence, such as a causal attention's first query, whose softmax is over one key.
@@ -74,7 +74,7 @@ NUMBERS = (
     out, in: sums over these of the logarithm of the gradient's square, as the probes measure it.
     later ..: the same for a forward's later calls: a layer may get the batch as it is, and then reversed.
 """
-T, SQUARES, OTHERS, DROPPED = map(NUMBERS.index, ("t", "squares", "others", "dropped"))
+T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
 CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-24:-13]
 MASKED = 7
 """Count of the numbers about masks, for first calls and again for later ones."""
@@ -129,9 +129,7 @@ class RowCheck:
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
-            text = (
-                "no rows were seen: nothing calls it, or a fused kernel, torch.func or an autograd.Function multiplies"
-            )
+            text = "no rows were seen: nothing calls it, or a fused kernel, torch.func or autograd.Function multiplies"
         elif self.calls > self.reached:
             text = f"rows of {self.calls} calls, gradients of {self.reached}"
         elif self.wrong:
@@ -167,8 +165,6 @@ class Proof:
         self._known = [[0.0] * len(NUMBERS) for _ in self.layers]  # the part of the numbers that the host knows
         self.counted: dict[str, tuple[LayerSpec, Tensor]] = {}
         self._probes: dict[str, Tensor] = {}
-        self._since = 0  # calls that a gradient came to since then
-        self._before: list[Tensor] = []  # t and R^2 at the end of each backward
         self._sampled = set[str]()  # factors whose sums have a grid of positions
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
@@ -245,7 +241,6 @@ class Proof:
         if others:
             return None
         known[REACHED] += 1
-        self._since += 1
         known[RANKS], known[EPS] = 1, max(known[EPS], accuracy(gradient.dtype, self._device, kind.images))
         if kind.images or made_of_gradients:
             known[ROWS] += len(products)
@@ -269,12 +264,6 @@ class Proof:
                 place = LEFT_OUT + MASKED * call.later
                 row[place : place + MASKED] += torch.stack([*numbers, *sums, out.sum(), within.sum()])
         return probed
-
-    def end_backward(self) -> None:
-        """A backward of the step is over: its gradient, and those before it, may be dropped before the next one."""
-        if self._since:
-            self._before.append(self._numbers[:, T : T + PROBES + 1].clone())
-            self._since = 0
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
         """The rows of a call went to A, if ``alive``. Sums over a grid of an image's positions are not checked."""
@@ -308,10 +297,6 @@ class Proof:
     def numbers(self, sums: Mapping[str, BatchSum]) -> Tensor:
         """This rank's numbers, float64 [L, len(NUMBERS)]. ``sums``: key -> its batch sums."""
         self._numbers += torch.tensor(self._known, dtype=torch.float64, device=self._device)
-        self.end_backward()
-        before = self._before[:-1]
-        for at, dropped in enumerate(before[:DROPS] + before[DROPS:][-DROPS:]):
-            self._numbers[:, DROPPED + at * (PROBES + 1) :][:, : PROBES + 1] = dropped
         for key, (layer, (squares, count, rows)) in self.counted.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
             if sum_ is None or key in self._sampled:
@@ -360,9 +345,7 @@ class Proof:
         sums = (total[:, ROWS] + lengths).sqrt()
         rounding = (total[:, EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
         engines, others = total[:, T : T + PROBES + 1], total[:, OTHERS : OTHERS + PROBES + 1]
-        dropped = total[:, DROPPED : DROPPED + 2 * DROPS * (PROBES + 1)].unflatten(1, (-1, PROBES + 1)).unbind(dim=1)
-        since = [engines, *(engines - before for before in dropped)]  # of all, or of those after a zero_grad
-        t = torch.stack([*since, *(some + others for some in since)])  # without and with those of other backwards
+        t = torch.stack([engines, engines + others])  # without and with gradients of other backwards
         t_K, squares = t[..., :PROBES] / divisor, t[..., PROBES]
         scale = squares.sqrt() / divisor + t_K.norm(dim=-1) + size
         bound = SLACK * (rounding * scale + floor * (n * numels).sqrt())
@@ -384,3 +367,33 @@ def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCh
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
         checks.append(RowCheck(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
     return checks
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> float:
+    """Relative accuracy of products, see :data:`TF32`: on a GPU cuDNN's convolutions have it by default."""
+    return max(eps_of(dtype), TF32 if images or device.type != "cpu" else 0.0)
+
+
+def times(x: Tensor, w_DK: Tensor) -> Tensor:
+    """Rows [.., D] times w, fp32 [.., K]."""
+    rows = max(1, CHUNK // max(1, x.shape[-1]))
+    with torch.autocast(x.device.type, enabled=False):
+        parts = [part.float() @ w_DK for part in x.detach().reshape(-1, x.shape[-1]).split(rows)]
+    return torch.cat(parts).reshape(*x.shape[:-1], w_DK.shape[-1])
+
+
+def second_moment(side: Side, sum_P: Tensor, w_nDK: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over groups and probes of w^T S w, for a side whose blocks are the groups; and how much it changes if every
+    element of S changes by its own size with a random sign. float64 scalars."""
+    products_nDD = (w_nDK @ w_nDK.mT).mul_(2.0)  # an element stands for its mirror image, which is not stored
+    products_nDD.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    products_P = products_nDD.flatten()
+    if products_nDD.shape[-1] > 1:
+        products_P = torch.empty_like(sum_P)
+        symmetric_pack_into_(products_P, range(0, len(sum_P), len(sum_P) // len(products_nDD)), list(products_nDD))
+    moment = products_P.mul_(sum_P).sum(dtype=torch.float64)
+    return moment, (2 * w_nDK.shape[-1]) ** 0.5 * torch.linalg.vector_norm(sum_P, dtype=torch.float64)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.probes import eps_of
-from ds_kfac.model.proof import Proof, RowCheck, row_checks
+from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.layout import ShardLayout, is_hooked

@@ -344,12 +344,8 @@ _ROWS = {
     ("model/calls.py", _PROOF): [
         ("proof: two calls of one", "self.rows.add_input(call, x, call.waiting)",
          "self.rows.add_input(call, x, self.sums.setdefault(call.key_A, call.waiting))")],
-    ("model/proof.py", "tests/model/test_dropped.py"): [
-        ("proof: gradients that were dropped are asked for",
-         "since = [engines, *(engines - before for before in dropped)]", "since = [engines]"),
-        ("proof: a gradient that is gone is one of no backwards", "before = self._before[:-1]",
-         "before = self._before")],
     ("model/proof.py", _PROOF): [
+        ("proof: TF32 is unknown", "TF32 if images or device.type != \"cpu\" else 0.0)", "0.0)"),
         ("proof: a bound that all is within", "return (self.ratio <= 1 or bool(self.hooked)) and", "return"),
         ("proof: no rounding of long sides", "t_K.norm(dim=-1) + size", "t_K.norm(dim=-1)"),
         ("proof: G's rows are one", "(rows + side.block).sqrt()", "count.clamp(min=1).sqrt()"),
@@ -460,8 +456,6 @@ _ROWS = {
          "torch.float32 if parameters is torch.float32 else torch.bfloat16")],
     ("zero/layout.py", "tests/step/test_unproven.py"): [
         ("proof: a wire of torch_autocast is unknown", ", *map(deepspeed_versions.sent_in, self.params)}", "}")],
-    ("model/probes.py", _PROOF): [
-        ("proof: TF32 is unknown", "TF32 if images or device.type != \"cpu\" else 0.0)", "0.0)")],
     ("step/preconditioner.py", "tests/step/test_proving.py"): [
         ("proof: what does not fit keeps its curvature", "unfit = curved & draft.verdict.unfit.keys()",
          "unfit = set()")],
