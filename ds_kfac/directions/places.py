@@ -13,17 +13,16 @@ from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.recorded import RECORDED_NUMEL, RECORDERS, Recorded
-from ds_kfac.update.rotation import BATCHED, lengths
+from ds_kfac.update.recorded import RECORDED_LAYER, RECORDED_NUMEL, RECORDERS, Recorded
+from ds_kfac.update.rotation import lengths
 from ds_kfac.zero.exchange import GradientExchange, Outbox
 
 T = TypeVar("T")
 
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
-    """Whether a rank's steps of these layers are recorded, on this type of device. Of layers that are larger, in the
-    mean, than what is stepped in one batch the device has work for longer than their launches take."""
-    few = 0 < sum(layer.numel for layer in layers) <= min(RECORDED_NUMEL, len(layers) * BATCHED)
+    """Whether a rank's steps of these layers are recorded, on this type of device."""
+    few = 0 < sum(layer.numel for layer in layers) <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
     return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 

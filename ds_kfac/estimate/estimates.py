@@ -232,21 +232,23 @@ class Estimate:
         for step in {step for steps in steps_of(plan) for step in steps}:
             captured.append(sum(self._reduced(step.captured, self.layout)))
             made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
-            new_copies = copied * bool(step.arriving)  # beside those that the step may go back to
+            # a recorded step leaves its eigenbases in their places, and those that arrive are copied to others
+            new_copies = copied * (kept > 0) * bool(step.arriving)
             new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.arriving) + new_copies)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)
-        outgoing, staying, gathered, working = self._preconditioned(pending)
+        outgoing, staying, gathered, working, recorded = self._preconditioned(pending)
         rounded = {key for key in self.every if plan.wire is not torch.float32 and self.delivery.receivers[key]}
         exact = self._on_homes(lambda factor: basis[factor.key], rounded)  # beside the rounded copy until that is sent
         # a result that is sent is freed once it has been copied into a message
         sending = np.maximum(outgoing + scattering, scatters) + staying
-        in_turn = [*captured, new + gathers - gathering + np.maximum(exact, gathered), new + working]
+        loading = gathered + [max(map(basis_bytes, groups), default=0) for groups in batched]
+        received = gathers - gathering + np.maximum(exact, gathered)
+        in_turn = [*captured, *(new + beside for beside in (received, loading, working))]
         memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
         memory["drafts"] = waiting + kept + new
-        # a recording keeps its workspace, too
-        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0) + np.where(kept, kept + working, 0)
+        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0) + np.where(kept, kept + recorded, 0)
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
     def _kept(self) -> list[int]:
@@ -275,16 +277,16 @@ class Estimate:
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self, pending: int) -> np.ndarray:
-        """Bytes [4, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
-        gradients; the peak of gathered gradients that are left, results, and a chunk's workspace. An element of a
-        gradient takes ``pending`` bytes until it enters the moments."""
+        """Bytes [5, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
+        gradients; the peak of these as far as they are left, results, and a chunk's workspace; a recording's part
+        of it. An element of a gradient takes ``pending`` bytes until it enters the moments."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
         sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         ranks = self.exchange.of_parameter
         local = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
         whole = {(rank, param) for rank, param, _, numel in local if numel == self.shards.numels[param]}
+        results, memory = Counter[tuple[int, int]](), np.zeros((5, self.world))
         written = set() if self.subject.in_place else local
-        results, memory = Counter[tuple[int, int]](), np.zeros((4, self.world))
         for kind, pieces in enumerate((sent - written, written)):
             for rank, param, start, numel in pieces:
                 nbytes = (leaving.itemsize if (rank, param, start, numel) in sent else FP32) * numel
@@ -295,14 +297,14 @@ class Estimate:
             # a layer of one parameter whose whole gradient is on this rank is read in place, not gathered
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
             missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
-            left, done, most = sum(missing.values()), 0, 0
-            memory[2, rank] = left
+            memory[2, rank] = left = sum(missing.values())
+            done, waiting, most, kept = 0, 0, 0, 0
             for chunk, nbytes in self.rule.workspace(plan, self._layer_groups[rank]):
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
-                done += sum(pending * layer.numel for layer in chunk)
-                most = max(most, left + done + nbytes)
+                waiting += sum(pending * layer.numel for layer in chunk)
+                most, kept = max(most, left + done + waiting + nbytes), max(kept, waiting + nbytes)
                 done += sum(results[rank, param] for layer in chunk for param in params[layer.name])
-            memory[3, rank] = max(most, done)
+            memory[3:, rank] = max(most, done + waiting), kept
         return memory
 
     # FLOPs and seconds

@@ -41,7 +41,8 @@ def group_by_shape(
         of_shape.setdefault((layer.G, layer.A, key(layer)) if whole else layer.name, []).append(layer)
     groups, left = list[tuple[LayerSpec, ...]](), BATCHED_BYTES
     for alike in sorted(of_shape.values(), key=lambda alike: basis_bytes(alike[:1])):
-        room, most = left // max(1, basis_bytes(alike[:1])), chunk_budget(batched=True) // alike[0].numel
+        numel = alike[0].numel
+        room, most = left // max(1, basis_bytes(alike[:1])), chunk_budget(batched=True, numel=numel) // numel
         batched = alike[:room] if min(room, most, len(alike)) > 1 else []
         left -= basis_bytes(batched)
         count = -(-len(batched) // max(1, most))
@@ -56,16 +57,16 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
     return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
 
 
-def chunks(groups: Iterable[Sequence[LayerSpec]], *, limit: int) -> list[list[Sequence[LayerSpec]]]:
-    """Which groups' directions are in memory at a time: of ``limit`` elements together, or one group that has more;
-    in the order of :func:`in_order`. Pure."""
+def chunks(groups: Iterable[Sequence[LayerSpec]], *, batched: bool) -> list[list[Sequence[LayerSpec]]]:
+    """Which groups' directions are in memory at a time: as many elements together as :func:`chunk_budget` has for the
+    largest layer, or one group that has more; in the order of :func:`in_order`. Pure."""
     found: list[list[Sequence[LayerSpec]]] = []
     room = 0
     for group in in_order(groups):
         numel = sum(layer.numel for layer in group)
         if numel > room:
             found.append([])
-            room = max(limit, numel)
+            room = max(chunk_budget(batched=batched, numel=group[0].numel), numel)
         found[-1].append(group)
         room -= numel
     return found

@@ -23,6 +23,8 @@ ATTEMPTS = 8
 RECORDED_NUMEL = 1 << 27
 """Elements of a rank's layers up to which their steps are recorded: with more the device has work for longer than
 launches take, and the memory that a graph keeps would be more than a GiB."""
+RECORDED_LAYER = 1 << 24
+"""Elements of a layer, in the mean of a rank's, from which on that is so however few layers there are."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:

@@ -16,17 +16,21 @@ from ds_kfac.ops.functional import block_product
 AT_ONCE = 1 << 22
 """Elements of a single large matrix that are rotated, or folded into moments, at once; on a CPU also the elements of
 the layers whose directions are in memory together: 16 MiB."""
-BATCHED = 1 << 24
-"""Elements of the layers whose directions a GPU has in memory together, unless one layer has more: 64 MiB."""
+BATCHED = 1 << 25
+"""Elements of the layers whose directions a GPU has in memory together, unless one layer has more: 128 MiB, all of one
+shape of GPT-2 small. A layer of more than a quarter of it is alone: its products take longer than their launches."""
 
 
-def chunk_budget(*, batched: bool) -> int:
+def chunk_budget(*, batched: bool, numel: int = 0) -> int:
     """Elements of the layers whose directions are in memory together, unless one layer has more.
 
     Args:
         batched: whether layers of one shape are stepped in one batch, as on GPUs.
+        numel: of the largest layer.
     """
-    return BATCHED if batched else AT_ONCE
+    if not batched:
+        return AT_ONCE
+    return BATCHED if 4 * numel <= BATCHED else BATCHED // 4
 
 
 def is_large(x_nOI: Tensor) -> bool:

@@ -113,9 +113,13 @@ STEPS = [
     Mode("Adam z3 bf16, large", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("Adam z2, large, both sides", 2, adam=True, orthogonal=True, kfac={"factor": {"fisher": "empirical"}}),
     Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
+    Mode("Adam z2, batched", 2, adam=True, orthogonal=True),
+    Mode("Adam z3 bf16, batched", 3, dtype="bf16", adam=True, orthogonal=True),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are batched."""
+BATCHED = 4
+"""Layers of one batch, of 12 on a rank."""
 COPIES = 1
 """Of one layer, in its products and moments."""
 ROWS = 4
@@ -128,9 +132,13 @@ def beside_worker(modes) -> dict:
         often = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 2}}
         kinds = {"fisher": "activations_only"} if mode.adam else {}
         often["factor"] |= kinds | mode.kfac.get("factor", {})
-        mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}, "plan": AT_ONCE})
+        batched = "batched" in mode.name
+        plan = {**AT_ONCE, "batched": batched}
+        mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}, "plan": plan})
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in pairwise(SIDES)))
+        all_sides = [[SIDES[0]] * 2] * 24 if batched else pairwise(SIDES)
+        model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in all_sides))
+        rotation.BATCHED = BATCHED * SIDES[0] ** 2
         config = mode.config(1, dist.get_world_size())
         with chosen(config["kfac"]) as block:
             subject = Subject(model, {**config, "kfac": block})

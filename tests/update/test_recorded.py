@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_kfac.directions import places
-from ds_kfac.update import recorded, rotation
+from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
 from tests.deepspeed.modes import ADAM, MODES
@@ -105,8 +105,9 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
 def test_who_is_recorded(case):
     config = SimpleNamespace(ops=SimpleNamespace(backend="torch" if case == "backend" else None))
     plan = SimpleNamespace(batched=case != "alone", config=config)
-    numel, most = {"large": rotation.BATCHED + 1, "none": 0}.get(case, rotation.BATCHED), recorded.RECORDED_NUMEL
-    layers = [SimpleNamespace(numel=numel)] * (1 if case == "large" else most // rotation.BATCHED + (case == "many"))
+    each, most = recorded.RECORDED_LAYER, recorded.RECORDED_NUMEL
+    numel = {"large": each + 1, "none": 0}.get(case, each)
+    layers = [SimpleNamespace(numel=numel)] * (1 if case == "large" else most // each + (case == "many"))
     assert places.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
 
 

@@ -6,6 +6,7 @@ import torch
 
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
+from ds_kfac.update import rotation
 from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, group_by_shape
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
 from tests.close import close
@@ -43,13 +44,13 @@ def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
                 patch.setattr(f"ds_kfac.update.{name.replace('__', '.')}", limit)
             return names(group_by_shape(layers, key=lambda layer: None))
 
-    assert grouped(rotation__BATCHED=105) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-    assert grouped(rotation__BATCHED=104)[:2] == [["a", "f"], ["b"]]
+    assert grouped(rotation__BATCHED=4 * 35) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    assert grouped(rotation__BATCHED=4 * 35 - 1) == [[name] for name in "abcdef"]
     many = [linear_layer(f"l{index}", 7, 5) for index in range(13)]
     assert [len(some) for some in grouped(many, rotation__BATCHED=12 * 35)] == [7, 6]
-    large = [linear_layer(name, 4096, 2048) for name in "abc"]
-    assert grouped(large) == [["a", "c"], ["b"]], "16 M elements at most"
-    assert grouped(rotation__BATCHED=34) == [[name] for name in "abcdef"]
+    large = [linear_layer(name, 4096, 2048) for name in "abcde"]
+    assert grouped(large) == [["a", "b", "c"], ["d"], ["e"]], "256 MiB of eigenvectors"
+    assert grouped([linear_layer(name, 4096, 2049) for name in "abc"]) == [["a"], ["b"], ["c"]]
     small = basis_bytes(LAYERS[:1])
     assert small == 4 * (7 + 49 + 5 + 25)
     assert grouped(groups__BATCHED_BYTES=2 * small) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
@@ -59,12 +60,21 @@ def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
     assert grouped(groups__BATCHED_BYTES=both - 1)[:2] == [["a", "c", "f"], ["b"]]
 
 
-def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first():
+def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monkeypatch):
     found = group_by_shape([*LAYERS, linear_layer("g", 5, 13)], key=lambda layer: None)  # 35 elements, or 65
-    assert [names(some) for some in chunks(found, limit=100)] == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
-    assert [names(some) for some in chunks(found, limit=195)][1:] == [[["a", "c", "f"], ["d"]]]
-    assert [names(some) for some in chunks(found, limit=1 << 22)] == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
-    assert chunks([], limit=1) == []
+
+    def chunked(**limits):
+        with monkeypatch.context() as patch:
+            for name, limit in limits.items():
+                patch.setattr(rotation, name, limit)
+            return [names(some) for some in chunks(found, batched="BATCHED" in limits)]
+
+    assert chunked(AT_ONCE=100) == chunked(BATCHED=4 * 35 - 1) == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    assert chunked(AT_ONCE=195)[1:] == [[["a", "c", "f"], ["d"]]]
+    assert chunked(BATCHED=4 * 65)[1:] == [[["a", "c", "f"], ["d"]]], "two of the larger ones are more than this"
+    assert chunked(BATCHED=4 * 65 - 1)[0] == [["b", "e"]], "and below it they are alone"
+    assert chunked() == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
+    assert chunks([], batched=True) == []
 
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():

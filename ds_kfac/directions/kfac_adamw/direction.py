@@ -58,7 +58,7 @@ from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.update.rotation import chunk_budget, repeated
+from ds_kfac.update.rotation import repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -112,7 +112,7 @@ class AdamDirection(Direction):
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
             steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, device)
-        taken = chunks([group.layers for group in self.layer_groups], limit=chunk_budget(batched=plan.batched))
+        taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
         self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
         self.steps = [step for chunk in self.chunks for step in chunk]
         self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)

@@ -109,14 +109,14 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of those with the same sides, as they are or transposed, at most
-    :data:`ds_kfac.update.rotation.BATCHED` elements unless one alone has more."""
-    limit = chunk_budget(batched=True)
+    """Indices of those with the same sides, as they are or transposed, at most so many elements as
+    :func:`ds_kfac.update.rotation.chunk_budget` has for a matrix of this size, unless one alone has more."""
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index, x in enumerate(maps):
         sides = tuple(sorted(x.shape[-2:]))
         group = groups.setdefault(sides, [])
+        limit = chunk_budget(batched=True, numel=x[0].numel())
         if group and sum(maps[other].numel() for other in group) + x.numel() > limit:
             full.append(group)
             groups[sides] = group = []

@@ -126,20 +126,19 @@ class KFACAdamWRule(UpdateRule):
         return kept_bytes(plan, layers, device, in_place=in_place)
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
-        taken = chunks(groups, limit=chunk_budget(batched=plan.batched))
+        taken = chunks(groups, batched=plan.batched)
         return [([layer for group in chunk for layer in group], self._workspace(plan, chunk)) for chunk in taken]
 
     def _workspace(self, plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
         """Bytes of a chunk's directions, and of the larger one of two stages: Adam's, of one group at a time (the
-        gradient unless it is pending as it is, both moments, a rotated one and two more, and eigenvectors), and
-        Newton-Schulz's, of maps with the same sides."""
+        gradient, once more if it is pending in another dtype; half and wholly rotated), and Newton-Schulz's, of maps
+        with the same sides."""
         adam, iterated, copied, whole, same_sides = 0, 0, 0, 0, Counter[Hashable]()
-        copies, width = 5 + (plan.pending_dtype is not torch.float32), 2 if plan.precision.products == "tf32" else 4
+        copies, width = 3 + (plan.pending_dtype is not torch.float32), 2 if plan.precision.products == "tf32" else 4
         for group in chunk:
             numel = sum(layer.numel for layer in group)
             whole += numel
-            bases = sum(side.basis_numel for layer in group for side in (layer.A, layer.G))
-            adam = max(adam, 4 * (copies * (AT_ONCE if stepped_by_rows(group) else numel) + bases))
+            adam = max(adam, 4 * copies * (AT_ONCE if stepped_by_rows(group) else numel))
             if keeps_direction(plan.config.adam, group[0]) is None:
                 blocks = group[0].blocks
                 if blocks and sum(blocks) < group[0].shape[-2]:  # whose rows lie apart: copies
@@ -149,7 +148,7 @@ class KFACAdamWRule(UpdateRule):
                     same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
                     iterated = max(iterated, nbytes)
         # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of theirs
-        limit = 3 * width * chunk_budget(batched=plan.batched)
+        limit = 3 * width * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
