@@ -237,7 +237,8 @@ def with_fallbacks(
 
 def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch.device) -> Tensor:
     """Bool [n]: whether results [n, ..] are finite and, if they were wanted on a GPU, pass a residual check."""
-    finite = torch.stack([torch.isfinite(part).flatten(1).all(-1) for part in result]).all(0)
+    sizes = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
+    finite = torch.isfinite(torch.stack(sizes)).all(0)
     return finite & check(*result) if grouped(device) else finite
 
 

@@ -194,15 +194,6 @@ class KroneckerFactor:
             torch.zeros((), device=device, dtype=torch.float32),
         )
 
-    def usable(self) -> Tensor:
-        """Bool scalar: whether it can be decomposed. An identity can; zero, non-finite or no data cannot.
-
-        G is zero while the layers above pass no gradient; relative damping would then be zero, too.
-        """
-        if self.side.block == 0:
-            return torch.ones((), dtype=torch.bool, device=self.packed_P.device)
-        return (self.updates > 0) & torch.isfinite(self.packed_P).all() & (self.packed_P != 0).any()
-
     def to(self, device: torch.device) -> "KroneckerFactor":
         """The factor with its average on another device; the counter stays on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
@@ -214,6 +205,15 @@ class KroneckerFactor:
         if self.history is not None:
             tensors += [x for x in (self.history.last, self.history.before) if x is not None]
         return sum({id(x): x.nbytes for x in tensors}.values())
+
+
+def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
+    """Bool [n]: whether factors, at least one, can be decomposed. Zero, non-finite or no data cannot.
+
+    G is zero while the layers above pass no gradient; relative damping would then be zero, too.
+    """
+    sizes = torch.stack(torch._foreach_norm([factor.packed_P for factor in factors], float("inf")))
+    return (torch.stack([factor.updates for factor in factors]) > 0) & (sizes > 0) & torch.isfinite(sizes)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

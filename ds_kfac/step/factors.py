@@ -16,7 +16,7 @@ from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
-from ds_kfac.curvature.factor import History, KroneckerFactor, updated
+from ds_kfac.curvature.factor import History, KroneckerFactor, updated, usable
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
@@ -316,12 +316,12 @@ class FactorUpdates:
         if not checked:
             return []
         # on the device: an offloaded factor may still be on its way to the host
-        flags = torch.stack([draft.factors[key].to(self.device).usable() for key in checked]).tolist()
-        usable = dict(zip(checked, flags, strict=True))
+        flags = usable([draft.factors[key].to(self.device) for key in checked]).tolist()
+        can = dict(zip(checked, flags, strict=True))
         return [
             key
             for key, of_factor in layers.items()
-            if any(all(usable.get(side, True) for side in sides) for sides in of_factor)
+            if any(all(can.get(side, True) for side in sides) for sides in of_factor)
         ]
 
     # what travels with the gradients

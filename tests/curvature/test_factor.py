@@ -1,8 +1,10 @@
 """The running average of a factor."""
 
+from dataclasses import replace
+
 import torch
 
-from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, averaged
+from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, averaged, usable
 from tests.close import close
 from tests.curvature.one_factor import fold
 from tests.ops.specification import symmetric_pack
@@ -62,13 +64,13 @@ def test_averaging_leaves_the_old_factor_alone():
 
 def test_zero_no_data_and_overflow_are_not_decomposed():
     _, total, count = batch(0)
-    empty = KroneckerFactor.empty(Side.dense(5))
-    assert fold(empty, total, count, decay=0.9).usable()
-    assert not empty.usable()
-    assert not fold(empty, torch.zeros_like(total), count, decay=0.9).usable(), "all gradients were zero"
-    for value in (float("nan"), float("inf")):
-        assert not KroneckerFactor(Side.dense(5), torch.full_like(total, value), torch.ones(())).usable()
-    assert KroneckerFactor.empty(Side.identity(5)).usable()
+    empty, bad = KroneckerFactor.empty(Side.dense(5)), total.clone()
+    factors = [fold(empty, total, count, decay=0.9), empty, fold(empty, torch.zeros_like(total), count, decay=0.9)]
+    for value in (float("nan"), float("inf"), -float("inf")):
+        bad[7] = value
+        factors.append(KroneckerFactor(Side.dense(5), bad.clone(), torch.ones(())))
+    assert usable(factors).tolist() == [True, False, False, False, False, False]
+    assert usable([replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])]).all(), "the smallest number"
 
 
 def settled(scale: float = 1.0) -> KroneckerFactor:
