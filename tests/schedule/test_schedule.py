@@ -95,8 +95,10 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         refreshes = forced or (captures and step - refresh >= refresh_interval)
         begin, offset, first_update = start, schedule.offset, schedule.update.interval_at(start)
         if burning:
-            begin, offset = 0, schedule.offset % min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
-            first_update = min(schedule.update.interval_at(0), burn_in.update_interval)
+            later, first_update = first_update, min(schedule.update.interval_at(0), burn_in.update_interval)
+            captures_before, rest = divmod(offset, later)
+            begin, offset = 0, captures_before * first_update + rest % first_update
+            offset %= min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
         if offset and step >= max(begin, 1):  # step 0 does everything
             first_capture = begin + offset % first_update
             first_refresh = begin + offset
@@ -199,6 +201,10 @@ def test_offsets_spread_the_burn_in_evenly_over_its_interval():
     for step in range(1, 50):
         assert sum(schedule.due(step).refresh for schedule in all_of_them) <= 10
         assert sum(schedule.due(step).capture for schedule in all_of_them) <= 20
+    together = [plain.displaced(offset) for offset in range(0, 100, 10)]  # captures in the same steps
+    for step in range(1, 50):
+        assert sum(schedule.due(step).refresh for schedule in together) == (0 if step % 5 else 5)
+        assert {schedule.due(step).capture for schedule in together} == {step % 5 == 0}
 
 
 def test_without_burn_in_the_clock_is_displaced_from_step_0_on():
