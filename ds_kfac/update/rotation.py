@@ -18,7 +18,7 @@ AT_ONCE = 1 << 22
 the layers whose directions are in memory together: 16 MiB."""
 BATCHED = 1 << 25
 """Elements of the layers whose directions a GPU has in memory together, unless one layer has more: 128 MiB, all of one
-shape of GPT-2 small. A layer of more than a quarter of it is alone: its products take longer than their launches."""
+shape of GPT-2 small. A layer of more than an eighth of it is alone: its products take longer than their launches."""
 
 
 def chunk_budget(*, batched: bool, numel: int = 0) -> int:
@@ -30,7 +30,7 @@ def chunk_budget(*, batched: bool, numel: int = 0) -> int:
     """
     if not batched:
         return AT_ONCE
-    return BATCHED if 4 * numel <= BATCHED else BATCHED // 4
+    return BATCHED if 8 * numel <= BATCHED else BATCHED // 8
 
 
 def is_large(x_nOI: Tensor) -> bool:

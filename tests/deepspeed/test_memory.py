@@ -118,8 +118,8 @@ STEPS = [
 ]
 SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are batched."""
-BATCHED = 4
-"""Layers of one batch, of 12 on a rank."""
+BATCHED = 8
+"""Layers of one batch, of 24 on a rank."""
 COPIES = 1
 """Of one layer, in its products and moments."""
 ROWS = 4
@@ -136,7 +136,7 @@ def beside_worker(modes) -> dict:
         plan = {**AT_ONCE, "batched": batched}
         mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}, "plan": plan})
         torch.manual_seed(0)
-        all_sides = [[SIDES[0]] * 2] * 24 if batched else pairwise(SIDES)
+        all_sides = [[SIDES[0]] * 2] * 48 if batched else pairwise(SIDES)
         model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in all_sides))
         rotation.BATCHED = BATCHED * SIDES[0] ** 2
         config = mode.config(1, dist.get_world_size())

@@ -44,13 +44,13 @@ def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
                 patch.setattr(f"ds_kfac.update.{name.replace('__', '.')}", limit)
             return names(group_by_shape(layers, key=lambda layer: None))
 
-    assert grouped(rotation__BATCHED=4 * 35) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-    assert grouped(rotation__BATCHED=4 * 35 - 1) == [[name] for name in "abcdef"]
+    assert grouped(rotation__BATCHED=8 * 35) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    assert grouped(rotation__BATCHED=8 * 35 - 1) == [[name] for name in "abcdef"]
     many = [linear_layer(f"l{index}", 7, 5) for index in range(13)]
     assert [len(some) for some in grouped(many, rotation__BATCHED=12 * 35)] == [7, 6]
-    large = [linear_layer(name, 4096, 2048) for name in "abcde"]
+    large = [linear_layer(name, 4096, 1024) for name in "abcde"]
     assert grouped(large) == [["a", "b", "c"], ["d"], ["e"]], "256 MiB of eigenvectors"
-    assert grouped([linear_layer(name, 4096, 2049) for name in "abc"]) == [["a"], ["b"], ["c"]]
+    assert grouped([linear_layer(name, 2049, 2048) for name in "abc"]) == [["a"], ["b"], ["c"]]
     small = basis_bytes(LAYERS[:1])
     assert small == 4 * (7 + 49 + 5 + 25)
     assert grouped(groups__BATCHED_BYTES=2 * small) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
@@ -69,10 +69,10 @@ def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monke
                 patch.setattr(rotation, name, limit)
             return [names(some) for some in chunks(found, batched="BATCHED" in limits)]
 
-    assert chunked(AT_ONCE=100) == chunked(BATCHED=4 * 35 - 1) == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    assert chunked(AT_ONCE=100) == chunked(BATCHED=8 * 35 - 1) == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
     assert chunked(AT_ONCE=195)[1:] == [[["a", "c", "f"], ["d"]]]
-    assert chunked(BATCHED=4 * 65)[1:] == [[["a", "c", "f"], ["d"]]], "two of the larger ones are more than this"
-    assert chunked(BATCHED=4 * 65 - 1)[0] == [["b", "e"]], "and below it they are alone"
+    assert chunked(BATCHED=8 * 65) == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
+    assert chunked(BATCHED=8 * 65 - 1)[:2] == [[["b", "e"]], [["g"]]], "and below it they are alone"
     assert chunked() == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
     assert chunks([], batched=True) == []
 
