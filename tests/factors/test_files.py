@@ -214,6 +214,7 @@ from ds_kfac.__main__ import main
 from ds_kfac.factors import progress
 from tests.factors import test_convert
 progress.SAVE_SECONDS = {seconds}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 plain = test_convert.data
 def data(rank, ranks):
     for number, batch in enumerate(plain(rank, ranks)):
