@@ -24,7 +24,6 @@ VARIATIONS = {
               "adam": {"except_layers": [".*"]}},
     "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
     "unrotated": {"adam": {"rotate": False}},
-    "lag": {"eigenbasis": {"refresh_interval": 50, "lag": 10}},
     "unwhitened": {"adam": {"whiten": 0.0}},
     "fused": {"adam": {"blocks": {".*": 1}}},
     "heads": {"adam": {"blocks": {"qkv": 12}}},

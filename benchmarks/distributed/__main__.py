@@ -3,8 +3,8 @@
     python -m benchmarks.distributed [bytes] [times] [rows] [adaptive] [options] [simulate] [report] ...
 
 Without a phase: all of them, half an hour on two idle cores. bytes counts a plain, an update and a refresh step of
-every strategy and wire format; times takes every step of a whole refresh interval, with refreshes all at once,
-staggered, and staggered with lag; rows, adaptive and options train the GPT example; simulate plans large models on
+every strategy and wire format; times takes every step of a whole refresh interval, with refreshes all at once and
+staggered; rows, adaptive and options train the GPT example; simulate plans large models on
 up to 1024 ranks. Each writes a JSON file in --out, from which report makes tables and plots. Ranks are processes on
 this machine (gloo, CPU), one thread each.
 """
@@ -46,7 +46,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--intervals", type=int, default=3, help="refresh intervals to time; of equal steps the fastest"
     )
-    parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
     parser.add_argument("--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options")
     parser.add_argument("--rows-world", type=int, default=8, help="ranks, for rows")
     parser.add_argument("--rows-steps", type=int, default=150)
@@ -85,18 +84,16 @@ def bytes_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def times_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     model, found = TINY if arguments.tiny else MODEL, []
     for strategy in arguments.strategies:
-        modes = time_modes(strategy, arguments.world, arguments.lag)
-        lagging = [name for name, case in modes.items() if (case.block or {}).get("eigenbasis", {}).get("lag")]
-        for names in ([name for name in modes if name not in lagging], lagging):
-            cases, load = [modes[name] for name in names], os.getloadavg()[0]
-            ranks = on_ranks(measure_times, arguments.world, cases, model, arguments.rows, arguments.intervals)
-            for name, numbers in over_ranks(ranks, names, arguments.intervals).items():
-                found.append({
-                    "strategy": strategy, "world": arguments.world, "mode": name,
-                    "tokens": arguments.rows * model.context, "intervals": arguments.intervals, **numbers,
-                    "load_before": load, "load_after": os.getloadavg()[0],
-                })  # fmt: skip
-                print(f"{strategy}, {name}: {summary(numbers['wall'])}", flush=True)
+        modes, load = time_modes(strategy, arguments.world), os.getloadavg()[0]
+        cases = [*modes.values()]
+        ranks = on_ranks(measure_times, arguments.world, cases, model, arguments.rows, arguments.intervals)
+        for name, numbers in over_ranks(ranks, [*modes], arguments.intervals).items():
+            found.append({
+                "strategy": strategy, "world": arguments.world, "mode": name,
+                "tokens": arguments.rows * model.context, "intervals": arguments.intervals, **numbers,
+                "load_before": load, "load_after": os.getloadavg()[0],
+            })  # fmt: skip
+            print(f"{strategy}, {name}: {summary(numbers['wall'])}", flush=True)
     return found
 
 

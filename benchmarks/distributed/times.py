@@ -17,22 +17,13 @@ from examples.gpt import GPTConfig
 
 REFRESH = 20
 SETTLE = 10
-"""Steps before the first that is timed; among them the first refresh, which is of everything at once, lag included."""
+"""Steps before the first that is timed; among them the first refresh, which is of everything at once."""
 
 
-def time_modes(strategy: str, world: int, lag: int) -> dict[str, Case]:
-    """Same work on average: every factor captured every UPDATE steps and refreshed every REFRESH. In one run, but
-    for lag: its thread would work during the others' steps."""
-    assert lag <= SETTLE // 2, "what is in effect in the timed steps must have been begun as often as in other modes"
-    often = {"refresh_interval": REFRESH}
-    case = Case(strategy, world).with_options(eigenbasis=often)
-    staggered = replace(case, staggers=True)
-    return {
-        "no K-FAC": Case(None, world),
-        "all at once": case,
-        "staggered": staggered,
-        "staggered, lag": staggered.with_options(eigenbasis={**often, "lag": lag}),
-    }
+def time_modes(strategy: str, world: int) -> dict[str, Case]:
+    """Same work on average: every factor captured every UPDATE steps and refreshed every REFRESH. In one run."""
+    case = Case(strategy, world).with_options(eigenbasis={"refresh_interval": REFRESH})
+    return {"no K-FAC": Case(None, world), "all at once": case, "staggered": replace(case, staggers=True)}
 
 
 def measure_times(cases: list[Case], model: GPTConfig, rows: int, intervals: int) -> list[dict[str, Any]]:

@@ -28,9 +28,8 @@ def times_section(rows: Sequence[Row], out: Path) -> Section:
 NOTES = (
     "Wall clock of the slowest rank, from a common start; all ranks share the machine's cores, with whatever else "
     "runs there (load). Processor seconds: of the rank that spends most, its threads included; other programs "
-    "disturb them less. Modes are run in turn, step by step, except the one with lag, whose thread would work "
-    "during the others' steps. Payload: per step, over the whole interval. Stages: of the rank that spends most "
-    "in each; waiting for another rank counts where it happens."
+    "disturb them less. Modes are run in turn, step by step. Payload: per step, over the whole interval. Stages: of "
+    "the rank that spends most in each; waiting for another rank counts where it happens."
 )
 
 

@@ -34,7 +34,7 @@ PLAIN = {
 }
 EVERYTHING = {
     **INTERVALS,
-    "eigenbasis": {"refresh_interval": 20, "lag": 3},
+    "eigenbasis": {"refresh_interval": 20},
     "communication": {"dtype": "bf16"},
     "adaptive": 0.2,
     "offload": {"device": "cpu"},

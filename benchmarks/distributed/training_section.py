@@ -116,7 +116,7 @@ def options_section(rows: Sequence[Row], out: Path) -> Section:
     header = ["optimizer", "strategy", "run", "ranks", "seeds", "steps", *LOSSES, "sent per rank and step [MB]"]
     before = (
         "bf16 statistics, gradients and results, staggered "
-        "refreshes with a lag, the adaptive rule, shared inputs, factors offloaded; against none of these."
+        "refreshes, the adaptive rule, shared inputs, factors offloaded; against none of these."
     )
     plots = [draw_losses(rows, out / "options.png")]
     return Section("Every option on", before, header, cells, LOSS_NOTES, plots, verdicts)

@@ -284,7 +284,7 @@ def refresh_offsets(
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
-    together = costs.beside and steps >= 2 * update  # all captures in the same steps
+    together = costs.gpu and steps >= 2 * update  # all captures in the same steps
     captures, apart = (1, update) if together else (min(update, steps), 1)
     seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in (*work.factors, *factors)}
     squares = {factor.key: factor.side.dim**2 for factor in factors}

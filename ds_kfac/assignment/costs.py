@@ -61,7 +61,7 @@ class CostModel:
         model_flops: FLOP/s of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
         node_cores: decompositions that a node's ranks can run at once; 0: each rank has a device of its own.
         ieee_flops: FLOP/s of large fp32 (not TF32) products, for steps from a last eigenbasis; 0: eigh is as fast.
-        beside: whether decompositions for later steps run beside the model, in a stream of the device.
+        gpu: whether it is a GPU's.
         measured: attributes that were measured on such a device; others are assumed.
     """
 
@@ -77,7 +77,7 @@ class CostModel:
     node_bytes: float = 0.0
     model_flops: float = 0.0
     node_cores: int = 0
-    beside: bool = False
+    gpu: bool = False
     product_flops: Table = ()
     ieee_flops: float = 0.0
     measured: frozenset[str] = frozenset()
@@ -158,7 +158,7 @@ _CUDA = CostModel(
     product_flops=((64, 6.7e10), (128, 6.9e11), (256, 4.6e12), (512, 2.8e13), (1024, 1.3e14), (2048, 3.4e14),
                    (4096, 4e14)),
     gemm_flops=4e14, syrk_flops=2.7e14, copy_bytes=3e12, call_seconds=3.8e-6, link_bytes=2.5e10, link_seconds=20e-6,
-    node_bytes=2e11, model_flops=2.7e14, beside=True, ieee_flops=5e13,
+    node_bytes=2e11, model_flops=2.7e14, gpu=True, ieee_flops=5e13,
 )  # fmt: skip
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type."""

@@ -51,7 +51,7 @@ FIELDS: Mapping[str, Any] = {
     "every_row": (None, [str]),
     "timetable": {"domains": {...: [int, int]}, "factors": {...: [float, float, float, float]}},
     "ready": [str],
-    "pending": {...: int},
+    "pending": (None, {...: int}),
     "files": {...: {"holds": str, "bytes": int, "crc32": int, "parts": {...: str}}},
 }
 """What a header has, and the type of each value: an int is not negative, a float may be an int, ``...`` is any
@@ -69,7 +69,8 @@ name, a list with one type has any length.
     rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
     ranks: domain -> its ranks, of which each had these rows; an older save has none.
     every_row: layers that no mask is of; an older save has none.
-    timetable, ready, pending: see ``Timetable`` and ``FactorUpdates``.
+    timetable, ready: see ``Timetable`` and ``FactorUpdates``.
+    pending: of older saves, factors with a refresh on its way.
     files: file -> the layer or factor it holds, size, checksum, and its parts.
 """
 

@@ -12,7 +12,6 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moments import take_adamws
 from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.log import logger
@@ -62,7 +61,7 @@ def _read(
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
     saved_keys, restarted = _keys_of(kfac, header, specs)
-    factors: dict[str, tuple[KroneckerFactor, Refreshed | None]] = {}
+    factors: dict[str, KroneckerFactor] = {}
     states: dict[str, LayerState] = {}
     for spec in specs:
         if kfac.plan.assignment.eigen_workers[spec.key] == kfac.rank and spec.key in saved_keys:
@@ -100,8 +99,8 @@ def _read(
         "layers": states,
         "factors": {
             "factors": factors,
-            "ready": here(dict.fromkeys(header["ready"])) if continues else (),
-            "pending": here(header["pending"]) if continues else {},
+            # a refresh that was on its way in an older save is made at the next update
+            "ready": here(dict.fromkeys({*header["ready"]} - {*(header.get("pending") or ())})) if continues else (),
             "schedule": {"captured": captured, "skipped": skipped, "factors": here(timetable["factors"])},
         },
     }
@@ -178,9 +177,9 @@ def _described(side: Side) -> str:
 
 def _load_factor(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
-) -> tuple[KroneckerFactor, Refreshed | None]:
-    """A factor that the save has, as ``key``, and what a refresh on its way came to. Raises ValueError if it is not
-    what was saved, or not a factor of this model and config."""
+) -> KroneckerFactor:
+    """A factor that the save has, as ``key``. Raises ValueError if it is not what was saved, or not a factor of this
+    model and config."""
     path, saved = folder / files.factor_file(key), Side(*header["factors"][key])
     if saved != spec.side:
         raise ValueError(
@@ -191,19 +190,13 @@ def _load_factor(
     diagonal = saved.diagonal_of(payload["packed"])
     if bool((diagonal < 0).any()):
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
-    if (payload["pending_how"] is not None) != (key in header["pending"]):
-        raise ValueError(f"{path}: disagrees with the header on whether a refresh was in progress")
-    curvature, device, method = kfac.curvature, kfac.device, METHODS[header["method"]]
+    curvature, device = kfac.curvature, kfac.device
     history = History(saved) if kfac.plan.adaptive else None
     if history is not None and payload["history"] is not None:
         values = (payload["history"][name] for name in ("last", "before"))
         had = [None if value is None else value.to(curvature.home) for value in values]
         history = History(saved, *had)
-    factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device), history)
-    if payload["pending_how"] is None:
-        return factor, None
-    flats = payload["pending"] and [payload["pending"][part.kind].to(device) for part in method.parts]
-    return factor, Refreshed(None if flats is None else method.joined(saved, *flats), payload["pending_how"])
+    return KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device), history)
 
 
 def _load_layer(

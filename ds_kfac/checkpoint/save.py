@@ -20,10 +20,7 @@ from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moving import order_of
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
@@ -98,7 +95,6 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],
-        "pending": {keys[key]: step for key, step in curvature.pending.items()},
     }  # fmt: skip
 
 
@@ -120,16 +116,15 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
             "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},
         },
         "ready": sorted({key for part in parts for key in part["ready"]}),
-        "pending": dict(sorted({item for part in parts for item in part["pending"].items()})),
     }
 
 
 def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
     """The files of a domain that are this rank's to write."""
     names, state, entries = kfac.names, kfac.state_dict(), Entries()
-    for key, (factor, pending) in state["factors"]["factors"].items():
+    for key, factor in state["factors"]["factors"].items():
         if key[:-2] in kfac.saved:
-            holds, payload = names[key[:-2]] + key[-2:], _factor_payload(factor, pending, kfac.config)
+            holds, payload = names[key[:-2]] + key[-2:], _factor_payload(factor)
             path = folder / files.factor_file(holds)
             entries[path.name] = files.write_payload(path, holds, payload)
     for layer in kfac.owned:
@@ -140,15 +135,13 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
     return entries
 
 
-def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
+def _factor_payload(factor: KroneckerFactor) -> dict[str, Any]:
     """A factor's file: plain tensors."""
-    found, history, method = pending and pending.basis, factor.history, METHODS[config.preconditioner.method]
+    history = factor.history
     return {
         "packed": factor.packed_P,
         "updates": factor.updates,
         "history": None if history is None else {"last": history.last, "before": history.before},
-        "pending": None if found is None else {part.kind: part.flat(found) for part in method.parts},
-        "pending_how": None if pending is None else pending.how,
     }
 
 

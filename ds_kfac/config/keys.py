@@ -61,11 +61,6 @@ class EigenbasisConfig(Block):
     refresh_interval: values.Interval | None = None
     """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
     them is a schedule, a refresh waits for the next factor update."""
-    lag: int | None = Field(default=None, ge=0)
-    """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
-    steps later, with KFACAdamW in the step after that. 0: decompose within the step. A refresh interval shorter than
-    the lag shortens it. null: on a GPU factor.update_interval, if the decompositions of a step are predicted to take
-    over 50 ms; else 0."""
 
 
 class DampingConfig(Block):

@@ -186,6 +186,7 @@ REMOVED = {
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
     "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name the file by --costs "
     "of python -m ds_kfac estimate",
+    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps, and not late; leave it out",
     "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming is exact; leave it out",
 }
 """Key of an earlier version, or key=value -> what became of it and what to do."""

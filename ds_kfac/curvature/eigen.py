@@ -137,8 +137,6 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     ]
     solved: dict[tuple[int, int], BlockEigh] = {}
     joint = bool(places) and grouped(requests[0].factor.packed_P.device)
-    if joint:
-        load_solvers(requests[0].factor.packed_P.device)
     shapes = [sides[number].groups[group] for number, group in places]
     alone = {index for index, (number, _) in enumerate(places) if requests[number].alone}
     for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0, alone=alone):
@@ -259,21 +257,6 @@ def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Te
     image = (blocks * x).sum(-1)
     residual = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
     return orthogonal & (residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
-
-
-_LOADING = threading.Lock()
-
-
-@functools.cache
-def _loaded(device: torch.device) -> None:
-    torch.linalg.eigh(torch.ones(1, 1, 1, device=device, dtype=torch.float32))
-
-
-def load_solvers(device: torch.device) -> None:
-    """Load torch's CUDA solvers under a lock: their first call fails if two threads make it (pytorch issue 90613)."""
-    if device.type == "cuda":
-        with _LOADING:
-            _loaded(device)
 
 
 SWITCH = threading.RLock()

@@ -24,7 +24,6 @@ from ds_kfac.curvature.eigen import (
     Precision,
     Refreshed,
     fp32_products,
-    load_solvers,
     probe,
     with_fallbacks,
 )
@@ -140,7 +139,6 @@ def refresh_inverse(
     scale = 1 / (1 + damp(damping, 1.0, mean)) if with_identity else 1.0
     if side.block == 1:
         return Refreshed(DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal")
-    load_solvers(factor.packed_P.device)
     inverses, retries = [], 0
     for blocks in side.blocks(factor.packed_P):
         inverted, failed = with_fallbacks(

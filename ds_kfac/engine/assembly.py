@@ -180,11 +180,10 @@ def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
 
     The copies' owners differ from plan to plan, so nothing about a copy may depend on its owner: it has the rows of all
     ranks, is rounded as if it travelled (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and has no
-    offset. What is left is the dtype on the wire and the lag, which are compared here.
+    offset. What is left is the dtype on the wire, which is compared here.
     """
-    if views[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
+    if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
-            'have copies of differ in the dtype on the wire or in the lag; set "dtype" in kfac.communication and "lag" '
-            "in kfac.eigenbasis"
+            'have copies of differ in the dtype on the wire; set "dtype" in kfac.communication'
         )

@@ -133,8 +133,6 @@ class Asked:
                 text += f"; {side} had nothing to decompose in step {step}"
             if outcome == FAILED:
                 text += f"; the refresh of {side} in step {step} failed on rank {self.ranks([self.owner(spec)])}"
-            if spec.key in curvature.pending:
-                text += f"; a new {side} from step {curvature.pending[spec.key]} on (eigenbasis.lag)"
         return text
 
     def missing(self) -> str:

@@ -19,7 +19,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import NAME
 from ds_kfac.engine.recipes import config_far_from_recipes
 from ds_kfac.engine.refusals import block, check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect
-from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
+from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.subject import Subject, Trace, build, config_of
 from ds_kfac.factors.fitting import peak_bytes, plan_of
 from ds_kfac.metrics import STAGES
@@ -228,9 +228,7 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
     model = "?" if chosen.model is None else _time(chosen.model)
     work = [("", *STAGES, "K-FAC", "model"), ("seconds of a mean step", *times, _time(chosen.seconds), model)]
     work.append(("FLOPs of the busiest rank, all factors", *(flops.get(stage, "") for stage in (*STAGES, "", ""))))
-    late = chosen.costs.beside and plan.lag > 1
-    note = f"  of decompositions that have steps to be done in, {HIDDEN:.0%} is assumed to be hidden behind the model"
-    return [*lines, "", *columns(work, right=True), *([note] if late else [])]
+    return [*lines, "", *columns(work, right=True)]
 
 
 def _time(seconds: float) -> str:

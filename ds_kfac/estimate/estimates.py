@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from ds_kfac.model.convolutions import Convolution, grid_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.plan import plan as planning
+from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.groups import basis_bytes, group_by_shape
 from ds_kfac.update.state import AdamMoments
@@ -45,36 +45,18 @@ BESIDE = "beside"
 """The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
 FP32 = 4
 """Bytes of a number."""
-HIDDEN = 0.5
-"""Share of a decomposition that is assumed to run while the model leaves the GPU idle, if it may take several steps; a
-CPU hides nothing."""
 
 
-class Step(NamedTuple):
-    """Keys of the factors that a step captures, starts to decompose, and uses new eigenbases of."""
-
-    captured: Keys
-    decomposed: Keys
-    arriving: Keys
-
-
-def steps_of(plan: planning.Plan) -> tuple[list[Step], list[Step]]:
+def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
     """(steps of the burn-in after the first, up to the second refresh of all factors; steps of one period after all
     intervals have settled). The adaptive rule is ignored: it only leaves work out."""
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
     settled, burn_in = schedule.displaced(max(plan.offsets.values(), default=0)).settled, schedule.burn_in
     update, refresh = schedule.intervals(settled)
     early, period = schedule.intervals(0)[1], update * -(-refresh // update)
-
-    def steps(numbers: range, lag: int) -> list[Step]:
-        # the first step waits for its decompositions, so they take effect in it
-        late = [timetable.due(n - lag).refresh if n > lag or not lag else frozenset[str]() for n in numbers]
-        due = zip(map(timetable.due, numbers), late, strict=True)
-        return [Step(now.capture, now.refresh, arriving) for now, arriving in due]
-
     first = range(1, min(burn_in.steps, 2 * early + 1) if burn_in else 1)
     last = range(settled + 2 * period, settled + 3 * period)
-    return steps(first, min(plan.lag, early - 1)), steps(last, min(plan.lag, refresh - 1))
+    return [*map(timetable.due, first)], [*map(timetable.due, last)]
 
 
 def same_block(world: int, width: int) -> np.ndarray:
@@ -127,7 +109,7 @@ class Estimate:
         self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
         self.shards, self.rule = subject.shards(world), subject.rule
         plan = subject.plan(self.shards, costs, rows)
-        if costs.beside:  # a GPU: make_plan has chosen for this process's device, so choose again as a GPU with TF32
+        if costs.gpu:  # make_plan has chosen for this process's device, so choose again as a GPU with TF32
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
             plan = replace(plan, precision=precision, batched=planning.batched(torch.device("cuda"), plan.method))
@@ -230,11 +212,11 @@ class Estimate:
         memory["sums"], under_way = self._reduced(self.every, self.layout)
         captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
         for step in {step for steps in steps_of(plan) for step in steps}:
-            captured.append(sum(self._reduced(step.captured, self.layout)))
-            made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
+            captured.append(sum(self._reduced(step.capture, self.layout)))
+            made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.capture)
             # a recorded step leaves its eigenbases in their places, and those that arrive are copied to others
-            new_copies = copied * (kept > 0) * bool(step.arriving)
-            new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.arriving) + new_copies)
+            new_copies = copied * (kept > 0) * bool(step.refresh)
+            new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.refresh) + new_copies)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)
@@ -253,7 +235,7 @@ class Estimate:
 
     def _kept(self) -> list[int]:
         """Bytes [W] that recorded steps keep."""
-        device, in_place = "cuda" if self.costs.beside else "cpu", self.subject.in_place
+        device, in_place = "cuda" if self.costs.gpu else "cpu", self.subject.in_place
         owned = [[layer for group in groups for layer in group] for groups in self._layer_groups]
         return [self.rule.kept(self.plan, layers, device, in_place=in_place) for layers in owned]
 
@@ -310,31 +292,28 @@ class Estimate:
     # FLOPs and seconds
 
     def _mean_step(self) -> None:
-        """Set the means over a period. A decomposition that takes effect later is spread over the steps until then."""
-        (_, steps), seconds = steps_of(self.plan), dict[Step, dict[str, float]]()
+        """Set the means over a period."""
+        (_, steps), seconds = steps_of(self.plan), dict[FactorsDue, dict[str, float]]()
         costs, method = self.costs, self.plan.method
         # gradients are copied once when they are gathered, results once when they are written
         copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / costs.copy_bytes)
         precondition = self._on_workers(self._precondition)
         payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
         for step, times in Counter(steps).items():
-            traffic = self._traffic(step.captured, step.arriving)
+            traffic = self._traffic(step.capture, step.refresh)
             payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
             reduce = travel(costs, traffic.payload[0], traffic.calls[0])  # factors are the first kind
             moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
             stages = (
-                self._captures(step.captured) / costs.syrk_flops,
-                reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.captured),
-                self._on_homes(lambda factor: costs.decompose(factor.side, method), step.decomposed),
+                self._captures(step.capture) / costs.syrk_flops,
+                reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.capture),
+                self._on_homes(lambda factor: costs.decompose(factor.side, method), step.refresh),
                 moved + copies,
                 precondition,
             )
             seconds[step] = {stage: float(each.max()) for stage, each in zip(STAGES, stages, strict=True)}
         self.mean = StepTraffic(payload / len(steps), calls / len(steps))
-        of_steps, lag = [dict(seconds[step]) for step in steps], min(self.plan.lag, len(steps) - 1)
-        for index, each in enumerate(of_steps if lag > 1 else ()):
-            whole = sum(seconds[steps[index - back]]["refresh"] for back in range(lag)) / lag
-            each["refresh"] = whole * (1 - HIDDEN * costs.beside)
+        of_steps = [seconds[step] for step in steps]
         self.stages = {stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES}
         self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in of_steps)
         # 2 FLOPs per multiplication of the forward, 4 of the backward
@@ -353,7 +332,7 @@ class Estimate:
 
     @property
     def _half(self) -> bool:
-        return bool(self.costs.beside) and self.plan.config.preconditioner.precision != "highest"
+        return self.costs.gpu and self.plan.config.preconditioner.precision != "highest"
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:

@@ -29,8 +29,6 @@ BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
-LONG_STEP = 0.05
-"""Seconds of decompositions in a step from which on they are done beside the steps that follow."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Plan:
     Attributes:
         offsets: factor key -> steps by which its refreshes are displaced, also of factors that layers would have if
             they did not share one; empty: all at once.
-        lag: steps after which a refresh takes effect.
         adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the rule is off.
         contributors: which ranks capture a factor's batch, and which of their rows.
         bucket_bytes: most that a rank sends or receives in one message of batch sums.
@@ -72,7 +69,6 @@ class Plan:
     schedule: Schedule
     assignment: roles.Assignment
     offsets: Mapping[str, int]
-    lag: int
     adaptive: float | None
     contributors: roles.Contributors
     bucket_bytes: int
@@ -233,12 +229,7 @@ def _made(
     work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
     assignment = _assignment(work, config, paired, reasons)
     wire = _wire(assignment, facts, config, reasons)
-    offsets, worst = _offsets(assignment, config, reasons)
-    lag = config.eigenbasis.lag
-    if lag is None:
-        lag = min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
-        late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
-        reasons += [late] if lag else []
+    offsets = _offsets(assignment, config, reasons)
     if paired:
         reasons.append(
             "A and G of a layer are decomposed on one rank, and layers do not share A: with "
@@ -248,7 +239,7 @@ def _made(
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
     contributors = _contributors(work, facts, config, reasons)
     return Plan(
-        layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets, lag=lag,
+        layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets,
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
         gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients), shares=config.choice.shares,
         config=config, precision=choose(config.preconditioner.precision, facts.device),
@@ -314,21 +305,21 @@ def _wire(assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, 
     return torch.bfloat16
 
 
-def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
-    """Spread over the interval if that is worth it; and seconds of the worst step's refreshes."""
+def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str]) -> Mapping[str, int]:
+    """Spread over the interval if that is worth it."""
     work, at_once = assignment.work, [0.0] * assignment.world
     longest = EIGEN if work.method is ITERATED else work.method  # one refresh of ten
     for factor in work.factors:
         at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, longest)
     free = alone_here(work.layers, work.factors)
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
-        return {}, max(at_once)
+        return {}
     offsets, worst = roles.refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
     reasons.append(
         f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: predicted "
         f"{worst * 1e3:.3g} ms in the worst step instead of {max(at_once) * 1e3:.3g} ms"
     )
-    return offsets, worst
+    return offsets
 
 
 def batched(device: torch.device, method: Method) -> bool:

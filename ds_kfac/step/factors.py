@@ -6,7 +6,6 @@ travel it tells everyone, so that all ranks agree on what the next message conta
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.curvature.eigen import Refreshed, Request, grouped
+from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, updated, usable
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
@@ -24,7 +23,6 @@ from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
 
 
@@ -52,7 +50,7 @@ class FactorDraft:
 
     Attributes:
         step: number of applied steps before this one.
-        factors, ready, pending: new values of the attributes of :class:`FactorUpdates`.
+        factors, ready: new values of the attributes of :class:`FactorUpdates`.
         decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
@@ -60,8 +58,7 @@ class FactorDraft:
         unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
             if nothing was averaged.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
-        submitted: keys whose decompositions were started in the background.
-        arriving: keys whose decompositions take effect in this step.
+        arriving: keys of the factors that are decomposed in this step.
         results: key -> result of a decomposition that this rank made.
         scalars: name -> scalar, as exchanged by all ranks.
         outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: if eigenbases travel of all, else of this rank's.
@@ -74,14 +71,12 @@ class FactorDraft:
     due: FactorsDue
     factors: dict[str, KroneckerFactor]
     ready: set[str]
-    pending: dict[str, int]
     decays: dict[str, float] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     updated: tuple[tuple[str, ...], Tensor | None] = (), None
     unusual: Tensor | None = None
     missed: tuple[tuple[str, ...], Tensor | None] = (), None
-    submitted: list[str] = field(default_factory=list)
     arriving: tuple[str, ...] = ()
     results: dict[str, Refreshed] = field(default_factory=dict)
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
@@ -101,7 +96,6 @@ class FactorUpdates:
     Attributes:
         factors: key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
-        pending: key -> step at which a decomposition in the background takes effect.
         history: what became of factors.
         numel, layer_of: key -> packed elements; key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
@@ -132,46 +126,28 @@ class FactorUpdates:
         self._never = torch.full((4, 1), -1.0, device=device, dtype=torch.float32)
         self.load_state_dict({})
 
-    @cached_property
-    def refresher(self) -> Refresher:
-        """Runs decompositions in the background. Made at the first one: most runs have no lag."""
-        return Refresher(self.device)
-
-    def close(self) -> None:
-        """Drop decompositions in the background, and end their thread."""
-        if "refresher" in vars(self):
-            self.refresher.close()
-
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; keys have this process's layer names. Waits for pending decompositions.
+        """What a resumed run needs; keys have this process's layer names.
 
-        factors: key -> (factor, its pending decomposition or None), for this rank's factors.
-        ready, pending, history: the attributes. schedule: see :meth:`Timetable.state`.
+        factors: key -> factor, for this rank's factors.
+        ready, history: the attributes. schedule: see :meth:`Timetable.state`.
         """
-        pending = {key: self.refresher.result(key) for key in self.factors if key in self.pending}
         return {
-            "factors": {key: (factor, pending.get(key)) for key, factor in self.factors.items()},
+            "factors": dict(self.factors),
             "ready": set(self.ready),
-            "pending": dict(self.pending),
             "schedule": self.timetable.state(),
             "history": self.history,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`. Factors missing from it begin empty; those of no layer here are dropped."""
-        saved, pending = state.get("factors", {}), state.get("pending", {})
+        saved = state.get("factors", {})
         self.factors = {
-            key: saved[key][0] if key in saved else self._empty(spec)
+            key: saved[key] if key in saved else self._empty(spec)
             for key, spec in self.specs.items()
             if self.eigen_workers[key] == self.rank
         }
         self.ready = set(state.get("ready", ())) & self.specs.keys()
-        self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
-        if "refresher" in vars(self):
-            self.refresher.clear()
-        for key in self.pending.keys() & self.factors.keys():
-            if saved[key][1] is not None:
-                self.refresher.give(key, saved[key][1])
         self.timetable.restore(state.get("schedule", {}))
         self.history: FactorHistory = state.get("history", FactorHistory())
 
@@ -193,22 +169,21 @@ class FactorUpdates:
         """Restart these factors from zero: rows that failed the proof are in their averages."""
         draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}
         draft.ready.difference_update(keys)
-        draft.pending = {key: step for key, step in draft.pending.items() if key not in keys}
 
     def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
-        """A draft that starts from the state after the last applied step. None if no factor is captured and no pending
-        decomposition takes effect: a plain step then does nothing here.
+        """A draft that starts from the state after the last applied step. None if no factor is captured: a plain step
+        does nothing here.
 
         Args:
             due: may name factors that do not exist, as layers share one; these are left out.
         """
-        if not due.capture and step not in self.pending.values():
+        if not due.capture:
             return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         decay, timetable = self.config.factor.decay.at(step), self.timetable
         # the adaptive rule may have skipped ordinary updates of a factor: its past decays once for each of them
         decays = {key: decay ** timetable.clocks[key].interval for key in self.factors if key in due.capture}
-        return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending), decays)
+        return FactorDraft(step, due, dict(self.factors), set(self.ready), decays)
 
     # the stages of a step
 
@@ -242,32 +217,19 @@ class FactorUpdates:
         draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
     def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
-        """Decompose what takes effect in this step, start in the background what takes effect later, and collect
-        background results that take effect in this step.
+        """Decompose the factors that are due.
 
         Args:
             last: a factor's last decomposition on this rank, or None, for methods that iterate from it; without this
                 function every factor is decomposed from scratch.
         """
-        step, ready = draft.step, draft.ready
         # a factor that had no data at the last refresh is decomposed at its next capture: waiting for the next refresh
         # would leave its layers unpreconditioned for a whole interval
-        waiting = {key for key in draft.due.capture - ready if self.travels or key in self.factors}
-        keys = (draft.due.refresh | waiting) - draft.unproven
-        lag = self.plan.lag and min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
-        now = {key for key in keys if lag < 1 or key not in ready}
-        later = keys - now - set(draft.pending)
-        draft.arriving = tuple(key for key in self.specs if key in now or draft.pending.get(key) == step)
-        able = self._usable(now | later, draft)
-        draft.submitted = [key for key in able if key not in now]
-        for part in [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]:
-            self.refresher.submit(part, self._work(part, draft, last))
-        here = [key for key in able if key in now]
-        draft.results |= zip(here, self._work(here, draft, last)(), strict=True)
-        draft.pending |= dict.fromkeys(later, step + lag)
-        for key in draft.arriving:
-            if key not in now and key in draft.factors:
-                draft.results[key] = self.refresher.result(key)
+        waiting = {key for key in draft.due.capture - draft.ready if self.travels or key in self.factors}
+        due = (draft.due.refresh | waiting) - draft.unproven
+        draft.arriving = tuple(key for key in self.specs if key in due)
+        able = self._usable(due, draft)
+        draft.results |= zip(able, self._decomposed(able, draft, last), strict=True)
         draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
         counts = self.metrics.step_counts
         for key, result in draft.results.items():
@@ -278,10 +240,10 @@ class FactorUpdates:
             if result.basis is None:
                 logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; the last one's result stays")
 
-    def _work(
-        self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None
-    ) -> Callable[[], list[Refreshed]]:
-        """A function that decomposes these factors, in this order. It may run later, elsewhere, so all is bound now."""
+    def _decomposed(
+        self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None
+    ) -> list[Refreshed]:
+        """Decompositions of these factors, in this order."""
         method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
@@ -298,12 +260,9 @@ class FactorUpdates:
         if method.damps_identity:
             options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
 
-        def work() -> list[Refreshed]:
-            return method.decompose([request.to(device) for request in requests], **options)
+        return method.decompose([request.to(device) for request in requests], **options)
 
-        return work
-
-    def _usable(self, keys: set[str], draft: FactorDraft) -> list[str]:
+    def _usable(self, keys: Collection[str], draft: FactorDraft) -> list[str]:
         """Keys of this rank's factors that can be decomposed, and of some layer that has them so can the other one, if
         that is on this rank: of a common A one layer may have no data. One transfer to the host for all."""
         layers = {
@@ -352,8 +311,6 @@ class FactorUpdates:
         """
         draft.scalars = scalars
         draft.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
-        for key in draft.arriving:
-            draft.pending.pop(key, None)
         if self.travels and draft.arriving:
             flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
             draft.outcomes = dict(zip(draft.arriving, flags, strict=True))
@@ -365,27 +322,18 @@ class FactorUpdates:
         if self.travels:  # draft.bases holds copies, rounded as sent: the originals can be freed
             draft.results = {key: replace(result, basis=None) for key, result in draft.results.items()}
 
-    def commit(self, draft: FactorDraft, *, applied: bool) -> None:
-        """Keep what the step changed, or drop it."""
-        ended = [key for key in (*self.pending, *draft.submitted) if key not in draft.pending]
-        if done := ended if applied else draft.submitted:
-            self.refresher.drop(done)
-        if applied:
-            self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
-            (keys, numbers), history = draft.updated, self.history
-            if numbers is not None:
-                history.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
-            history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
-            history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
-
-    def abandon(self) -> None:
-        """Drop decompositions of a step that raised after it had begun them."""
-        if "refresher" in vars(self):
-            self.refresher.drop(self.refresher.jobs.keys() - self.pending.keys())
+    def commit(self, draft: FactorDraft) -> None:
+        """Keep what the step changed, as it was applied."""
+        self.factors, self.ready = draft.factors, draft.ready
+        (keys, numbers), history = draft.updated, self.history
+        if numbers is not None:
+            history.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
+        history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
+        history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
 
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         due = FactorsDue(frozenset(), frozenset(self.specs))
-        draft = FactorDraft(step, due, dict(self.factors), set(), dict(self.pending))
+        draft = FactorDraft(step, due, dict(self.factors), set())
         self.decompose(draft)
         return draft

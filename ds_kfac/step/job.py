@@ -75,9 +75,8 @@ class Job:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Drop what the step has seen and begun so far. Local."""
+        """Drop what the step has seen so far. Local."""
         for kfac in self.preconditioners:
-            kfac.curvature.abandon()
             kfac.resume(whole=False)
 
     def commit(self, drafts: Sequence[StepDraft], *, applied: bool, whole: bool = True) -> None:
@@ -92,7 +91,7 @@ class Job:
             kfac.load_state_dict({})
 
     def close(self) -> None:
-        """Remove hooks, threads and process groups. Local; may be called twice."""
+        """Remove hooks and process groups. Local; may be called twice."""
         for kfac in self.preconditioners:
             kfac.close()
         if self.everywhere:

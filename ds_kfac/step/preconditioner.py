@@ -288,9 +288,9 @@ class KFACPreconditioner:
         everything is as before the step. ``whole``: of :meth:`resume`."""
         due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
-        if draft.factors is not None:
-            self.curvature.commit(draft.factors, applied=applied)
         if applied:
+            if draft.factors is not None:
+                self.curvature.commit(draft.factors)
             similar: Any = {}
             if due.capture and draft.factors is not None and self.plan.adaptive is not None:
                 flags = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
@@ -367,13 +367,12 @@ class KFACPreconditioner:
             draft = self.curvature.redecomposed(self.steps)
             self._broadcast(draft, *self.curvature.scalars(draft))
             self._rebase(self.state, self._take_arrivals(draft, self.state))
-            self.curvature.commit(draft, applied=True)
+            self.curvature.commit(draft)
         self.resume()
 
     def close(self) -> None:
-        """Give back hooks, thread and process group. Local, and harmless when repeated."""
+        """Give back hooks and process group. Local, and harmless when repeated."""
         self.capture.remove()
-        self.curvature.close()
         self.channel.close()
 
     @property

@@ -122,7 +122,7 @@ def test_ranks_that_share_cores_are_not_all_busy_at_once():
 @pytest.mark.parametrize("alone", [False, True])
 def test_on_a_gpu_all_captures_are_in_the_same_steps_and_refreshes_at_some_of_them(alone):
     """A step with any capture costs the host more than its captures cost the device."""
-    costs = replace(COSTS, beside=True)
+    costs = replace(COSTS, gpu=True)
     layers = [linear_layer(f"l{i}", 200, 1) for i in range(12)]
     factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
     home = {factor.key: index % 2 for index, factor in enumerate(factors)}

@@ -33,7 +33,7 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results") / "distributed"
     data = folder.parent / "text.txt"
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
-    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --intervals 2"
+    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --intervals 2"
     argv += " --adaptive-steps 20 --tolerances 10 --option-strategies HYBRID ZeRO-2"
     argv += f" --rows-world {WORLD} --rows-steps 20 --factor-rows 8 --rows-seeds 0"
     argv += f" --option-steps 12 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
@@ -97,7 +97,7 @@ def test_counters_are_those_of_torch_distributed_and_no_step_has_more_than_four_
 @pytest.mark.distributed
 def test_every_mode_of_the_times_does_the_same_work(out):
     rows = {row["mode"]: row for row in rows_of(out, "times")}
-    assert list(rows) == ["no K-FAC", "all at once", "staggered", "staggered, lag"]
+    assert list(rows) == ["no K-FAC", "all at once", "staggered"]
     for mode in list(rows)[1:]:
         assert rows[mode]["refreshes"] == FACTORS and rows[mode]["calls"] <= 4, mode
         assert len(rows[mode]["wall"]) == REFRESH and min(rows[mode]["wall"]) > 0, mode

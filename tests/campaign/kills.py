@@ -28,7 +28,7 @@ KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3},
 DEADLINE = float("inf")
 """Monotonic seconds after which nobody is killed any more."""
 MODES = {
-    "z2, KFACAdamW, lag": ("adam-z2", {**KFAC, "eigenbasis": {"refresh_interval": 3, "lag": 1}}),
+    "z2, KFACAdamW": ("adam-z2", KFAC),
     "z0, EKFAC into AdamW": ("z0", {**KFAC, "preconditioner": {"eigenvalues": "corrected"}}),
     "z3, bf16, KFACAdamW": ("adam-z3-bf16", KFAC),
 }

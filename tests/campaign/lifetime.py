@@ -22,7 +22,7 @@ GROWTH = 8
 kept in every captured step shows in the number of tensors."""
 ALL = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
-    "eigenbasis": {"refresh_interval": 4, "lag": 1},
+    "eigenbasis": {"refresh_interval": 4},
     "layers": {"types": ["Linear", "LayerNorm", "RMSNorm"]},
     "communication": {"dtype": "bf16"},
     "adaptive": 0.1,
@@ -65,7 +65,7 @@ def engines(_) -> Outcome:
     for number in range(ENGINES):
         before, model = tensors_alive(), make_net()
         mode = mode_of((0, 2, 3)[number % 3], "KFACAdamW")
-        engine = engine_of(mode, "KFACAdamW", model=model, kfac={"eigenbasis": {"refresh_interval": 2, "lag": 1}})
+        engine = engine_of(mode, "KFACAdamW", model=model, kfac={"eigenbasis": {"refresh_interval": 2}})
         train(engine, 1, steps=3)
         engine.destroy()
         del engine

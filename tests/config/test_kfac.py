@@ -182,7 +182,7 @@ def test_an_error_says_where_what_and_what_instead(block, message):
 def test_inverses_go_with_all_that_needs_no_eigenbasis():
     given = {
         "preconditioner": {"method": "inverse", "eigenvalues": "kronecker"},
-        "eigenbasis": {"lag": 2},
+        "eigenbasis": {"refresh_interval": 20},
     }
     assert parse(given).preconditioner.method == "inverse"
     assert parse(TIKHONOV_INVERSE)
@@ -217,6 +217,7 @@ def test_all_errors_come_in_one_message():
         ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
         ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac estimate"),
         ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
+        ({"eigenbasis": {"lag": 10}}, "refreshes are spread over steps"),
     ],
 )
 def test_another_form_is_told_the_right_one(block, told):

@@ -7,16 +7,15 @@ from ds_kfac.config.keys import parse
 
 def test_scale_is_left_to_the_plan_unless_it_is_asked_for():
     config = parse({})
-    assignment, communication, eigenbasis = config.assignment, config.communication, config.eigenbasis
+    assignment, communication = config.assignment, config.communication
     assert assignment.gradient_worker_fraction is assignment.memory_budget_gb is None
-    assert communication.dtype is config.adaptive is eigenbasis.lag is None
+    assert communication.dtype is config.adaptive is None
     assert config.offload.device == "none"
 
 
 SCALE = {
     "assignment": {"gradient_worker_fraction": 0.25, "memory_budget_gb": 1},
     "communication": {"dtype": "bf16"},
-    "eigenbasis": {"lag": 3},
     "offload": {"device": "cpu"},
 }  # fmt: skip
 
@@ -37,8 +36,6 @@ def test_every_key_of_scale_is_read_and_null_is_its_default():
         ("assignment", "memory_budget_gb", 0, "input should be greater than 0"),
         ("assignment", "memory_budget_gb", "16", "input should be a valid number"),
         ("communication", "dtype", "fp8", "input should be 'fp32' or 'bf16'"),
-        ("eigenbasis", "lag", -1, "input should be greater than or equal to 0"),
-        ("eigenbasis", "lag", 1.5, "input should be a valid integer"),
         ("offload", "device", "nvme", "input should be 'none' or 'cpu'"),
     ],
 )

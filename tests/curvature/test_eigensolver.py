@@ -1,8 +1,5 @@
 """Factors that are refreshed together: on a CPU as if alone, in stacks as right as alone."""
 
-import threading
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,7 +7,6 @@ from ds_kfac.curvature import eigen
 from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.functional import block_product
-from ds_kfac.step.decompose import Refresher
 from tests.close import close
 from tests.curvature.one_factor import refresh
 
@@ -152,53 +148,20 @@ def test_without_any_way_a_factor_has_no_basis_and_the_others_have(as_on_a_gpu, 
     assert [result.how for result in found] == ["eigh", "failed", "eigh"] and found[1].retries == 2
 
 
-# --- asynchronously ---
-
-
-def test_keys_submitted_together_are_worked_out_once_and_read_one_by_one():
-    refresher, calls = Refresher("cpu"), []
-
-    def work():
-        calls.append(threading.get_ident())
-        return [1, 2, 3]
-
-    refresher.submit(["a", "b", "c"], work)
-    assert list(refresher.jobs) == ["a", "b", "c"]
-    refresher.drop(["a"])
-    assert refresher.result("c") == 3 and refresher.result("b") == 2 and len(calls) == 1
-    refresher.submit([], work)
-    refresher.close()
-
-
-def check_on(device: str, refresher: Refresher | None) -> None:
-    """Results of mixed sizes, their inputs dropped at once and written over."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@torch.no_grad()
+def test_mixed_sizes(device, as_on_a_gpu):
+    """Their inputs are dropped at once and written over."""
     large = (700, 1025, 600, 513) if device == "cuda" else (200, 130)
     sides = [*SIDES, *map(Side.dense, large)]
     originals = [factor(side, seed) for seed, side in enumerate(sides)]
     dues = [Request(factor(side, seed, device)) for seed, side in enumerate(sides)]
-    work = partial(refresh_all, dues)
-    if refresher is None:
-        found = work()
-    else:
-        keys = [str(index) for index in range(len(dues))]
-        refresher.submit(keys, work)
-        found = [refresher.result(key) for key in keys]
-        refresher.drop(keys)
-    del dues, work
+    found = refresh_all(dues)
+    del dues
     junk = [torch.full((700, 700), torch.nan, device=device) for _ in range(20)]
     assert {result.how for result in found} == {"eigh", "diagonal"}
     assert max(residual(kept, r.basis) for kept, r in zip(originals, found, strict=True)) < WRONG
     assert sum(result.retries for result in found) == 0 and len(junk) == 20
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_mixed_sizes_asynchronously_and_in_the_step(device, asynchronous, as_on_a_gpu):
-    refresher: Refresher | None = Refresher(device) if asynchronous else None
-    with torch.no_grad():
-        check_on(device, refresher)
-    if refresher is not None:
-        refresher.close()
 
 
 @pytest.mark.gpu

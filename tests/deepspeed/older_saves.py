@@ -16,3 +16,15 @@ def without_eigenbases() -> Iterator[None]:
         patch.object(files, "write_header", lambda folder, fields: header(folder, {**fields, "eigenbases": False})),
     ):
         yield
+
+
+@contextmanager
+def with_late_refreshes() -> Iterator[None]:
+    """As with `eigenbasis.lag`: new decompositions of all factors are on their way."""
+    header = files.write_header
+
+    def late(folder, fields):
+        return header(folder, {**fields, "pending": dict.fromkeys(fields["ready"], fields["steps"] + 1)})
+
+    with patch.object(files, "write_header", late):
+        yield

@@ -49,7 +49,7 @@ SCALED = {
 EVERYTHING = {
     "burn_in": {"steps": 0},
     "factor": {"rows": "all", "update_interval": 1, "decay": 0.9},
-    "eigenbasis": {"refresh_interval": 3, "lag": 1},
+    "eigenbasis": {"refresh_interval": 3},
     "plan": STAGGERED,
     "adaptive": 0.3,
     "communication": {"dtype": "bf16"},

@@ -255,15 +255,14 @@ PERIOD, SETTLED = 8, 16
 
 def spread_cases(world: int) -> dict[str, Mode]:
     basis = {"refresh_interval": PERIOD}
-    late = basis | {"lag": 2}
     spread = partial(case, plan=STAGGERED)
     return {
         "stage 0": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
-        "stage 0, all workers, late": spread(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}),
-        "stage 1, late": spread(1, eigenbasis=late),
+        "stage 0, all workers": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}),
+        "stage 1": spread(1, eigenbasis=basis),
         "stage 2": spread(2, eigenbasis=basis, **BF16),
         "stage 3": spread(3, eigenbasis=basis),
-        "stage 0, inverse": spread(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
+        "stage 0, inverse": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
     }
 
 

@@ -20,8 +20,7 @@ from tests.ranks import run_ranks
 from tests.step.test_proving import Helped, Zero
 
 pytestmark = pytest.mark.distributed
-LATE = {**KFAC, "burn_in": {"steps": 0}, "eigenbasis": {"refresh_interval": 4, "lag": 2}}
-"""A refresh of step 0 is used at once, that of step 4 in step 6."""
+LATE = {**KFAC, "burn_in": {"steps": 0}, "eigenbasis": {"refresh_interval": 4}}
 
 
 def fails(matrix):
@@ -97,7 +96,6 @@ def why_worker(_) -> dict[str, str]:
         said("failed", "middle", 1)
     said("few rows", "middle", 1, factor={**KFAC["factor"], "rows": 1000})
     said("staggered", "middle", 1, plan=STAGGERED, **LATE)
-    said("lag", "middle", 5, **LATE)
     said("adaptive", "middle", 5, adaptive=100.0, **LATE)
 
     def later(engine, step, work):
@@ -146,7 +144,6 @@ SAYS = {
     "failed": ["no basis: A could not be decomposed on rank 0 in step 0, whose log has the error"],
     "few rows": ["last batch: step 0, 12 rows, fewer than the 1000 that an update asks for (factor.rows)"],
     "staggered": ["state: basis of step 0", "staggered: A by "],
-    "lag": ["basis of step 0; a new A from step 6 on (eigenbasis.lag); a new G from step 6 on"],
     "adaptive": ["adaptive: A every "],
     "no rows": ["2 updates; last batch: step 2, 0 rows on the ranks that contribute, so it left the factor as it was; "
                 "unchanged since step 1"],

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,34 +20,6 @@ from tests.ranks import run_ranks
 from tests.tape import taped
 
 pytestmark = pytest.mark.distributed
-LATE = {"eigenbasis": {"refresh_interval": 3, "lag": 2}, "factor": {"update_interval": 1}}
-
-
-def lag_worker(names: list[str]) -> dict:
-    """Weights after steps that were interrupted when decompositions had begun beside them, and done again."""
-    found = {}
-    for name in names:
-        for interrupted in (False, True):
-            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, **LATE})
-            kfac = engine.kfac.preconditioner
-            for step in range(8):
-                if interrupted:
-                    with patch.object(kfac, "precondition", side_effect=KeyboardInterrupt):
-                        with suppress(KeyboardInterrupt):
-                            train(engine, 1, steps=1, first=step)
-                    engine.optimizer.zero_grad()
-                train(engine, 1, steps=1, first=step)
-            found[name, interrupted] = weights(engine)
-            engine.destroy()
-    return found
-
-
-def test_a_step_that_is_interrupted_leaves_no_decompositions_beside_it():
-    names = ["z0", "adam-z2"]
-    for found in run_ranks("tests.deepspeed.test_interruptions:lag_worker", world=2, payload=names):
-        for name in names:
-            for key, weight in found[name, False].items():
-                assert torch.equal(found[name, True][key], weight), (name, key)
 
 
 class Fragile(Net):

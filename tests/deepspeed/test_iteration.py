@@ -70,7 +70,7 @@ def test_it_trains_like_the_oracle(world):
 RESUMED = {
     "stage 0": mode(0, assignment={"gradient_worker_fraction": 1.0}),
     "stage 2": mode(2),
-    "stage 3, late, staggered": mode(3, eigenbasis={"refresh_interval": 3, "lag": 2}, plan=STAGGERED),
+    "stage 3, staggered": mode(3, eigenbasis={"refresh_interval": 3}, plan=STAGGERED),
     "adaptive": mode(2, adaptive=0.9),
 }
 

@@ -21,8 +21,7 @@ from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-# An asynchronous refresh, so that there is a thread.
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2, "lag": 1}}
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}}
 CYCLES = 10
 
 

@@ -1,4 +1,4 @@
-"""When factors are captured and refreshed one by one (staggered, adaptive, with lag), every engine mode
+"""When factors are captured and refreshed one by one (staggered, adaptive), every engine mode
 still trains like tests/oracle.py with the same factors due; and how much less is done."""
 
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.choices import STAGGERED
-from tests.deepspeed.modes import BY_NAME, KFAC, Mode
+from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.oracle import ReferenceKFAC, _eigh
 from tests.ranks import run_ranks
@@ -23,12 +23,10 @@ class Timed(ReferenceKFAC):
 
     captures: dict[str, float] = {}
     refreshes: frozenset[str] = frozenset()
-    lag = 0
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.counts: dict[str, int] = {}
-        self.waiting: dict[str, tuple[int, tuple]] = {}
 
     def update(self, seed: float = 1.0) -> None:
         for name, layer in self.layers.items():
@@ -40,32 +38,23 @@ class Timed(ReferenceKFAC):
                     self.counts[key] = self.counts.get(key, 0) + 1
                     r = min(1 - 1 / self.counts[key], self.captures[key])
                     layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
-                if key in self.refreshes and key not in self.waiting:
-                    first = self.lag if self.counts[key] > 1 else 0
-                    self.waiting[key] = (self.steps + first, _eigh(layer.factors[index], layer.blocks[index]))
-                if key in self.waiting and self.waiting[key][0] == self.steps:
-                    layer.bases[index] = self.waiting.pop(key)[1]
+                if key in self.refreshes:
+                    layer.bases[index] = _eigh(layer.factors[index], layer.blocks[index])
         self.steps += 1
 
 
 CASES = {  # such random batches differ by more than 0.1
     "staggered": {"eigenbasis": {"refresh_interval": 4}, "plan": STAGGERED},
-    "lag": {"eigenbasis": {"refresh_interval": 4, "lag": 3}},
-    "staggered, lag": {"eigenbasis": {"refresh_interval": 4, "lag": 2}, "plan": STAGGERED},
+    "at once": {"eigenbasis": {"refresh_interval": 4}},
     "adaptive": {"eigenbasis": {"refresh_interval": 2}, "adaptive": 0.9},
-    "adaptive, staggered, lag": {
-        "eigenbasis": {"refresh_interval": 4, "lag": 2},
-        "plan": STAGGERED,
-        "adaptive": 0.9,
-    },
     "everything": {
-        "eigenbasis": {"refresh_interval": 4, "lag": 1},
+        "eigenbasis": {"refresh_interval": 4},
         "plan": STAGGERED,
         "adaptive": 0.9,
         "offload": {"device": "cpu"},
     },
     "inverses, everything": {
-        "eigenbasis": {"refresh_interval": 4, "lag": 1},
+        "eigenbasis": {"refresh_interval": 4},
         "plan": STAGGERED,
         "adaptive": 0.9,
         "offload": {"device": "cpu"},
@@ -87,8 +76,8 @@ def block(name: str) -> dict:
     }
 
 
-def as_scripted(script: list, lag: int, kfac: Timed, step: int) -> None:
-    (kfac.captures, kfac.refreshes), kfac.lag = script[step], lag
+def as_scripted(script: list, kfac: Timed, step: int) -> None:
+    kfac.captures, kfac.refreshes = script[step]
 
 
 def worker(_) -> dict:
@@ -107,7 +96,7 @@ def worker(_) -> dict:
                 train(engine, 1, 1, first=step)
             found = None
             if dist.get_rank() == 0:
-                read = partial(as_scripted, script, kfac.plan.lag)
+                read = partial(as_scripted, script)
                 options = {"steps": STEPS, "kfac_config": kfac_block, "before_step": read, "kind": Timed}
                 found = expected(BY_NAME[mode], 1, 2, initial, **options)
             after = weights(engine)
@@ -142,7 +131,7 @@ def test_staggering_spreads_the_same_work(results):
         for start in range(4, STEPS - 4):
             assert sum(refreshed[start : start + 4]) == factors, "each once in an interval"
         assert max(refreshed[1:]) < factors, "not all at once"
-        at_once = results[0]["lag", mode]["script"]
+        at_once = results[0]["at once", mode]["script"]
         assert max(len(refreshes) for _, refreshes in at_once[1:]) == factors
 
 
@@ -156,29 +145,3 @@ def test_the_adaptive_rule_captures_less(results):
         sent, sent_plain = (of["counters"]["sent_bytes_factors"] for of in (adaptive, plain))
         assert sent < sent_plain
         assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), "decays for the gap"
-
-
-def short_worker(_) -> list[int]:
-    """Steps in which eigenbases take effect, with a lag that is longer than the burn-in's interval."""
-    kfac = {
-        "factor": {"update_interval": 2}, "burn_in": {"steps": 8},
-        "eigenbasis": {"refresh_interval": 6, "lag": 4},
-    }  # fmt: skip
-    engine = build(Mode("short", 0, kfac=kfac), 1)
-    found, step = [], engine.kfac.job.step
-
-    def watched():
-        (draft,) = step()
-        if draft.factors is not None and draft.factors.arriving:
-            found.append(draft.step)
-        return [draft]
-
-    engine.kfac.job.step = watched
-    train(engine, 1, 20)
-    engine.destroy()
-    return found
-
-
-def test_a_lag_ends_before_the_next_refresh():
-    (found,) = run_ranks("tests.deepspeed.test_refresh:short_worker", world=1)
-    assert found == [0, 3, 5, 7, 12, 18], found

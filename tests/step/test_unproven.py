@@ -77,26 +77,21 @@ class Island(Net):
 
 
 def history(name: str, model: type[nn.Module], layer: str, steps: int, bad: range, **block) -> list:
-    """With a fault in the steps ``bad``; the layer's decompositions on their way before each step come last."""
-    late: list[set[str]] = []
+    """With a fault in the steps ``bad``."""
     with contextlib.ExitStack() as stack:
 
         def each(engine, step):
             stack.close()
-            late.append({key for key in engine.kfac.preconditioner.curvature.pending if key.startswith(layer)})
             if step in bad:
                 stack.enter_context(broken(layer))
 
-        found = run(name, model, steps, each, **block)["history"]
-        return [(*step[1:4], keys) for step, keys in zip(found, late, strict=True)]
+        return [step[1:4] for step in run(name, model, steps, each, **block)["history"]]
 
 
 def worker(_) -> dict:
     late = {"eigenbasis": {"refresh_interval": 4}}
     found = {name: history(name, Net, "middle", 5, range(2), **late) for name in ("z2", "adam-z3", "z2-offload")}
-    late = {"eigenbasis": {"refresh_interval": 3, "lag": 2}}
     with patch.object(proving, "wait", lambda proofs: 3):
-        found["lag"] = history("adam-z2", Net, "middle", 8, range(4, 5), **late)
         found["shared"] = history("z2", Heads, "k", 7, range(4, 5))
         late = {"eigenbasis": {"refresh_interval": 20}, "factor": {**KFAC["factor"], "fisher": "activations_only"}}
         pulled = run(
@@ -128,14 +123,6 @@ def test_only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_ba
     assert [curved for _, curved, _ in steps] == [others] * 3 + [others | {"middle"}] * 2
     assert [(updates["middle/A"], updates["middle/G"]) for *_, updates in steps] == [(n, n) for n in (0, 0, 1, 2, 3)]
     assert [updates["head/A"] for *_, updates in steps] == [1, 2, 3, 4, 5]
-
-
-def test_what_is_decomposed_of_its_rows_in_the_background_is_dropped(found):
-    steps = of_all(found, "lag")  # begun in step 3, to be used from step 5 on
-    assert [unfit for unfit, *_ in steps] == [set()] * 4 + [{"middle"}] + [set()] * 3
-    assert ["middle" in curved for _, curved, _ in steps] == [True] * 4 + [False] * 2 + [True] * 2
-    on_their_way = [set().union(*(rank["lag"][step][3] for rank in found)) for step in (4, 5)]
-    assert on_their_way == [{"middle/A", "middle/G"}, set()]
 
 
 def test_layers_have_no_curvature_if_the_one_that_gave_their_common_A_does_not_fit(found):
