@@ -760,8 +760,6 @@ _ROWS = {
     ("zero/exchange.py", "tests/deepspeed/test_interruptions.py"): [
         ("recorded: all have the scale of the first", "scales[layer.name] for layer in layers",
          "scales[layers[0].name] for layer in layers")],
-    ("step/job.py", "tests/deepspeed/test_interruptions.py"): [
-        ("decompositions of a step that raised stay", "kfac.curvature.abandon()", "pass")],
     ("engine/attachment.py", "tests/deepspeed/test_interruptions.py"): [
         ("rows of a backward that raised stay", "stack.push(self.job.raised)", "pass"),
         ("products are watched after Ctrl-C", "stack.callback(capture.leave)", "pass")],
