@@ -64,7 +64,6 @@ NO_MODEL = (
     "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
     'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
-STALE = "parameters had gradients before deepspeed.initialize, as of an engine whose batch was too large"
 NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
@@ -134,7 +133,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         check_tensors(model, arguments.get("model_parameters") if parsed.enabled else ())
         if model is not None and parsed.enabled and any(x.grad is not None for x in model.parameters()):
             model.zero_grad()
-            warn(f"{STALE}: dropped, as DeepSpeed would add them to those of the first step")
+            warn("parameters had gradients before deepspeed.initialize, which the first step would take: dropped")
         if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer

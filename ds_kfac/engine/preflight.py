@@ -30,8 +30,6 @@ NOT_PASSED_ON = (
     'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the DeepSpeed config. An '
     "object that is not meant to train has to be deleted before the engine is built"
 )
-
-
 OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
 OF_OTHERS = (

@@ -107,11 +107,9 @@ def _of_scalars(node: Any) -> bool:
     visited, waiting = set[Any](), [node]
     while waiting:
         node = waiting.pop()
-        if "AccumulateGrad" in node.name():
-            if prod(parameter_shape(node.variable)) != 1:
-                return False
-            continue
-        if any(prod(metadata.shape) != 1 for metadata in node._input_metadata):
+        leaf = "AccumulateGrad" in node.name()
+        shapes = [parameter_shape(node.variable)] if leaf else [metadata.shape for metadata in node._input_metadata]
+        if any(prod(shape) != 1 for shape in shapes):
             return False
         waiting += [below for below, _ in node.next_functions if below is not None and below not in visited]
         visited.update(waiting)
@@ -291,14 +289,12 @@ def predictions_in(output: Any) -> list[Tensor]:
     without a graph beside a loss that has one are numbers to look at, such as the parts of a loss."""
     tensors = [value for value in _values(output) if value.ndim > 0 and not is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
-    if len(wide) > 1 and logits_of(output) is None:
-        made = [value for value in wide if value.grad_fn is not None]
-        wide = made + [value for value in wide if value.grad_fn is None]
-    some, none = [value for value in wide if value.numel()], [value for value in wide if not value.numel()]
+    named = len(wide) < 2 or logits_of(output) is not None
+    order = [(not x.numel(), not named and x.grad_fn is None, place) for place, x in enumerate(wide)]
     vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
     if vectors and returned_loss(output) is not None:
         vectors = [value for value in vectors if value.grad_fn is not None]
-    return some + none + vectors
+    return [wide[place] for _, _, place in sorted(order)] + vectors
 
 
 def returned_prediction(output: Any) -> Tensor | None:
