@@ -160,7 +160,7 @@ class ArgumentReader:
             return False
         names = [prefix + "input_ids", prefix + "inputs_embeds"]
         if not self.two_sided:
-            names += [name for name in values if name != "labels"]
+            names += [name for name in values if "labels" not in name]
         x = next((values[name] for name in names if isinstance(values.get(name), Tensor)), None)
         if x is None or x.ndim not in (2, 3) or (x.ndim == 2 and x.is_floating_point()):  # features, images
             return None
