@@ -131,6 +131,9 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
         check_tensors(model, arguments.get("model_parameters") if parsed.enabled else ())
+        if model is not None and parsed.enabled and any(x.grad is not None for x in model.parameters()):
+            model.zero_grad()
+            warn("parameters had gradients before deepspeed.initialize, which the first step would take: dropped")
         if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer

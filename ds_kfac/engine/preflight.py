@@ -30,8 +30,6 @@ NOT_PASSED_ON = (
     'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the DeepSpeed config. An '
     "object that is not meant to train has to be deleted before the engine is built"
 )
-
-
 OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that launchers set for every rank."""
 OF_OTHERS = (
@@ -103,10 +101,6 @@ def _warn_of_compilation() -> None:
         )
 
 
-OWN_KEYS = ("report",)
-"""Keys that may differ between ranks: they only decide what a rank prints."""
-
-
 def check_config(config: KFACConfig) -> None:
     """Raise ValueError on every rank if the block differs between ranks: their plans would differ, and ranks would wait
     for each other for ever. Collective."""
@@ -116,7 +110,7 @@ def check_config(config: KFACConfig) -> None:
         for block, value in values.items()
         for key in (type(value).model_fields if isinstance(value, Block) else [block])
     }
-    everyone = gathered({key: value for key, value in flat.items() if key not in OWN_KEYS})
+    everyone = gathered({key: value for key, value in flat.items() if key != "report"})  # what a rank prints
     for key, value in everyone[0].items():
         rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)
         if rank is not None:
@@ -185,9 +179,8 @@ def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: Up
 
 def trains_nothing(model: Any) -> bool:
     """Whether a whole model is frozen. False for a pipeline: its other stages may train."""
-    if not isinstance(model, nn.Module) or isinstance(model, deepspeed.pipe.PipelineModule):
-        return False
-    return not any(parameter.requires_grad for parameter in model.parameters())
+    plain = isinstance(model, nn.Module) and not isinstance(model, deepspeed.pipe.PipelineModule)
+    return plain and not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @contextmanager

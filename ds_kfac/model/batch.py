@@ -121,13 +121,14 @@ class ArgumentReader:
             for key, x in value.items() if isinstance(value, Mapping) else ():
                 batch[key] = None if key in batch else x  # of two mappings, as a query's and a text's, neither
         values = batch | {key: x for key, x in values.items() if isinstance(x, Tensor) or key not in batch}
-        labels, labelled, items = values.get("labels"), None, values.get("num_items_in_batch")
+        placed, labelled, items = values.get("shift_labels"), None, values.get("num_items_in_batch")
+        labels = values.get("labels") if placed is None else placed  # what Transformers has shifted before it cut
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = have_loss(labels, self._model)
             if self._aligned:
                 known = of_examples(labels, self._model)
                 labelled, items = known["labelled"], known["items"]
-            elif self.shifted and labelled.ndim == 2:
+            elif self.shifted and placed is None and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
         rows, encoder_rows = self._mask(values), None
         if self.two_sided:
@@ -159,7 +160,7 @@ class ArgumentReader:
             return False
         names = [prefix + "input_ids", prefix + "inputs_embeds"]
         if not self.two_sided:
-            names += [name for name in values if name != "labels"]
+            names += [name for name in values if "labels" not in name]
         x = next((values[name] for name in names if isinstance(values.get(name), Tensor)), None)
         if x is None or x.ndim not in (2, 3) or (x.ndim == 2 and x.is_floating_point()):  # features, images
             return None

@@ -22,8 +22,10 @@ from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
-VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
-"""Nodes that collect losses in a vector, and the most losses that such a vector has."""
+VECTORS = "StackBackward", "CatBackward", "MulBackward", "DivBackward", "WhereBackward"
+"""Nodes that collect losses in a vector, and those that may weigh it or choose from it."""
+MOST_LOSSES = 64
+"""In such a vector."""
 LEVELS = (
     "the model returned predictions of several sizes, and the number of loss terms is taken to be that of the first. "
     "If the loss is a mean over all of them"
@@ -49,16 +51,22 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
         for below, at in node.next_functions:
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
-            collects = 0 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
-            parts = below.next_functions if collects else ()
-            collects &= all(prod(part._input_metadata[at].shape) == 1 for part, at in parts if part is not None)
-            if goes_on and (numel == 1 or collects):
+            few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
+            if goes_on and (numel == 1 or (few and _collects(below))):
                 waiting.append((below, at))
             made |= numel > 1
         if made and reductions is not None:
             reductions.append(Reduction(value))
             reductions[-1].watch(node)
     return scalars
+
+
+def _collects(node: Any) -> bool:
+    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does."""
+    below = [(part, at) for part, at in node.next_functions if part is not None]
+    if node.name().startswith(("StackBackward", "CatBackward")):
+        return all(prod(part._input_metadata[at].shape) == 1 for part, at in below)
+    return any(part.name().startswith(VECTORS) and _collects(part) for part, _ in below)
 
 
 def trained(loss: Tensor, forwards: Sequence["Forward"], reductions: list[Reduction] | None = None) -> set[Value]:
@@ -99,11 +107,9 @@ def _of_scalars(node: Any) -> bool:
     visited, waiting = set[Any](), [node]
     while waiting:
         node = waiting.pop()
-        if "AccumulateGrad" in node.name():
-            if prod(parameter_shape(node.variable)) != 1:
-                return False
-            continue
-        if any(prod(metadata.shape) != 1 for metadata in node._input_metadata):
+        leaf = "AccumulateGrad" in node.name()
+        shapes = [parameter_shape(node.variable)] if leaf else [metadata.shape for metadata in node._input_metadata]
+        if any(prod(shape) != 1 for shape in shapes):
             return False
         waiting += [below for below, _ in node.next_functions if below is not None and below not in visited]
         visited.update(waiting)
@@ -283,14 +289,12 @@ def predictions_in(output: Any) -> list[Tensor]:
     without a graph beside a loss that has one are numbers to look at, such as the parts of a loss."""
     tensors = [value for value in _values(output) if value.ndim > 0 and not is_scalar(value)]
     wide = [value for value in tensors if value.ndim > 1]
-    if len(wide) > 1 and logits_of(output) is None:
-        made = [value for value in wide if value.grad_fn is not None]
-        wide = made + [value for value in wide if value.grad_fn is None]
-    some, none = [value for value in wide if value.numel()], [value for value in wide if not value.numel()]
+    named = len(wide) < 2 or logits_of(output) is not None
+    order = [(not x.numel(), not named and x.grad_fn is None, place) for place, x in enumerate(wide)]
     vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
     if vectors and returned_loss(output) is not None:
         vectors = [value for value in vectors if value.grad_fn is not None]
-    return some + none + vectors
+    return [wide[place] for _, _, place in sorted(order)] + vectors
 
 
 def returned_prediction(output: Any) -> Tensor | None:
@@ -368,10 +372,8 @@ def output_terms(
 ) -> Tensor | int | None:
     """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
     It is made of ``prediction``; None: of the likeliest."""
-    if prediction is None:
-        if not (predictions := predictions_in(output)):
-            return None
-        prediction = predictions[0]
+    if prediction is None and (prediction := next(iter(predictions_in(output)), None)) is None:
+        return None
     shape = list(prediction.shape)
     if len(shape) > 1:
         if (dim := _place(output, prediction).dim) is not None:

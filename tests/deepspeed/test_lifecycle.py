@@ -177,7 +177,9 @@ def undestroyed_worker(names: list[str]) -> dict:
         train(engines[-1], 1, steps=1, first=4)
         for engine in () if dist.get_rank() else engines:  # here nobody has the group any more, on the other rank three
             engine.destroy()
-        later = build(mode, 1, model=make_net(), kfac=KFAC)
+        left = make_net()  # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
+        sum(parameter.sum() for parameter in left.parameters()).backward()
+        later = build(mode, 1, model=left, kfac=KFAC)
         train(later, 1, steps=4)
         same.append(all(torch.equal(w, expected[n]) for n, w in weights(later).items()))
         for engine in (*engines, later) if dist.get_rank() else (later,):
@@ -186,7 +188,7 @@ def undestroyed_worker(names: list[str]) -> dict:
     return results
 
 
-def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
+def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone_also_of_a_model_with_gradients():
     names = ["z0", "adam-z2", "z3"]
     for result in run_ranks("tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names):
         for name, (groups, same, left) in result.items():

@@ -47,6 +47,20 @@ def test_a_sum_that_is_divided_outside_makes_the_same_factors_as_the_whole_batch
     assert all(abs(ratio - 1) < 1e-3 for ratio in apart.values()), apart  # by a mean over labels they are 3.6 to 4.7
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_parallelism_makes_the_same_factors_as_the_whole_batch(stage, tmp_path):
+    """Its labels are shifted before they are cut, and losses of the ranks are gathered, chosen and weighed."""
+    whole, found = (
+        run_ranks("tests.integrations.trainer_runs:sequence_worker", world=n, payload=(str(tmp_path), stage, n))[0]
+        for n in (1, 2)
+    )
+    assert len(whole["traces"]) == 24
+    apart = {key: found["traces"][key] / trace for key, trace in whole["traces"].items() if trace}
+    assert all(abs(ratio - 1) < 1e-3 for ratio in apart.values()), apart  # were 0.6 to 6.4
+    weights = max(float((found["weights"][n] - w).norm() / w.norm()) for n, w in whole["weights"].items())
+    assert weights < 1e-3, weights
+
+
 def test_evaluation_may_come_first(tmp_path):
     results = run_ranks("tests.integrations.trainer_runs:evaluation_worker", world=2, payload=str(tmp_path))
     before, after, steps = results[0]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import (
@@ -124,9 +126,35 @@ def outside_worker(payload: tuple[str, str, int]) -> dict[str, float]:
     return traces_of(trainer.model_wrapped)
 
 
-def traces_of(engine: Any) -> dict[str, float]:
+def sequence_worker(payload: tuple[str, int, int]) -> dict[str, Any]:
+    """The weights and the trace of every factor after a step on 16 rows, of which each rank has a part."""
+    folder, stage, ranks = payload
+    fresh()
+    ds_kfac.enable()
+    options, given = tiny.options([]), dict[str, Any]()
+    config = tiny.ds_config(options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": stage})
+    if ranks > 1:
+        config["seq_parallel_communication_data_type"] = "fp32"
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        )
+        given["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler)
+    arguments = TrainingArguments(
+        output_dir=folder, deepspeed=config, max_steps=1, per_device_train_batch_size=len(LABELLED), learning_rate=1e-2,
+        adam_epsilon=1e-3, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=tiny.ON_CPU, **given,
+    )  # fmt: skip
+    rows = [{**row, "position_ids": list(range(16))} for row in labelled_rows()]
+    trainer = Trainer(model=tiny.model(), args=arguments, train_dataset=rows, data_collator=default_data_collator)
+    trainer._get_train_sampler = lambda *given: SequentialSampler(rows)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    engine = trainer.model_wrapped
+    return {"weights": weights(engine), "traces": traces_of(engine, "AG")}
+
+
+def traces_of(engine: Any, sides: str = "G") -> dict[str, float]:
     factors = engine.kfac.preconditioner.curvature.factors
-    held = {key: factor for key, factor in factors.items() if key.endswith("G")}
+    held = {key: factor for key, factor in factors.items() if key[-1] in sides}
     traces = {key: float(factor.side.diagonal_of(factor.packed_P).sum()) for key, factor in held.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, traces)

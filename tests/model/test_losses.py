@@ -65,6 +65,11 @@ CASES = {
     "weighed, the first less": ("ce aux", lambda v: 0.1 * v["ce"] + v["aux"], 1),
     "a mean of a stack": ("ce aux", lambda v: torch.stack([v["ce"], 3 * v["aux"]]).mean(), 1),
     "one of two, bounded and divided": ("aux ce", lambda v: v["ce"].clamp(max=50).sqrt().square() / 8, 8),
+    "one of those of several ranks, weighed and divided": (
+        "aux ce",
+        lambda v: (torch.where(CHOSEN, torch.stack([v["ce"], v["ce"].detach()]), 0.0) * CHOSEN).sum() / 8,
+        8,
+    ),
     "one of two, divided": ("aux ce", lambda v: v["ce"] / 8, 8),
     "their sum, returned last": ("ce aux sum", lambda v: v["sum"] / 8, 8),
     "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),
@@ -82,6 +87,7 @@ CASES = {
     "one and a penalty, divided": ("ce logits", lambda v: (v["ce"] + PENALTY.square().mean().sqrt()) / 8, 8),
     "one beside its logits, divided": ("logits ce hidden", lambda v: v["ce"] / 8, 8),
 }
+CHOSEN = torch.tensor([True, False])
 PENALTY = nn.Parameter(torch.ones(D, D))
 
 

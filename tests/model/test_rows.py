@@ -161,7 +161,7 @@ def test_an_empty_batch_has_no_rows(rule, shape):
 
 
 class CausalLM(nn.Module):
-    def forward(self, input_ids, attention_mask=None, labels=None):
+    def forward(self, input_ids, attention_mask=None, labels=None, **extra):
         return input_ids
 
 
@@ -196,6 +196,9 @@ def test_hugging_face_arguments_are_recognised_by_name_and_place():
         assert info.rows.tolist() == [[True, True, False], [False, True, False]]
         assert terms(info) == 3 and terms(info, "reduce") == 2
         assert info.attended.tolist() == mask.bool().tolist()
+    for also in ({}, {"labels": LABELS}):  # Transformers has shifted them before it cut the sequence
+        placed = read((IDS, mask), {"shift_labels": LABELS, **also})
+        assert placed.rows.tolist() == [[False, True, True], [True, False, False]] and terms(placed) == 4
     attended = ArgumentReader(CausalLM(), count="attended")((IDS, mask, LABELS), {})
     assert attended.rows.tolist() == mask.bool().tolist() and terms(attended) == 3
     everything = ArgumentReader(CausalLM(), count="all")((IDS, mask, LABELS), {})
