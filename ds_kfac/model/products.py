@@ -310,7 +310,7 @@ def gradient_to_rows(
     return rows
 
 
-SKIPPED_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+SKIPPED_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path("deepspeed", "runtime"))
 MOST = 4
 """Lines that the message names for a weight, at most."""
 
@@ -336,8 +336,7 @@ class Uses(TorchFunctionMode):
 
     def _note(self, function: str, arguments: Any) -> None:
         for tensor in tensors_of(arguments):
-            places = self.places.get(id(base_of(tensor)))
-            if places is not None:
+            if (places := self.places.get(id(base_of(tensor)))) is not None:
                 places[f"{_line()} ({function})"] = None
 
     def of(self, layer: str) -> str:
@@ -348,8 +347,8 @@ class Uses(TorchFunctionMode):
 
 
 def _line() -> str:
-    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours."""
+    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor of ZeRO-3's F.linear."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED_FOLDERS):
+    while frame.f_back is not None and any(folder in frame.f_code.co_filename for folder in SKIPPED_FOLDERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
