@@ -57,7 +57,7 @@ class Asked:
         due = [str(step) for step in self.due()] if self.sides else ["-", "-"]
         eigen_workers = ", ".join(f"{side} {self.ranks([self.owner(spec)])}" for side, spec in self.sides.items())
         state = self.has() or f"no {self.what}: {self.missing()}"
-        return (self.layer.name or "(model)", state, *due, eigen_workers or "-", self.ranks(self.workers))
+        return (self.layer.name, state, *due, eigen_workers or "-", self.ranks(self.workers))
 
     def text(self) -> str:
         kfac, layer, schedule = self.kfac, self.layer, self.kfac.plan.schedule

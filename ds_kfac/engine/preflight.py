@@ -139,9 +139,9 @@ def check_tensors(model: Any, given: Any = ()) -> None:
             )
         if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
-                f"ds_kfac: {name} is stored in another order than its shape (channels_last?), which "
-                "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
-                "0 the model after initialize"
+                f"ds_kfac: {name} is stored in another order than its shape (channels_last, a transposed matrix, as "
+                "qr and svd return), which deepspeed.initialize cannot broadcast; make it p.data = p.data.contiguous() "
+                "before. Convert images to channels_last instead, or at ZeRO stage 0 the model after initialize"
             )
 
 

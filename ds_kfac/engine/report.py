@@ -195,7 +195,7 @@ def folded(rows: Sequence[Row]) -> list[Row]:
     for name, *cells in rows:
         numbers = [int(number) for number in re.findall(r"\d+", name)]
         together.setdefault((re.sub(r"\d+", "#", name), *cells), []).append(numbers)
-    return [(_name(pattern, found), *cells) for (pattern, *cells), found in together.items()]
+    return [(_name(pattern, found) or "(model)", *cells) for (pattern, *cells), found in together.items()]
 
 
 def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
@@ -261,7 +261,7 @@ def with_hooks(kfac: KFACPreconditioner) -> list[str]:
 
 
 def of_hooks(layers: Sequence[str]) -> str:
-    names = ", ".join(name for name, *_ in folded([(layer or "(model)",) for layer in layers]))
+    names = ", ".join(name for name, *_ in folded([(layer,) for layer in layers]))
     return (
         f"hooks on the gradients of {names} are not ds_kfac's or DeepSpeed's. Entries that a hook sets to zero (pruned "
         "weights, rows that shall stay) move all the same: a step on a matrix mixes its entries. Put such weights back "

@@ -63,7 +63,6 @@ def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
     """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of the code."""
     kind: Any = type(module)
     count: Any = getattr(module, "moe_num_experts", None)
-    layouts: dict[str, MatrixLayout]
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         layouts = dict.fromkeys(names, MatrixLayout(False))
@@ -378,13 +377,15 @@ class Contraction(NamedTuple):
 
 
 @cache
-def contraction(equation: str, place: int) -> Contraction | None:
-    """The product that an einsum's equation is if its operand ``place`` is the matrix, or a stack; None: it is none."""
-    operands, arrow, output = equation.replace(" ", "").partition("->")
+def contraction(equation: str, place: int, dims: int = 0) -> Contraction | None:
+    """The product that an einsum is if its operand ``place`` is the matrix, or a stack; None: it is none. ``dims``: the
+    other operand's dimensions, of which "..." are some; 0: unknown."""
+    operands, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     letters = operands.split(",")
     if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
-        return None  # "..." counts as letters that repeat
+        return None
     matrix, x = letters[place], letters[1 - place]
+    x, output = (part.replace(".", "0123456789"[: dims - len(x) + 1] if dims else "0") for part in (x, output))
     stack = "".join(letter for letter in matrix if letter in x and letter in output)
     inner = "".join(letter for letter in matrix if letter in x and letter not in stack)
     outer = "".join(letter for letter in matrix if letter not in x)

@@ -189,7 +189,7 @@ class Products(TorchFunctionMode):
         equation, *operands = args
         for at in (1, 0):
             place, x = self.places.find(operands[at]), operands[1 - at]
-            sums = contraction(equation, at) if isinstance(equation, str) else None
+            sums = contraction(equation, at, x.ndim) if isinstance(equation, str) else None
             if place is None or sums is None:
                 continue
             param, count = place.param, self.places.count(place.param)
@@ -310,7 +310,7 @@ def gradient_to_rows(
     return rows
 
 
-SKIPPED_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+SKIPPED_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path("deepspeed", "runtime"))
 MOST = 4
 """Lines that the message names for a weight, at most."""
 
@@ -319,13 +319,13 @@ class Uses(TorchFunctionMode):
     """While it is entered, notes every torch function with one of ``weights``, or a view of one, as an argument.
 
     Attributes:
-        places: layer -> {"model.py:41 (matmul)": None}, with the line of the user's code that led to the call.
+        places: id of a weight -> {"model.py:41 (matmul)": None}, with the line of the user's code that led to the call.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self._names = {id(weight): name for name, weight in weights.items()}
-        self.places: dict[str, dict[str, None]] = {}
+        self._weights = {name: id(weight) for name, weight in weights.items()}  # a stack's layers have one
+        self.places: dict[int, dict[str, None]] = {key: {} for key in self._weights.values()}
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
@@ -336,20 +336,19 @@ class Uses(TorchFunctionMode):
 
     def _note(self, function: str, arguments: Any) -> None:
         for tensor in tensors_of(arguments):
-            name = self._names.get(id(base_of(tensor)))
-            if name is not None:
-                self.places.setdefault(name, {})[f"{_line()} ({function})"] = None
+            if (places := self.places.get(id(base_of(tensor)))) is not None:
+                places[f"{_line()} ({function})"] = None
 
     def of(self, layer: str) -> str:
         """Words about a layer's places; "" if there are none."""
-        places = list(self.places.get(layer, ()))
+        places = list(self.places[self._weights[layer]])
         more = ", .." if len(places) > MOST else ""
         return f"; its weight is used in {', '.join(places[:MOST])}{more}" if places else ""
 
 
 def _line() -> str:
-    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours."""
+    """ "FILE:LINE" of the innermost frame that is neither torch's nor ours, nor of ZeRO-3's F.linear."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED_FOLDERS):
+    while frame.f_back is not None and any(folder in frame.f_code.co_filename for folder in SKIPPED_FOLDERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -142,6 +142,13 @@ COUNTED = {
     "one input": Case((O, 1), lambda s, x: F.linear(x[:, :1], s.w)),
     "one input, lying": Case((1, O), lambda s, x: x[:, :1] @ s.w, transposed=True),
     "einsum": Case(LYING, lambda s, x: torch.einsum("ni,io->no", x, s.w), transposed=True),
+    "einsum of any dimensions": Case(
+        LYING, lambda s, x: torch.einsum("...i,io->...o", x.view(2, 3, 1, I), s.w), transposed=True
+    ),
+    "einsum of any dimensions, none": Case(UP, lambda s, x: torch.einsum("...i,oi->...o", x[1], s.w)),
+    "einsum of a stack, of any dimensions": Case(
+        STACK, lambda s, x: torch.einsum("...ei,eoi->...eo", groups(x, 0, 2, 1, 3), s.w)
+    ),
     "einsum, transposed output": Case(UP, lambda s, x: torch.einsum("oi,bni->bon", s.w, x.view(2, 3, I))),
     "einsum of a stack": Case(STACK, lambda s, x: torch.einsum("eni,eoi->eno", dispatched(x), s.w)),
     "einsum of a stack, of a batch": Case(

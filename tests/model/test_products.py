@@ -217,7 +217,9 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
     [
         ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)), ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)), ("hnd,ibnd->ibh", 0,
         MatrixLayout(False, 1)), ("ab,bc->ac", 0, MatrixLayout(False, 1)), ("b n h, d n h -> b d", 1,
-        MatrixLayout(False, 1)), ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None), ("...i,io->...o", 1, None),
+        MatrixLayout(False, 1)), ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None),
+        ("...i,io->...o", 1, MatrixLayout(True, 1)), ("...hd,hod->...ho", 1, MatrixLayout(False)),
+        ("bi,...io->...bo", 1, None), ("...i,...io->...o", 1, None), ("...i,io->o", 1, None),
         ("ii,io->o", 1, None), ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1,
         None), ("ecd,edf->ecf", 1, MatrixLayout(True)), ("bsgd,grd->bsgr", 1, MatrixLayout(False)), ("neo,bni->beno", 0,
         None), ("ecd,edf->cf", 1, MatrixLayout(True, 2)), ("cd,edf->ecf", 1, None), ("ecdk,edkf->ecf", 1, None),

@@ -163,6 +163,7 @@ def test_a_use_that_is_not_seen_is_found_and_the_layer_is_named():
     lines = inspect.getsourcelines(Tied)[1], inspect.getsourcelines(Tokens.forward)[1]
     assert f"test_proof.py:{lines[0] + 2} (linalg_multi_dot)" in str(found["first"])
     assert f"test_proof.py:{lines[1] + 1} (linear)" in str(found["first"])
+    assert all("(bmm)" in found[f"experts.{entry}"].uses for entry in range(4)), "a stack's layers have one weight"
 
 
 def test_rows_without_a_gradient_are_counted():
