@@ -125,7 +125,7 @@ A)
     run ops 240 "${tests[@]}" tests/gpu/test_ops.py
     run steps 120 "$PYTHON" benchmarks/step_gpu.py --smoke "${tiny[@]}" --out "$work"
     run modes 200 "${tests[@]}" -s tests/gpu/test_modes.py
-    run others 60 "${tests[@]}" tests/curvature/test_eigensolver.py tests/step/test_recorded_step.py tests/step/test_background.py
+    run others 60 "${tests[@]}" tests/curvature/test_eigensolver.py tests/step/test_recorded_step.py
     run sanitizer 300 "${tests[@]}" tests/gpu/test_sanitizer.py
     ;;
 B)
