@@ -36,7 +36,7 @@ from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.divided import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import share_of
+from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
@@ -51,6 +51,7 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
+THAWED = "trained without K-FAC; freeze what K-FAC shall step after attach (docs/frameworks.md), not before: "
 ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
 """What the user was warned of, once each."""
 HANDLE = "kfac"
@@ -80,6 +81,8 @@ class Attachment:
         self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
+        others = other_matrices(engine.module, self._found)
+        self._frozen = {n: p for n, p in engine.module.named_parameters() if n in others and not p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         if experts is not None:
             job.capture_together()
@@ -224,12 +227,6 @@ class Attachment:
     def _with_hooks(self) -> set[str]:
         return {name for kfac in self.job.preconditioners for name in with_hooks(kfac)}
 
-    def _tell_of_new_hooks(self) -> None:
-        """Warn once, at the first captured step, of hooks on gradients that the user has added since attach."""
-        before, self._hooked = self._hooked, None
-        if before is not None and (new := self._with_hooks() - before):
-            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
-
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         load(self.job, Path(load_dir) / str(tag))
@@ -257,7 +254,6 @@ class Attachment:
             self.sampling.check()
         if captures:
             self._warn()
-            self._tell_of_new_hooks()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             drafts = self.job.step()
         scaler = kfac.layout.grad_scaler
@@ -284,11 +280,15 @@ class Attachment:
 
     def _warn(self) -> None:
         """At a captured step, each warning once. Gradients that came only in other backwards than this engine's update
-        no factor. One backward through several forwards may give G a wrong scale."""
+        no factor. One backward through several forwards may give G a wrong scale. At the first captured step: hooks on
+        gradients that were added since attach."""
         scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
         if scaled and SEVERAL not in self._warned:
             self._warned.add(SEVERAL)
             warn(SEVERAL, here=True)
+        if thawed := [(name,) for name, p in self._frozen.items() if p.requires_grad]:
+            self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}
+            warn(THAWED + ", ".join(name for name, *_ in folded(thawed)))
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
             self._warned.add(OUTSIDE)
@@ -297,6 +297,9 @@ class Attachment:
                 "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
                 "the engine that owns the loss"
             )
+        before, self._hooked = self._hooked, None
+        if before is not None and (new := self._with_hooks() - before):
+            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
 
     def _tell(self) -> None:
         """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
@@ -349,10 +352,6 @@ class Attachment:
             stack.push(self.job.raised)  # as by a batch that is too large
             for capture in self._captures:
                 stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph, parts=parts))
-            if captures and self.sampling is not None:
-                self.sampling.sample(loss)
-            if not captures or self.sampling is not None:
-                return original(loss, *args, **kwargs)
 
             def begin(seed: torch.Tensor) -> None:
                 for capture in self._captures:
@@ -361,11 +360,11 @@ class Attachment:
                     forward = self._captures[0].forward
                     self._experts.begin_backward(forward.info, forward.terms, seed.device, of_ranks)
 
-            hook = loss.register_hook(begin)
-            try:
-                return original(loss, *args, **kwargs)
-            finally:
-                hook.remove()
+            if captures and self.sampling is not None:
+                self.sampling.sample(loss)
+            elif captures:
+                stack.callback(loss.register_hook(begin).remove)
+            return original(loss, *args, **kwargs)
 
 
 def _groups(engine: Any, job: Job) -> dict[str, int]:

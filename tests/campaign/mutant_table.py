@@ -673,7 +673,8 @@ _ROWS = {
     ("zero/layout.py", _HOOKS): [
         ("hooks: DeepSpeed's are the user's", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)')],
     ("engine/attachment.py", _HOOKS): [
-        ("hooks: those after attach are not told", "            self._tell_of_new_hooks()", "            pass")],
+        ("hooks: those after attach are not told", "if before is not None and (new", "if False and (new"),
+        ("hooks: what is trained later is not told", "p in self._frozen.items() if p.requires_grad]:", "p in ()]:")],
     ("update/groups.py", "tests/update/test_stacking.py"): [
         ("chunks: everything at once", "room = max(chunk_budget(", "room = (1 << 62) + max(chunk_budget(")],
     ("curvature/methods.py", "tests/comm/test_delivery.py"): [

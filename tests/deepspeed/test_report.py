@@ -170,6 +170,9 @@ def hooks_worker(stages: list[int]) -> dict:
         start("partial", lambda model: model.head.bias.register_hook(functools.partial(torch.mul, 2.0)))
         start("norm", lambda model: model.norm.weight.register_hook(lambda g: g))
         start("later", lambda model: None, lambda model: model.first.weight.register_hook(lambda g: g * mask))
+        if not stage:  # DeepSpeed drops them elsewhere
+            thaw = [lambda model, on=on: model.middle.requires_grad_(on) for on in (False, True)]
+            start("thawed", *thaw)
         start("excluded", lambda model: model.first.weight.register_hook(lambda g: g * mask), exclude=["first"])
     return found
 
@@ -183,6 +186,7 @@ def test_hooks_on_gradients_are_told_with_a_remedy_that_helps():
             assert ("WARNING: hooks on the gradients of" in report) == bool(told), (stage, name)
             assert told is None or f"hooks on the gradients of {told} are not" in report, (stage, name, report)
             assert ("hooks on the gradients of first" in later) == (name == "later"), (stage, name, rank, later)
+            assert ("not before: middle.weight" in later) == (name == "thawed" and rank == 0), later
             if name in ("hook", "later"):  # the warning is true,
                 assert moved > 1e-3, (stage, name, moved)
             if name == "excluded":  # and so is what it advises
