@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
-from ds_kfac.model.divided import parts_of
 from ds_kfac.model.expert_rows import Siblings
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.reductions import Reduction, Value
+from ds_kfac.model.reductions import Reduction, Value, parts_of
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]

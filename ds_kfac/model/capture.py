@@ -31,12 +31,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks
 from ds_kfac.model.calls import SharedInputs, StepSums
-from ds_kfac.model.divided import divisors, whole
 from ds_kfac.model.expert_rows import Siblings
 from ds_kfac.model.layers import LayerSpec, key_of, tensors_of
 from ds_kfac.model.loss import Forward, losses_in, runs, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
+from ds_kfac.model.reductions import divisors, whole
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.divided import divided
 from ds_kfac.model.layers import parameter_shape, tensors_of
 from ds_kfac.model.prediction import Place, class_dim, class_place, is_scalar, last_product
-from ds_kfac.model.reductions import Measured, Reduction, Value, measured, terms_in
+from ds_kfac.model.reductions import Measured, Reduction, Value, divided, measured, terms_in
 from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"

@@ -250,7 +250,7 @@ _ROWS = {
          "front = stack[0]")],
     ("model/loss.py", "tests/model/test_loss_terms.py"): [
         ("items that the model ignored divide", "self.info = replace(self.info, items=None)", "pass")],
-    ("model/divided.py", "tests/model/test_losses.py"): [
+    ("model/reductions.py", "tests/model/test_losses.py"): [
         ("every loss is divided", "for by in found) or not mean", "for by in found) or True"),
         ("every loss is divided by all micro-batches", "else next(iter(counts), 1)", "else most"),
         ("a number that multiplies a loss from the left is not read", 'if other is None and name[0] == "M"',
@@ -438,7 +438,7 @@ _ROWS = {
          'reduce(torch.promote_types, map(attrgetter("dtype"), self.params))', "self.params[0].dtype"),
         ("stage 0: 16-bit parameters get fp32 gradients", "gradient.dtype if self.masters else param.dtype",
          "gradient.dtype")],
-    ("model/divided.py", "tests/deepspeed/test_own_boundaries.py"): [
+    ("model/reductions.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
         ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
     ("model/capture.py", "tests/deepspeed/test_own_boundaries.py"): [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.divided import divided, micro_batches, parts_of
 from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
+from ds_kfac.model.reductions import divided, micro_batches, parts_of
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
