@@ -108,7 +108,7 @@ def begin_from(job: Job, factors: Factors) -> None:
                         torch.full((), SEEN, device=device, dtype=torch.float32),
                     )
                     history = History(spec.side) if kfac.plan.adaptive else None
-                    held[key] = KroneckerFactor(spec.side, packed, seen, history), None
+                    held[key] = KroneckerFactor(spec.side, packed, seen, history)
             schedule = kfac.curvature.state_dict()["schedule"]
             states.append({**kfac.state_dict(), "layers": {}, "factors": {"factors": held, "schedule": schedule}})
     for kfac, state in zip(job.preconditioners, states, strict=True):
