@@ -61,7 +61,7 @@ class CostModel:
         model_flops: FLOP/s of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
         node_cores: decompositions that a node's ranks can run at once; 0: each rank has a device of its own.
         ieee_flops: FLOP/s of large fp32 (not TF32) products, for steps from a last eigenbasis; 0: eigh is as fast.
-        gpu: whether it is a GPU's.
+        gpu: whether these are rates of a GPU.
         measured: attributes that were measured on such a device; others are assumed.
     """
 

@@ -21,10 +21,9 @@ from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
-VECTORS = "StackBackward", "CatBackward", "MulBackward", "DivBackward", "WhereBackward"
-"""Nodes that collect losses in a vector, and those that may weigh it or choose from it."""
-MOST_LOSSES = 64
-"""In such a vector."""
+COLLECTING = "StackBackward", "CatBackward"
+VECTORS, MOST_LOSSES = (*COLLECTING, "MulBackward", "DivBackward", "WhereBackward"), 64
+"""Nodes that collect losses in a vector; these and those that may weigh it or choose from it; the most losses in it."""
 LEVELS = (
     "the model returned predictions of several sizes, and the number of loss terms is taken to be that of the first. "
     "If the loss is a mean over all of them"
@@ -62,10 +61,17 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
 
 def _collects(node: Any) -> bool:
     """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does."""
-    below = [(part, at) for part, at in node.next_functions if part is not None]
-    if node.name().startswith(("StackBackward", "CatBackward")):
-        return all(prod(part._input_metadata[at].shape) == 1 for part, at in below)
-    return any(part.name().startswith(VECTORS) and _collects(part) for part, _ in below)
+    visited, waiting = set[Any](), [node]
+    while waiting:
+        if (node := waiting.pop()) in visited:
+            continue
+        visited.add(node)
+        below = [(part, at) for part, at in node.next_functions if part is not None]
+        if not node.name().startswith(COLLECTING):
+            waiting += [part for part, _ in below if part.name().startswith(VECTORS)]
+        elif all(prod(part._input_metadata[at].shape) == 1 for part, at in below):
+            return True
+    return False
 
 
 def trained(loss: Tensor, forwards: Sequence["Forward"], reductions: list[Reduction] | None = None) -> set[Value]:

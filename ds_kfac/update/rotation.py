@@ -21,7 +21,7 @@ BATCHED = 1 << 25
 shape of GPT-2 small. A layer of more than an eighth of it is alone: its products take longer than their launches."""
 
 
-def chunk_budget(*, batched: bool, numel: int = 0) -> int:
+def chunk_budget(*, batched: bool, numel: int) -> int:
     """Elements of the layers whose directions are in memory together, unless one layer has more.
 
     Args:
@@ -30,7 +30,8 @@ def chunk_budget(*, batched: bool, numel: int = 0) -> int:
     """
     if not batched:
         return AT_ONCE
-    return BATCHED if 8 * numel <= BATCHED else BATCHED // 8
+    largest = BATCHED // 8
+    return BATCHED if numel <= largest else largest
 
 
 def is_large(x_nOI: Tensor) -> bool:

@@ -274,6 +274,13 @@ def test_a_temperature_that_is_returned_is_no_loss():
     assert len(losses_in(output["ce"])) == 1, "what scales logits is no part of a sum"
 
 
+def test_a_small_vector_that_is_squared_over_and_over_is_walked_once():
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(64):  # 2^64 paths
+        x = x * x
+    assert len(losses_in(x.sum())) == 1
+
+
 @pytest.mark.parametrize(("make", "terms"), [
     (lambda x: nn.Linear(D, C)(x[0]), 1),
     (lambda x: x[0] @ nn.Parameter(torch.ones(D, C)), 1),
