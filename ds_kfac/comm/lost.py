@@ -35,12 +35,11 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def naming(what: str, group: Any, number: int) -> Iterator[None]:
-    """Wraps a group's collective.
+def naming(what: str, channel: Any) -> Iterator[None]:
+    """Wraps a collective of a Channel.
 
     Args:
         what: text that says what is exchanged.
-        number: number of the collective in its group.
 
     Raises:
         LostRank: the backend raised an error; names the ranks that are to blame, if that can be found out.
@@ -50,7 +49,8 @@ def naming(what: str, group: Any, number: int) -> Iterator[None]:
     except RuntimeError as error:
         reasons = ["no rank has said why: see the backend's own error, above"]
         with suppress(Exception):
-            reasons = _blamed(torch.distributed.get_process_group_ranks(group), number) or reasons
+            ranks = torch.distributed.get_process_group_ranks(channel.group)
+            reasons = _blamed(ranks, sum(channel.calls.values())) or reasons
         raise LostRank(f"ds_kfac: {what} could not be exchanged: {'; '.join(reasons)}") from error
 
 

@@ -6,7 +6,7 @@ the same on every rank; scalars that ranks exchange are such a part.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -82,13 +82,9 @@ class Channel:
         if own is not None:
             own.close()
 
-    def naming(self, what: str) -> AbstractContextManager[None]:
-        """See :func:`ds_kfac.comm.lost.naming`."""
-        return naming(what, self.group, sum(self.calls.values()))
-
     def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
         """Sum a small vector over all ranks, in place. Collective."""
-        with self.naming("numbers of all layers"):
+        with naming("numbers of all layers", self):
             dist.all_reduce(vector, group=self.group)
         self.calls[kind] += 1
         nbytes = vector.numel() * vector.element_size()
@@ -108,7 +104,7 @@ class Channel:
         Returns the received tensor, and a handle to wait for before it is read.
         """
         received = sent.new_empty(sum(incoming))
-        with self.naming(", ".join(carries)):
+        with naming(", ".join(carries), self):
             handle = dist.all_to_all_single(
                 received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
             )
@@ -270,7 +266,7 @@ class Message:
 
     def wait(self) -> list[Arrivals]:
         """Wait; the arrivals of each part."""
-        with self._channel.naming(", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves))):
+        with naming(", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves)), self._channel):
             self._handle.wait()
         del self._sent
         arrivals: dict[int, Arrivals] = {id(part): [] for part in self.parts}

@@ -69,7 +69,8 @@ class Direction:
         self.parameter_groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.precision = plan.precision
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
-        self.layer_groups = [LayerGroup(layers, plan.precision) for layers in groups]
+        order = -1 if layout.last_first else 1  # as gradients lie in memory, so that a batch of them may be a view
+        self.layer_groups = [LayerGroup(layers[::order], plan.precision) for layers in groups]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         """Layers of one shape with equal keys may be stepped in one batch."""

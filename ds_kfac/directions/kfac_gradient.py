@@ -84,7 +84,7 @@ class KFACGradient(Direction):
         how = tuple(ready), split
         compute = partial(self._directions, states, *how)
         if self.recorded is None:
-            found = compute(StepTensors(self.layer_groups, gradients, local.outbox), **inputs)
+            found = compute(StepTensors(gradients, local.outbox), **inputs)
         else:
             found = self.recorded.step(compute, gradients, local.outbox, inputs, how)
         local.pending, local.replaced, local.limited = list(found.pending), found.replaced, found.limited

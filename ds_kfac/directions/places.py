@@ -3,7 +3,7 @@ recorded (``ds_kfac/update/recorded.py``), always in the same places."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import LayerGroup
+from ds_kfac.update.groups import LayerGroup, evenly_spaced
 from ds_kfac.update.recorded import RECORDED_LAYER, RECORDED_NUMEL, RECORDERS, Recorded
-from ds_kfac.update.rotation import lengths
 from ds_kfac.zero.exchange import GradientExchange, Outbox
 
 T = TypeVar("T")
@@ -40,21 +39,24 @@ class StepTensors:
     """Gradients as they come, and results that go to the outbox at once.
 
     Args:
-        gradients: layer name -> matrix, emptied.
+        gradients: layer name -> matrix, until it is taken.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], gradients: dict[str, Tensor], outbox: Outbox) -> None:
-        self.groups, self.gradients, self.outbox = groups, gradients, outbox
-
-    def lengths(self) -> Tensor:
-        """Norms of the gradients of all layers in the order of the groups, float64. Call it before :meth:`take`."""
-        return lengths([self.gradients[name] for group in self.groups for name in group.names])
+    def __init__(self, gradients: dict[str, Tensor], outbox: Outbox) -> None:
+        self.gradients, self.outbox = gradients, outbox
 
     def take(self, group: LayerGroup) -> tuple[Tensor, int]:
         """The group's gradients [n, O, I] in their dtype, and an address: the memory there may be DeepSpeed's own and
-        must not be written to. Call it once for each group."""
+        must not be written to. Of layers that lie at equal distances in that memory they are a view. Call it once for
+        each group."""
         parts = [self.gradients.pop(name) for name in group.names]
-        return group.matrices(parts), parts[0].data_ptr()
+        x = evenly_spaced(parts) if len(parts) > 1 else None
+        return group.matrices(parts) if x is None else x, parts[0].data_ptr()
+
+    def place(self, group: LayerGroup) -> Tensor | None:
+        """[layers, O, I], where the group's results may be written once its gradients have been read. None: they are to
+        be :meth:`put`."""
+        return self.outbox.place(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
         """Take the group's results. Call it once for each group."""
@@ -67,7 +69,7 @@ class Places:
 
     Attributes:
         dtypes: of each layer's gradient, as it arrives. A group's tensor has the widest of its layers'.
-        gradients: of each layer, in the order of the groups.
+        gradients: layer name -> gradient.
         matrices, results: of each group, [n, O, I].
         rounded: groups whose results are in the dtype in which they are stored.
         borrowed: whether a result must be copied before others keep it.
@@ -86,14 +88,16 @@ class Places:
             group: x if group in self.rounded else torch.empty(shapes[group], dtype=torch.float32, device=device)
             for group, x in self.matrices.items()
         }
-        self.gradients = [x for group in groups for x in group.by_layer(self.matrices[group])]
-
-    def lengths(self) -> Tensor:
-        return lengths(self.gradients)
+        of_groups = (zip(group.names, group.by_layer(x), strict=True) for group, x in self.matrices.items())
+        self.gradients = dict(chain.from_iterable(of_groups))
 
     def take(self, group: LayerGroup) -> tuple[Tensor, int]:
         x = self.matrices[group]
         return x, x.data_ptr()
+
+    def place(self, group: LayerGroup) -> Tensor:
+        x = self.results[group]
+        return x.view(len(group.layers), -1, x.shape[-1])
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
         self.results[group].copy_(x_nOI)
@@ -125,13 +129,13 @@ class RecordedStep(Recorded[T]):
         """
         # a skipped step must leave the recorded eigenbases as they were
         if not all(group.at_home for group in self.groups):
-            return compute(StepTensors(self.groups, gradients, outbox), **inputs)
+            return compute(StepTensors(gradients, outbox), **inputs)
         names = [name for group in self.groups for name in group.names]
         dtypes = [gradients[name].dtype for name in names]
         if self.places is None or self.places.dtypes != dtypes:
             self.places = Places(self.groups, dtypes, self.exchange)
         at = self.places
-        torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in names])
+        torch._foreach_copy_([*at.gradients.values()], [gradients.pop(name) for name in names])
         places = {name: self.inputs[name] for name in inputs}
         for name, value in inputs.items():
             place = places[name]

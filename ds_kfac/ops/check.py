@@ -126,6 +126,7 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
         counted, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
         betas = {"betas": (0.75, 0.875)}
         out, waiting = (torch.zeros(2, rows, side, **fp32) for _ in range(2))
+        room = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
         # norms, sizes, targets, full sizes, bounds and replacements; the second matrix is replaced
         norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]], **fp32).T.contiguous()
         of_shape: dict[str, Call] = {
@@ -135,7 +136,7 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
                 {**betas, "eps": 0.125},
             ),
             "adam_fold_": ((matrices[1], matrices[2], counted, matrices[0], flags), betas),
-            "finish_direction_": ((matrices[0], norm, size if rows > side else None, *vectors, 0.5), {}),
+            "finish_direction_": ((room, matrices[0], norm, size if rows > side else None, *vectors, 0.5), {}),
         }
         for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)

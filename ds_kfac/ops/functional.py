@@ -256,15 +256,17 @@ def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor
 
 
 def finish_direction_(
-    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
-    replacement_n: Tensor, shift: float,
+    out_nOI: Tensor, x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor,
+    bound_n: Tensor, replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
-    """Scale n directions to their final norm, in place; replace those that must not be used by a number.
+    """Write n directions with their final norm; in place of those that must not be used, a number.
 
         scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
-        x <- scale x + shift   where norm < bound, else replacement
+        out <- scale x + shift   where norm < bound, else replacement
 
     Args:
+        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI``. Its matrices may lie apart, and each may be
+            several of x, one below the other.
         x_nOI: fp32.
         norm_n: fp32, the Frobenius norms of x.
         size_n: fp32, the norms of the directions before they were orthogonalized; None: they were not.
@@ -277,7 +279,15 @@ def finish_direction_(
     scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
     good = norm_n < bound_n
     added_n = replacement_n.masked_fill(good, shift)
-    x_nOI.mul_(per_matrix(scale)).masked_fill_(per_matrix(~good), 0.0).add_(per_matrix(added_n))
+    parts = len(x_nOI) // len(out_nOI)
+    if len(out_nOI) == 1:  # equal blocks, or the groups of a convolution, all at once
+        parts, out_nOI = 1, out_nOI.view(x_nOI.shape)
+    for part, out_part in enumerate(out_nOI.chunk(parts, dim=1)):
+        scales, bad, added = (per_matrix(vector[part::parts]) for vector in (scale, ~good, added_n))
+        for out, x in in_chunks(out_part, x_nOI[part::parts]):
+            y = torch.mul(x, scales, out=out if out.dtype is torch.float32 else None).masked_fill_(bad, 0.0).add_(added)
+            if y is not out:
+                out.copy_(y)
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:

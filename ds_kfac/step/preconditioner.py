@@ -258,8 +258,7 @@ class KFACPreconditioner:
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
-        counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        numbers = [*local.checked(self.rule), *counts]
+        numbers = local.summed(self.rule, failed, None if travels or factors is None else factors.unusual)
         if self.flagged:
             ready = {name for name, state in local.states.items() if state.preconditioner is not None}
             flags = torch.arange(2, device=self.device, dtype=torch.float32).unbind()  # 0 and 1

@@ -206,6 +206,20 @@ class LayerGroup:
         return flags_n if self.maps == 1 else flags_n.view(-1, self.maps).any(dim=1)
 
 
+def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
+    """[n, ..] without a copy: contiguous tensors of one shape that begin at equal distances in one memory, as the
+    gradients of equal blocks do at ZeRO-2 and 3. None of others."""
+    first, starts = parts[0], [x.storage_offset() for x in parts]
+    apart = starts[1] - starts[0] if len(parts) > 1 else first.numel()
+    if apart < first.numel() or starts != [starts[0] + index * apart for index in range(len(parts))]:
+        return None
+    memory = first.untyped_storage().data_ptr()
+    for x in parts:
+        if not x.is_contiguous() or x.dtype is not first.dtype or x.untyped_storage().data_ptr() != memory:
+            return None
+    return first.as_strided((len(parts), *first.shape), (apart, *first.stride()), starts[0])
+
+
 def same_form(old: Sequence[Eigenbasis], new: Sequence[Eigenbasis]) -> bool:
     """Whether each new basis fits into the memory of the old one. A side that had no data since a checkpoint of other
     settings was loaded has no eigenvectors, and gets some."""

@@ -16,6 +16,7 @@ from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.ops.host_copy import HostCopy
+from ds_kfac.update.groups import evenly_spaced
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.state import LayerState, PendingEigenvalues, PendingMoments
 from ds_kfac.zero.layout import ShardLayout
@@ -248,6 +249,22 @@ class Outbox:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def place(self, layers: Sequence[LayerSpec]) -> Tensor | None:
+        """[n, O, I], the memory of these layers' gradients: results that are written there need not be added. None if
+        it is not one tensor, or not where results stay."""
+        exchange = self.exchange
+        params = [param for layer in layers for param in exchange.plan.of_layer[layer.name]]
+        if len(params) > len(layers) or not all(map(self._takes_whole, layers)):
+            return None
+        shards = [exchange.shards[param][0] for param in params]
+        views = {(shard.param, shard.start): exchange.view(shard) for shard in shards}
+        first, pairs = next(iter(views.values())), zip(layers, views.values(), strict=True)
+        together = evenly_spaced([LAYERS[layer.kind].matrix(view, None, layer.shape) for layer, view in pairs])
+        if together is None or together.data_ptr() != first.data_ptr() or together.device != exchange.device:
+            return None
+        self.here |= views
+        return together.flatten(1, -2)
+
     def _takes_whole(self, layer: LayerSpec) -> bool:
         exchange = self.exchange
         return layer.name in exchange.staying and all(p.requires_grad for p in exchange.params[layer.name])
@@ -290,28 +307,29 @@ class LocalResult:
             self.pending.pop().commit()
         return self.states
 
-    def checked(self, rule: Any) -> list[Tensor]:
-        """:attr:`numbers`. ValueError if they are not as many as the update rule says, by which all ranks read them."""
+    def summed(self, rule: Any, failed: int, unusual: Tensor | None) -> list[Tensor]:
+        """Scalars that are summed over all ranks: :attr:`numbers`, then counts in the order of
+        :data:`ds_kfac.metrics.SUMMARY`.
+
+        Args:
+            failed: refreshes that failed on this rank.
+            unusual: [3], see :data:`ds_kfac.step.messages.UNUSUAL`; None: no factor was updated.
+
+        Raises:
+            ValueError: there are not as many numbers as the update rule says, by which all ranks read them.
+        """
         if len(self.numbers) != rule.numbers:
             raise ValueError(
                 f"ds_kfac: {type(rule).__name__}.numbers is {rule.numbers}, but its Direction.local gave "
                 f"{len(self.numbers)} scalars in LocalResult.numbers; make them the same number"
             )
-        return self.numbers
-
-    def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
-        """Scalars that are summed over all ranks, in the order of :data:`ds_kfac.metrics.SUMMARY`.
-
-        Args:
-            failed: refreshes that failed on this rank.
-            unusual: [3], see :data:`ds_kfac.step.messages.UNUSUAL`; None: no factor was updated.
-        """
         unprepared, failures = (self.replaced.new_full((), n) for n in (len(self.unprepared), failed))
         left_out = torch.zeros_like(self.replaced)
         if self.left_out:
             left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
         limited, *empty = self.replaced.new_zeros(3) if unusual is None else unusual.to(self.replaced.dtype)
-        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, *empty]
+        counts = self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited
+        return [*self.numbers, *counts, *empty]
 
 
 PATIENCE = 5

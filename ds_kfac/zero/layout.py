@@ -45,6 +45,8 @@ class ShardLayout(ABC):
     """Whether DeepSpeed clips gradients that still carry the loss scale."""
     replicated = False
     """Whether every rank holds every averaged gradient."""
+    last_first = False
+    """Whether gradients lie in memory in the order in which a backward makes them."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
     grad_scaler: Any | None = None

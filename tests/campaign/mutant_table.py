@@ -51,6 +51,8 @@ _ROWS = {
          "view(rows, block, dim // block).permute(2, 0, 1)"),
         ("unpack: diagonal doubled", "lower_DD.tril(-1).T", "lower_DD.tril().T"),
         ("unpack: upper triangle zero", "lower_DD + lower_DD.tril(-1).T", "lower_DD"),
+        ("finish: a result's parts take the first one's size", "per_matrix(vector[part::parts])",
+         "per_matrix(vector[:: parts])"),
         ("finish: a shift for the replacement", "replacement_n.masked_fill(good, shift)",
          "torch.full_like(replacement_n, shift)")],
     ("model/convolutions.py", "tests/model/test_patches.py"): [
@@ -676,7 +678,9 @@ _ROWS = {
         ("hooks: those after attach are not told", "if before is not None and (new", "if False and (new"),
         ("hooks: what is trained later is not told", "p in self._frozen.items() if p.requires_grad]:", "p in ()]:")],
     ("update/groups.py", "tests/update/test_stacking.py"): [
-        ("chunks: everything at once", "room = max(chunk_budget(", "room = (1 << 62) + max(chunk_budget(")],
+        ("chunks: everything at once", "room = max(chunk_budget(", "room = (1 << 62) + max(chunk_budget("),
+        ("batch: a view of matrices at unequal distances",
+         "or starts != [starts[0] + index * apart for index in range(len(parts))]", "")],
     ("curvature/methods.py", "tests/comm/test_delivery.py"): [
         ("eigenvalues rounded on the wire", 'attrgetter("values"), False)', 'attrgetter("values"), True)')],
     ("directions/kfac_gradient.py", "tests/directions/test_kfac_gradient.py"): [
@@ -745,7 +749,7 @@ _ROWS = {
         ("recorded: new eigenvectors are not put in place", "torch._foreach_copy_(old, new)", "pass")],
     ("directions/places.py", "tests/update/test_recorded.py"): [
         ("recorded: gradients of the step that was recorded",
-         "torch._foreach_copy_(at.gradients, [gradients.pop(name) for name in names])", "gradients.clear()"),
+         "torch._foreach_copy_([*at.gradients.values()], [gradients.pop(name) for name in names])", "pass"),
         ("recorded: clipped as when it was recorded", "place.copy_(value) if isinstance(value, Tensor) else",
          "None if isinstance(value, Tensor) else"),
         ("recorded: eigenbases that are elsewhere are not used", "if not all(group.at_home for group in self.groups):",
@@ -760,6 +764,8 @@ _ROWS = {
         ("recorded: results are not multiplied", "if layers[0].name in scales:", "if False:"),
         ("recorded: a frozen layer's results are written",
          "and all(p.requires_grad for p in exchange.params[layer.name])", "")],
+    ("zero/exchange.py", "tests/deepspeed/test_in_place.py"): [
+        ("results that were written in place are not scaled", "        self.here |= views\n", "")],
     ("zero/exchange.py", "tests/deepspeed/test_interruptions.py"): [
         ("recorded: all have the scale of the first", "scales[layer.name] for layer in layers",
          "scales[layers[0].name] for layer in layers")],

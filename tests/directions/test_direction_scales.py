@@ -64,8 +64,9 @@ def make(
     optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}], adam_ratio=1.0)
     engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
     layout = SimpleNamespace(
-        grad_scale=lambda: scale, optimizer=optimizer, engine=engine, clip_factor=lambda norm: 0.5 / norm
-    )
+        grad_scale=lambda: scale, optimizer=optimizer, engine=engine, clip_factor=lambda norm: 0.5 / norm,
+        last_first=False,
+    )  # fmt: skip
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
         direction = kind(plan, layout, exchange, SimpleNamespace(nu=None))

@@ -32,7 +32,7 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
         parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), outbox=Results,
     )  # fmt: skip
     groups = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
-    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups)
+    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups, last_first=False)
     moments = KFACGradientRule().moments(plan.config)
     state = LayerState.empty(layer, torch.device("cpu"), moments=moments)
     state = state.rebased(A=basis(columns), G=basis(rows))
@@ -78,7 +78,7 @@ def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     metrics = SimpleNamespace(nu=None)
     plan = planned({"preconditioner": {"kl_clip": 0.001}})
     exchange = SimpleNamespace(owned=(), device=torch.device("cpu"))
-    direction = KFACGradient(plan, SimpleNamespace(), exchange, metrics)
+    direction = KFACGradient(plan, SimpleNamespace(last_first=False), exchange, metrics)
     prepared = {"with": torch.tensor(True), "without": torch.tensor(False)}
     scales = direction.finish(0, None, [torch.tensor(0.1)], prepared)
     close(scales["with"], torch.tensor(0.1))

@@ -34,7 +34,7 @@ def local(gradient: torch.Tensor, scale: float):
     exchange = SimpleNamespace(
         owned=(layer,), device=torch.device("cpu"), group_indices=lambda layer: (0, 0), outbox=Results
     )
-    layout = SimpleNamespace(grad_scale=lambda: scale)
+    layout = SimpleNamespace(grad_scale=lambda: scale, last_first=False)
     moments = Mean(torch.full((ROWS, COLUMNS), BEFORE))
     state = replace(LayerState.empty(layer, torch.device("cpu")), A=basis.A, G=basis.G, moments=moments)
     direction, states = SoftSign(planned({}), layout, exchange), {"layer": state}

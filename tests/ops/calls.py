@@ -154,9 +154,16 @@ def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         wanted = x_nOI.double() * scale[:, None, None] + 0.5
         x_nOI[1], wanted[1], wanted[3] = float("nan"), 2.0, -0.5
         norm = torch.linalg.vector_norm(x_nOI, dim=(1, 2))
-        arguments = (x_nOI, norm, size if sized else None, target, full, bound, replacement, 0.5)
+        vectors = norm, size if sized else None, target, full, bound, replacement, 0.5
         label = f"{outputs} x {inputs}{' by sizes' if sized else ''}"
-        yield Call("finish_direction_", label, arguments, [wanted], lambda _, x: [x[0]], 1e-5)
+        stored = lambda _, arguments: [arguments[0]]  # noqa: E731
+        yield Call("finish_direction_", label, (x := x_nOI.clone(), x, *vectors), [wanted], stored, 1e-5)
+        for dtype, layers in ((torch.float32, 4), (torch.float32, 2), (torch.bfloat16, 1)):
+            out = torch.full((layers, x_nOI.numel() // layers + 3), float("nan"), dtype=dtype, device=device)
+            out = out[:, 3:].unflatten(1, (-1, inputs))  # with gaps
+            more = f"{label}, {len(x_nOI) // layers} in a result, {str(dtype).removeprefix('torch.')}"
+            allowed, rows = max(1e-5, torch.finfo(dtype).eps), [wanted.view(out.shape)]
+            yield Call("finish_direction_", more, (out, x_nOI.clone(), *vectors), rows, stored, allowed)
 
 
 EXTREMES = (math.nan, math.inf, -math.inf, 1e-40, 6e-8, 2.5e-8, 65519, 65520, 3.4e38, 1.00390625, 1.01171875, -2049)

@@ -31,8 +31,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: scale.adam_scale_(x, waiting, x, x, x, vector, flags, torch.empty(()), betas=betas, eps=1e-8),
     )
     yield "adam_fold_", lambda: scale.adam_fold_(x, x, vector, waiting, flags, betas=betas)
-    yield "finish_direction_", lambda: scale.finish_direction_(x, vector, None, *[vector] * 4, 0.5)
-    yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, *[vector] * 6, 0.5)
+    yield "finish_direction_", lambda: scale.finish_direction_(x, x, vector, None, *[vector] * 4, 0.5)
+    yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, x, *[vector] * 6, 0.5)
     for dtype, family in ((torch.bfloat16, "sm_90"), (torch.float32, "fp32")):
         rows, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))
         for config in dict.fromkeys((*SHIPPED[family], config_for(rows, 90).plain())):

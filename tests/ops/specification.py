@@ -89,11 +89,12 @@ def adam_fold_(
 
 
 def finish_direction_(
-    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
-    replacement_n: Tensor, shift: float,
+    out_nOI: Tensor, x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor,
+    bound_n: Tensor, replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
     scale_n = target_n
     if size_n is not None:
         scale_n = target_n * torch.clamp(size_n / full_n, max=1) / torch.clamp(norm_n, min=SMALLEST)
     scaled_nOI = per_matrix(scale_n) * x_nOI + shift
-    x_nOI.copy_(torch.where(per_matrix(norm_n < bound_n), scaled_nOI, per_matrix(replacement_n)))
+    y_nOI = torch.where(per_matrix(norm_n < bound_n), scaled_nOI, per_matrix(replacement_n))
+    out_nOI.copy_(y_nOI.view(out_nOI.shape))

@@ -60,7 +60,7 @@ def doubled_adam() -> tuple:
 
 
 def finishing(shift: torch.Tensor) -> tuple:
-    return normal(2, 3, 4), *[torch.ones(2)] * 4, torch.tensor([2.0, 0.0]), torch.ones(2), shift
+    return normal(2, 3, 4), normal(2, 3, 4), *[torch.ones(2)] * 4, torch.tensor([2.0, 0.0]), torch.ones(2), shift
 
 
 def folding(first: torch.Tensor) -> tuple:
@@ -80,6 +80,7 @@ UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "no elements": ("adam_fold_", lambda: (folding(normal(2, 0, 3)), BETAS)),
     "moments with gaps": ("adam_fold_", lambda: (folding(strided(2, 3, 4)), BETAS)),
     "Adam in fp64": ("adam_scale_", lambda: (doubled_adam(), {**BETAS, "eps": 0.1})),
+    "a result in columns": ("finish_direction_", lambda: ((strided(2, 4, 3).mT, *finishing(0.5)[1:]), {})),
     "a shift on the device": ("finish_direction_", lambda: (finishing(torch.tensor(0.5)), {})),
 }
 MADE_FOR = {"triton": set(), "cuda": set()}

@@ -79,7 +79,7 @@ def check_replaced(finish, sized):
     norm[:2] = torch.linalg.vector_norm(x, dim=(1, 2))[:2]
     if sized:
         size[1] = math.nan
-    finish(*given, -1e-30)
+    finish(x, *given, -1e-30)
     exact(x[:2], replacement[:2, None, None].expand(2, 63, 7))
     assert torch.isfinite(x[2]).all() and x[2].unique().numel() > 63
 
@@ -87,7 +87,7 @@ def check_replaced(finish, sized):
 def check_zero(finish):
     x, norm, size, *others = finish_given((3, 63, 7), True)
     x[0], norm[0], size[1] = 0.0, 0.0, 0.0
-    finish(x, norm, size, *others, -1e-30)
+    finish(x, x, norm, size, *others, -1e-30)
     exact(x[:2], torch.full((2, 63, 7), -1e-30))
 
 
@@ -98,3 +98,13 @@ def test_finish_direction_replaces_what_is_no_number(ops, sized, poisoned):
 
 def test_finish_direction_of_zero_is_the_shift(ops, poisoned):
     check_zero(ops.finish_direction_)
+
+
+@pytest.mark.parametrize("layers", [2, 1])
+def test_finish_direction_writes_to_nothing_beside_results_that_lie_apart(ops, layers, poisoned):
+    x, *others = finish_given((2, 63, 7), True)
+    memory = torch.full((layers, x.numel() // layers + 5), -3.0)
+    ops.finish_direction_(memory[:, 2:-3].unflatten(1, (-1, 7)), x.clone(), *others, 0.5)
+    exact(memory[:, [0, 1, -3, -2, -1]], torch.full((layers, 5), -3.0))
+    ops.finish_direction_(x, x, *others, 0.5)
+    exact(memory[:, 2:-3].reshape(x.shape), x)

@@ -27,7 +27,7 @@ def scale(n: int, rows: int, columns: int, waits: torch.dtype) -> None:
     scales.adam_scale_(several, waiting, *[several] * 3, vector, flags, torch.empty(()), betas=betas, eps=1e-8)
     scales.adam_fold_(several, several, vector, waiting, flags, betas=betas)
     for size in (None, vector):
-        scales.finish_direction_(several, vector, size, *[vector] * 4, 0.5)
+        scales.finish_direction_(waiting, several, vector, size, *[vector] * 4, 0.5)
 
 
 SCALE = {"wide": lambda: scale(1, 768, 769, torch.float32), "narrow": lambda: scale(2, 64, 3072, torch.bfloat16)}

@@ -39,11 +39,11 @@ def test_wrong_arguments_are_named(scale):
         scale.adam_scale_(one, one, one, one.double(), one, *vectors, **betas)
     vector, gaps = vectors[0], torch.zeros(1, 4, 4)[:, ::2]
     with pytest.raises(NotMadeFor, match=r"finish_direction_: expected contiguous fp32 \[n, O, I\]"):
-        scale.finish_direction_(gaps, vector, None, *[vector] * 4, 1.0)
+        scale.finish_direction_(gaps, gaps, vector, None, *[vector] * 4, 1.0)
     with pytest.raises(ValueError, match=r"finish_direction_: .* do not fit, got .* torch.float32 \(2,\)"):
-        scale.finish_direction_(one, vector, torch.zeros(2), *[vector] * 4, 1.0)
+        scale.finish_direction_(one, one, vector, torch.zeros(2), *[vector] * 4, 1.0)
     with pytest.raises(NotMadeFor, match="betas, eps or shift as numbers, got tensors"):
-        scale.finish_direction_(one, vector, None, *[vector] * 4, torch.tensor(1.0))
+        scale.finish_direction_(one, one, vector, None, *[vector] * 4, torch.tensor(1.0))
     with pytest.raises(NotMadeFor, match=r"expected a contiguous buffer and bool, got torch.float64"):
         scale.adam_scale_(one, one.double(), one, one, one, *vectors, **betas)
     with pytest.raises(NotMadeFor, match="betas, eps or shift as numbers, got tensors"):

@@ -46,7 +46,7 @@ def make(case: str, device: torch.device):
         owned=tuple(layers), device=device, group_indices=lambda layer: (0,),
         parts=lambda layer, matrix: (matrix.flatten(),), outbox=Results,
     )  # fmt: skip
-    layout = SimpleNamespace(grad_scale=lambda: 1.0, optimizer=SimpleNamespace(param_groups=[group]))
+    layout = SimpleNamespace(grad_scale=lambda: 1.0, optimizer=SimpleNamespace(param_groups=[group]), last_first=False)
     direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
     prepared = {name: torch.ones((), dtype=torch.bool, device=device) for name in states}
 

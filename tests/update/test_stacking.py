@@ -7,9 +7,9 @@ import torch
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update import rotation
-from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, group_by_shape
+from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, evenly_spaced, group_by_shape
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
-from tests.close import close
+from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -75,6 +75,17 @@ def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monke
     assert chunked(BATCHED=8 * 65 - 1)[:2] == [[["b", "e"]], [["g"]]], "and below it they are alone"
     assert chunked() == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
     assert chunks([], batched=True) == []
+
+
+def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are():
+    memory = torch.arange(60.0)
+    parts = [memory[start : start + 6].view(2, 3) for start in (4, 24, 44)]
+    exact(evenly_spaced(parts), torch.stack(parts))
+    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(parts[1:2]).shape == (1, 2, 3)
+    others = [parts[::-1], [*parts[:2], memory[45:51].view(2, 3)], [x.mT for x in parts], [parts[0], parts[0]],
+              [memory[2 * k :][:6].view(2, 3) for k in range(3)], [*parts[:2], parts[2].clone()],
+              [torch.zeros(6).view(2, 3) for _ in range(2)]]  # fmt: skip
+    assert [evenly_spaced(each) for each in others] == [None] * 7
 
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():

@@ -58,7 +58,7 @@ from ds_kfac.ops.functional import scale_to
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.update.rotation import repeated
+from ds_kfac.update.rotation import lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -154,7 +154,7 @@ class AdamDirection(Direction):
             step.group.load(states, fresh=context.fresh)
         inputs: dict[str, Any] = {"unscale": local.clip / self.layout.grad_scale(), "void": void}
         if self.recorded is None:
-            tensors = StepTensors([step.group for step in self.steps], gradients, local.outbox)
+            tensors = StepTensors(gradients, local.outbox)
             found = self._directions(tensors, **inputs)
         else:
             groups = self.layout.optimizer.param_groups
@@ -173,7 +173,7 @@ class AdamDirection(Direction):
             unscale: brings gradients to their size, clipped.
             void: bool, whether no gradient is of use.
         """
-        length = tensors.lengths()
+        length = lengths([tensors.gradients[name] for name in self.names])
         # Flags follow from norms: no pass looks for what is not finite.
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
@@ -192,9 +192,11 @@ class AdamDirection(Direction):
                 pending.append(self._adam(step, tensors, unscale, usable[step.places]))
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
-                norms.append(self._finish(step, bound[step.places], replacement[step.places]))
+                place = tensors.place(step.group)
+                norms.append(self._finish(step, place, bound[step.places], replacement[step.places]))
                 sizes.append(step.sizes[0] if step.normalized else step.full)
-                tensors.put(step.group, step.x_nOI)
+                if place is None:
+                    tensors.put(step.group, step.x_nOI)
                 del step.x_nOI
 
         norm, size = torch.cat(norms), torch.cat(sizes)
@@ -285,9 +287,9 @@ class AdamDirection(Direction):
                 maps[index] = None  # frees the copy of rows that lie apart: the next step's are still there
             step.sizes = [sizes[index] for index in mine]
 
-    def _finish(self, step: GroupStep, bound: Tensor, replacement: Tensor) -> Tensor:
-        """Q_G X Q_A^T at its size, in X's place, or the ``replacement`` in all entries of a layer whose norm is not
-        below its ``bound``. Returns the norms [layers x maps] that X had."""
+    def _finish(self, step: GroupStep, place: Tensor | None, bound: Tensor, replacement: Tensor) -> Tensor:
+        """Q_G X Q_A^T at its size, in ``place`` if there is one, else in X's; or the ``replacement`` in all entries of
+        a layer whose norm is not below its ``bound``. Returns the norms [layers x maps] that X had."""
         if (rotation := step.group.rotation) is not None:
             rows = not step.rows_first
             step.x_nOI = rotation.restore(step.x_nOI, rows=rows, overwrite=True).contiguous()
@@ -301,7 +303,8 @@ class AdamDirection(Direction):
                 repeated(part, step.maps) for part in (torch.where(all_finite, bound, 0.0), replacement)
             )
         size = step.sizes[0] if step.normalized else None
-        finish_direction_(x, norm, size, step.target, step.full, bound, replacement, IN_USE)
+        out = x if place is None else place
+        finish_direction_(out, x, norm, size, step.target, step.full, bound, replacement, IN_USE)
         return norm
 
     def _scale_blocks(self, step: GroupStep) -> None:

@@ -136,37 +136,49 @@ def adam_fold_(
 
 # vectors are views into vectors of all layers: with specialisation Triton would compile anew for each alignment
 @triton.jit(
-    do_not_specialize=["norm_ptr", "size_ptr", "target_ptr", "full_ptr", "bound_ptr", "replacement_ptr", "numel"]
-)
+    do_not_specialize=[
+        "norm_ptr", "size_ptr", "target_ptr", "full_ptr", "bound_ptr", "replacement_ptr", "numel", "parts", "apart",
+    ]
+)  # fmt: skip
 def finish_direction_kernel(
-    x_ptr, norm_ptr, size_ptr, target_ptr, full_ptr, bound_ptr, replacement_ptr, shift, numel,
-    SMALLEST: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, x_ptr, norm_ptr, size_ptr, target_ptr, full_ptr, bound_ptr, replacement_ptr, shift, numel,
+    parts, apart, SMALLEST: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The grid is that of :func:`adam_scale_kernel`."""
+    """The grid is that of :func:`adam_scale_kernel`. Matrices of the result have ``parts`` of x and begin ``apart``
+    elements from each other."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
-    at = matrix * numel + element
+    start = matrix // parts * apart + matrix % parts * numel
     norm, scale = tl.load(norm_ptr + matrix), tl.load(target_ptr + matrix)
     if HAS_SIZE:
         part = tl.load(size_ptr + matrix) / tl.load(full_ptr + matrix)
         scale = scale * tl.where(part > 1.0, 1.0, part) / tl.maximum(norm, SMALLEST)  # tl.minimum would drop a NaN
     good = norm < tl.load(bound_ptr + matrix)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    tl.store(x_ptr + at, tl.where(good, x * scale + shift, tl.load(replacement_ptr + matrix)), mask=inside)
+    x = tl.load(x_ptr + matrix * numel + element, mask=inside, other=0.0)
+    y = tl.where(good, x * scale + shift, tl.load(replacement_ptr + matrix))
+    tl.store(out_ptr + start + element, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def finish_direction_(
-    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
-    replacement_n: Tensor, shift: float,
+    out_nOI: Tensor, x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor,
+    bound_n: Tensor, replacement_n: Tensor, shift: float,
 ) -> None:  # fmt: skip
-    """See ``ops/functional.py``. All tensors fp32 and contiguous. Cost: 8 n O I bytes."""
+    """See ``ops/functional.py``. fp32 and contiguous but for ``out_nOI``, whose matrices are. Cost: 4 n O I bytes, and
+    those of ``out_nOI``."""
     vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n, bound_n, replacement_n
     _check_flat("finish_direction_", (x_nOI,), vectors, (shift,))
+    check_device("finish_direction_", (x_nOI, out_nOI), DEVICE_TYPE)
+    if len(x_nOI) % len(out_nOI) or out_nOI.numel() != x_nOI.numel() or out_nOI.shape[-1] != x_nOI.shape[-1]:
+        raise ValueError(f"finish_direction_: the result does not fit, got {describe(out_nOI, x_nOI)}")
+    if out_nOI.dtype not in DTYPES or not out_nOI[0].is_contiguous():
+        raise NotMadeFor(f"finish_direction_: expected contiguous matrices, got {describe(out_nOI)}")
+    parts, apart = len(x_nOI) // len(out_nOI), out_nOI.stride(0)
     grid, options = flat_blocks_of(x_nOI)
     with on_device_of(x_nOI):
         finish_direction_kernel[grid](
-            x_nOI, *vectors, shift, x_nOI[0].numel(), SMALLEST=SMALLEST, HAS_SIZE=size_n is not None, **options
-        )
+            out_nOI, x_nOI, *vectors, shift, x_nOI[0].numel(), parts, apart, SMALLEST=SMALLEST,
+            HAS_SIZE=size_n is not None, **options,
+        )  # fmt: skip
 
 
 def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
