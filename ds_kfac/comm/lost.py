@@ -16,21 +16,30 @@ PATIENCE = 3.0
 """Seconds that a rank whose collective failed waits for others to register."""
 
 
+_noted = False  # whether this rank's note is there
+
+
 class LostRank(RuntimeError):
     """A collective of K-FAC failed."""
 
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Wraps a step: an error on this rank is noted for the others, which wait. ``where``: text of what it did."""
+    """Wraps a step: an error on this rank is noted for the others, which wait, until it has made a step again.
+    ``where``: text of what it did."""
+    global _noted
     try:
         yield
+        if _noted:
+            with suppress(Exception):
+                _noted = not _store().delete_key(f"{NOTE}/{torch.distributed.get_rank()}")
     except LostRank:
         raise
     except Exception as error:
         with suppress(Exception):  # the job may have lost its store, too
             rank, text = torch.distributed.get_rank(), f"{type(error).__name__}: {error}"
             _store().set(f"{NOTE}/{rank}", f"rank {rank} raised in {where()}: {text}")
+            _noted = True
         raise
 
 

@@ -268,7 +268,8 @@ class Attachment:
             # a GradScaler, which has synchronised, skips steps without telling the engine: its scale falls
             skipped = bool(scaler) and bool(scaler_scale(scaler) < scale)
             applied = engine.was_step_applied() and not skipped
-            self.job.commit(drafts, applied=applied, whole=whole)
+            with telling(lambda: "K-FAC's commit of a step"):
+                self.job.commit(drafts, applied=applied, whole=whole)
         if applied and any(draft.verdict is not None for draft in drafts):
             self._tell()
         for rescale in self._rescalings if applied else ():

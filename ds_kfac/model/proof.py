@@ -182,7 +182,7 @@ class Proof:
         return self._known[self._place[layer.name]]
 
     def leave_out(self, layer: LayerSpec) -> None:
-        """Do not judge a layer whose gradient a user's hook may change."""
+        """Do not judge a layer, as its gradient may not be that of its rows: a user's hook may change it."""
         self._known_of(layer)[HOOKED] += 1
 
     # in the hooks

@@ -46,12 +46,17 @@ class EngineView:
         return bool(self.layout.engine.gradient_clipping()) and not self.domain.name
 
 
+TORN = (
+    "ds_kfac: K-FAC's state is that of no step: its last commit raised, after DeepSpeed had stepped. Load a "
+    "checkpoint, or attach again, which begins without factors and moments"
+)
+
+
 @dataclass
 class StepDraft:
     """What a step computes: kept when DeepSpeed has applied the step, dropped when it has skipped it.
 
     Attributes:
-        step: applied steps before this one.
         factors: the new factors; None in a step that does not change them.
         norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         states: layer name -> state of this rank's layers, with the decompositions that this step uses.
@@ -62,7 +67,6 @@ class StepDraft:
         verdict: which layers' rows do not make their gradients, in steps that check it.
     """
 
-    step: int
     due: FactorsDue
     peak_lr: dict[int, Tensor | float]
     factors: FactorDraft | None = None

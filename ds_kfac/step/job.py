@@ -50,8 +50,8 @@ class Job:
     def step(self) -> list[StepDraft]:
         """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
 
-        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, the next step is as if
-        this one had not been begun.
+        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, K-FAC's state is as if it
+        had not been begun; gradients, which it may have overwritten, are dropped where DeepSpeed would keep them.
         """
         try:
             drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
@@ -66,6 +66,8 @@ class Job:
                 kfac.finish(draft, sums)
             return drafts
         except BaseException:
+            for kfac in self.preconditioners:
+                kfac.layout.clear()
             self._abandon()
             raise
 

@@ -20,7 +20,7 @@ from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import Metrics
+from ds_kfac.metrics import SUMMARY, Metrics
 from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
@@ -29,7 +29,7 @@ from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.draft import EngineView, StepDraft
+from ds_kfac.step.draft import TORN, EngineView, StepDraft
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
@@ -48,6 +48,7 @@ class KFACPreconditioner:
         due: factors that the next step updates, and those that it decomposes.
         observations: what the first captured batch has shown.
         names: layer name -> its name in checkpoints.
+        torn: whether a commit began and did not end.
         saved: names of layers that this domain writes to checkpoints.
         flagged: layers of which every step tells all ranks whether they have eigenbases.
         accompanies: step -> whether calls are recorded though no factor is due here: one may be on ranks with experts.
@@ -92,7 +93,8 @@ class KFACPreconditioner:
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.accompanies: Callable[[int], bool] = lambda step: False
-        self._totals: dict[int, Scalars] = {}
+        totals = range(self.rule.numbers + len(SUMMARY) + len(self.flagged))
+        self._totals = Scalars([totals] * self.channel.world, self.rank, plan.rows)
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
@@ -106,10 +108,12 @@ class KFACPreconditioner:
     @torch.no_grad()
     def prepare(self) -> StepDraft:
         """The step up to the point where this rank has whole gradients and new eigenbases of its layers. Collective."""
+        if self.torn:
+            raise RuntimeError(TORN)
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             self.layout.begin()
             self.metrics.step_counts.clear()  # of a step that raised
-            draft = StepDraft(self.steps, self.due, self.peak_lr)
+            draft = StepDraft(self.due, self.peak_lr)
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
@@ -245,14 +249,14 @@ class KFACPreconditioner:
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox = draft.local.outbox
-            table, part = self.totals(draft)
-            results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
-            numbers, ready = self.summed(draft, table.read(received))
+            parts = outbox.part, self.totals(draft)
+            results, received = deliver(parts, self.channel, self.device, outbox.packed)
+            numbers, ready = self.summed(draft, self._totals.read(received))
             totals = (numbers if sums is None else sums).unbind()
             scales = self.direction.finish(self.steps, draft.local, totals, ready)
             self.exchange.write(outbox, results, scales)
 
-    def totals(self, draft: StepDraft) -> tuple[Scalars, MessagePart]:
+    def totals(self, draft: StepDraft) -> MessagePart:
         """The scalars that travel with the results: the direction's numbers, the metrics' counts, and, if the direction
         asks for it, whether each layer has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
@@ -260,13 +264,10 @@ class KFACPreconditioner:
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         numbers = local.summed(self.rule, failed, None if travels or factors is None else factors.unusual)
         if self.flagged:
-            ready = {name for name, state in local.states.items() if state.preconditioner is not None}
+            ready = draft.states.keys() - set(local.unprepared)
             flags = torch.arange(2, device=self.device, dtype=torch.float32).unbind()  # 0 and 1
             numbers += [flags[layer.name in ready] for layer in self.flagged]
-        of_rank, n = torch.stack(numbers), len(numbers)
-        if n not in self._totals:
-            self._totals[n] = Scalars([range(n)] * self.channel.world, self.rank, self.plan.rows)
-        return self._totals[n], self._totals[n].part(dict(enumerate(of_rank)), self.device)
+        return self._totals.part(dict(enumerate(torch.stack(numbers))), self.device)
 
     def summed(self, draft: StepDraft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum :meth:`totals` over all ranks. Returns the direction's numbers, and layer name -> bool scalar, which of
@@ -287,6 +288,7 @@ class KFACPreconditioner:
         everything is as before the step. ``whole``: of :meth:`resume`."""
         due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
+        self.torn = applied
         if applied:
             if draft.factors is not None:
                 self.curvature.commit(draft.factors)
@@ -294,14 +296,15 @@ class KFACPreconditioner:
             if due.capture and draft.factors is not None and self.plan.adaptive is not None:
                 flags = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
                 similar = HostCopy(torch.stack(flags)).tolist
-            self.curvature.timetable.record(draft.step, due, similar)
+            self.curvature.timetable.record(self.steps, due, similar)
             if draft.verdict is not None:
                 self.curvature.decompose_soon(self.proving.record(draft.verdict))
                 if draft.verdict.every_row:
                     every_row = self.observations.every_row | draft.verdict.every_row
                     self.observe(replace(self.observations, every_row=every_row))
             self.warner.step(draft.local, self.proving.unfit, look=bool(due.capture))
-            self.state, self.peak_lr = draft.local.commit(), draft.peak_lr
+            draft.local.commit()
+            self.state, self.peak_lr = draft.states, draft.peak_lr
             if draft.next_bases:
                 self._rebase(self.state, draft.next_bases)
             if due.capture:
@@ -312,6 +315,7 @@ class KFACPreconditioner:
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
             self.begins.clear()
+            self.torn = False
         self.metrics.end(applied=applied)
         self.resume(whole=whole)
 
@@ -327,7 +331,7 @@ class KFACPreconditioner:
         if self.due.capture or accompanies or self.capture.active:
             none: Any = {} if accompanies else None
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else none
-            proof = self.proving.begin(self.steps, self.sharing.inputs.key) if self.due.capture else None
+            proof = self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
 
@@ -352,6 +356,7 @@ class KFACPreconditioner:
         Args:
             decompose: all factors, now: the state has no eigenbases, or those of another method.
         """
+        self.torn = False
         if state.get("observations", self.observations) not in (Observations(), self.observations):
             self.observe(state["observations"])
         self.curvature.load_state_dict(state.get("factors", {}))

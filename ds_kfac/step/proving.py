@@ -81,14 +81,22 @@ class Proving:
         self._begun = -1, True  # the last step that began, and whether it proves
         self._resumed = resumed
 
-    def begin(self, step: int, key: Callable[[LayerSpec], str]) -> Proof | None:
+    def begin(self, step: int, key: Callable[[LayerSpec], str], *, whole: bool) -> Proof | None:
         """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed skips begins again,
-        and counts once. ``key``: see :class:`ds_kfac.model.proof.Proof`."""
+        and counts once.
+
+        Args:
+            key: see :class:`ds_kfac.model.proof.Proof`.
+            whole: False after a step or a backward that raised: gradients may stay of rows that were dropped, at ZeRO-2
+                after ``zero_grad``, too. No layer is judged by such a step.
+        """
         if step != self._begun[0]:
             self._begun, self._wait = (step, self._wait == 0), max(0, self._wait - 1)
         if not self._begun[1]:
             return None
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
+        for layer in () if whole else proof.layers:
+            proof.leave_out(layer)
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:

@@ -289,6 +289,7 @@ class LocalResult:
         limited: how many layers' gradients were scaled down for their running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
         pending: what moments of ``states`` take in once the step was applied.
+        norm: of all gradients, where the engine clips.
         clip: factor that clipped the gradients in the results.
     """
 
@@ -297,15 +298,15 @@ class LocalResult:
         self.numbers: list[Tensor] = []
         self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device, dtype=torch.float32)
         self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
+        self.norm: Tensor | None = None
         self.clip: Tensor | float = 1.0
         self.left_out: dict[str, Tensor] = {}
         self.pending: list[PendingMoments | PendingEigenvalues] = []
 
-    def commit(self) -> dict[str, LayerState]:
-        """:attr:`states`, now that the step was applied, with its gradients in their moments."""
+    def commit(self) -> None:
+        """The step was applied: its gradients go into the moments."""
         while self.pending:
             self.pending.pop().commit()
-        return self.states
 
     def summed(self, rule: Any, failed: int, unusual: Tensor | None) -> list[Tensor]:
         """Scalars that are summed over all ranks: :attr:`numbers`, then counts in the order of

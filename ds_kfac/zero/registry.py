@@ -171,8 +171,8 @@ def shard_layout(
 
 
 MODULUS = 251
-"""A prime below 256: all test values, also with 1 added, are exact in bf16; with 0.5 added they are exact in fp32 only.
-A shifted sequence equals the right one nowhere."""
+"""A prime below 256: all test values, also with 1 added, are exact in bf16; with 2^-12 added they are in fp32 only. A
+shifted sequence equals the right one nowhere."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
@@ -180,8 +180,8 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     where gradients are, that is an error, not a wrong gradient. Collective; leaves no trace.
 
     DeepSpeed's code fills its gradient buffers with known values, which workers must receive exactly. They send back
-    the values + 0.5. The gradients that DeepSpeed would then give its optimizer must be larger by 0.5 at the
-    preconditioned elements and unchanged elsewhere; 0.5 shows rounding to 16 bits. Results kept in 16 bits get 1.
+    the values + 2^-12. The gradients that DeepSpeed would then give its optimizer must be larger by that at the
+    preconditioned elements and unchanged elsewhere; it shows rounding to 16 bits. Results kept in 16 bits get 1.
 
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
@@ -207,7 +207,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     results = {layout.dtype} if layout.in_place else {torch.float32}
     if isinstance(layout, Replicated) and not layout.masters:
         results = {param.dtype for param in layout.params}
-    added = 1.0 if results & {torch.bfloat16, torch.float16} else 0.5
+    added = 1.0 if results & {torch.bfloat16, torch.float16} else 2.0**-12
     try:
         with failing_together(headline, layout.group) as problems:
             problems += _zero3_chunks(layout)

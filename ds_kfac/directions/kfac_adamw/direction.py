@@ -146,7 +146,7 @@ class AdamDirection(Direction):
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         if context.norm is not None:
             void = ~(context.norm.float() < math.inf)
-            local.clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
+            local.norm, local.clip = context.norm, self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
             return local
@@ -323,9 +323,14 @@ class AdamDirection(Direction):
         square = torch.where(high < math.inf, high, low)
         scale = torch.sqrt(square / totals[0].double()).float().nan_to_num_(nan=1.0, posinf=1.0)
         scale = scale.masked_fill_(scale == 0, 1.0)
-        undo = self.layout.grad_scale() / (scale * local.clip)
-        self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
+        self.optimizer.direction_scale = partial(self._undone, scale, local.norm)
         return dict.fromkeys(self.all_layers, scale)
+
+    def _undone(self, scale: Tensor, norm: Tensor | None) -> Tensor:
+        """What undoes ``scale``, and by what DeepSpeed has divided and clipped: to be called in the optimizer's step,
+        as with fp16 DeepSpeed changes its loss scale before it divides by it."""
+        clip = 1.0 if norm is None else self.layout.clip_factor(norm)
+        return (self.layout.grad_scale() / (scale * clip)).nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def adam_direction(

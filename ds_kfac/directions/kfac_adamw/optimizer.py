@@ -14,7 +14,7 @@ casts leave of it. Should something lose the sign, that entry does not decay.
 import difflib
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -65,13 +65,13 @@ class KFACAdamWStep:
     """What the three classes below add to their Adam.
 
     Attributes:
-        direction_scale: undoes the scale at which a direction was put into the gradient; None while no K-FAC is
-            attached.
+        direction_scale: gives what undoes the scale at which a direction was put into the gradient; None while no
+            K-FAC is attached.
         adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set one rate for all.
         users: the optimizer with the groups as the user knows them.
     """
 
-    direction_scale: Tensor | float | None = 1.0
+    direction_scale: Callable[[], Tensor | float] | None = staticmethod(lambda: 1.0)
     adam_ratio: float = 1.0
     users: Any = None
     param_groups: list[dict[str, Any]]
@@ -121,8 +121,7 @@ class KFACAdamWStep:
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
 
     def _apply(self, group: dict[str, Any]) -> None:
-        scale = self.direction_scale
-        if scale is None:
+        if self.direction_scale is None:
             raise RuntimeError(
                 "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its layers; build "
                 "an engine with another optimizer to train on without it"
@@ -141,7 +140,11 @@ class KFACAdamWStep:
                     torch._foreach_mul_(in_use, amount)
                     amount = 1.0
                 torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
-            rate = group["lr"] * torch.as_tensor(scale, dtype=torch.float32, device=parameters[0].device)  # offloaded
+            rate = group["lr"] * torch.as_tensor(
+                self.direction_scale(),
+                dtype=torch.float32,
+                device=parameters[0].device,  # which is offloaded
+            )
             steps = torch._foreach_mul([x.to(y.dtype) for x, y in zip(gradients, parameters, strict=True)], rate)
             torch._foreach_sub_(parameters, steps)
 
