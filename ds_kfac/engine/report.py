@@ -255,7 +255,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
 
 def with_hooks(kfac: KFACPreconditioner) -> list[str]:
     """K-FAC layers with a hook on a parameter's gradient that is neither DeepSpeed's nor ours."""
-    named = dict(kfac.engine_view.model.named_parameters())
+    named = dict(kfac.engine_view.model.named_parameters(remove_duplicate=False))  # weights may be tied since attach
     found = (layer.module for layer in kfac.layers if any(is_hooked(named[name]) for name in layer.parameters))
     return list(dict.fromkeys(found))
 

@@ -43,7 +43,7 @@ class EngineView:
     @property
     def clips(self) -> bool:
         """Whether the engine clips by a norm that is known before its step: not if there are other domains."""
-        return bool(self.layout.engine.gradient_clipping()) and not self.domain.name
+        return bool(self.layout.clip_bound) and not self.domain.name
 
 
 @dataclass

@@ -177,7 +177,12 @@ class ShardLayout(ABC):
     def clip_factor(self, norm: Tensor) -> Tensor:
         """DeepSpeed's clipping will multiply gradients by it. ``norm``: global norm of the stored gradients."""
         norm = norm if self.clips_scaled else norm / self.grad_scale()
-        return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+        return (self.clip_bound / (norm + 1e-6)).clamp(max=1.0)
+
+    @property
+    def clip_bound(self) -> float:
+        """By which norm DeepSpeed clips; 0: it does not. Its wrappers take a loaded checkpoint's, not the config's."""
+        return self.optimizer.clip_grad if self.clipping[0] else self.engine.gradient_clipping()
 
     def unclipped(self) -> AbstractContextManager[None]:
         """Wraps DeepSpeed's step, which then clips nothing."""

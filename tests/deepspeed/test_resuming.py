@@ -48,6 +48,12 @@ def grouped(model: nn.Module) -> list[dict]:
     ]
 
 
+def clipping(bound: float) -> dict:
+    """ZeRO 1 and 2 clip by what was saved. K-FAC's gradient goes into SGD here, too."""
+    config = {"gradient_clipping": bound, "zero_allow_untested_optimizer": True}
+    return {**config, "kfac": {"enabled": True, "report": "none"}}
+
+
 HALVES, ALONE = {"bf16": {"enabled": True}}, {"load_optimizer_states": False}
 WITHOUT = {"save": {"exclude_frozen_parameters": True}, "load": {"load_module_strict": False}, "seed": 0}
 CASES = {
@@ -55,6 +61,11 @@ CASES = {
     **{f"adapter-{stage}": (stage, {"model": {"adapter": True}}) for stage in (0, 2, 3)},
     **{f"without-frozen-{stage}": (stage, {"model": {"adapter": True}, **WITHOUT}) for stage in (0, 2, 3)},
     **{f"groups-{stage}": (stage, {"groups": True}) for stage in (0, 2)},
+    **{
+        f"clip-{was}-{now}-{kind}": (2, {"kind": kind, "to": kind, "config": clipping(was), "then": clipping(now)})
+        for was, now in ((0.01, 0.0), (0.0, 0.01))
+        for kind in ("KFACAdamW", "SGD")
+    },
     **{f"swapped-{stage}": (stage, {"now": {"swapped": True}}) for stage in (0, 2, 3)},
     "move-swapped": (0, {"kind": "AdamW", "now": {"swapped": True}}),
     "weights-0": (0, {"load": ALONE}),
@@ -69,7 +80,7 @@ CASES = {
 def case(folder: str, stage: int, options: dict) -> dict | str:
     model, config = options.get("model", {}), options.get("config", {})
 
-    def build(kind: str, seed: int, **more):
+    def build(kind: str, seed: int, config: dict = config, **more):
         torch.manual_seed(seed)
         made, original = Pair(**more), ds_kfac.initialize
         given = grouped(made) if options.get("groups") else made.parameters()
@@ -81,7 +92,12 @@ def case(folder: str, stage: int, options: dict) -> dict | str:
     for tag in ("earlier", "tag"):  # latest names the second
         first.save_checkpoint(folder, tag=tag, client_state={"mine": tag}, **options.get("save", {}))
     was = weights(first)
-    second = build(options.get("to", "KFACAdamW"), options.get("seed", 99), **options.get("now", model))
+    second = build(
+        options.get("to", "KFACAdamW"),
+        options.get("seed", 99),
+        options.get("then", config),
+        **options.get("now", model),
+    )
     try:
         _, client_state = second.load_checkpoint(folder, **options.get("load", {}))
     except RuntimeError as error:
@@ -114,7 +130,7 @@ of = partial(pytest.mark.parametrize, "name")
 pytestmark = pytest.mark.distributed
 
 
-@of([name for name in CASES if name.split("-")[0] in ("tied", "adapter", "without", "groups")])
+@of([name for name in CASES if name.split("-")[0] in ("tied", "adapter", "without", "groups", "clip")])
 def test_it_resumes_as_if_it_had_not_stopped(name, found):
     run = found[name]
     assert run["state"]["mine"] == "tag"
