@@ -51,7 +51,10 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
-THAWED = "trained without K-FAC; freeze what K-FAC shall step after attach (docs/frameworks.md), not before: "
+NEW = (
+    "trained without K-FAC, as attach found them frozen or not at all; freeze what K-FAC shall step after attach, and "
+    "put it into the model before (docs/frameworks.md): "
+)
 ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
 """What the user was warned of, once each."""
 HANDLE = "kfac"
@@ -81,8 +84,8 @@ class Attachment:
         self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
-        others = other_matrices(engine.module, self._found)
-        self._frozen = {n: p for n, p in engine.module.named_parameters() if n in others and not p.requires_grad}
+        ours = {id(p) for kfac in job.preconditioners for p in kfac.layout.params}
+        self._known = ours | {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         if experts is not None:
             job.capture_together()
@@ -286,9 +289,11 @@ class Attachment:
         if scaled and SEVERAL not in self._warned:
             self._warned.add(SEVERAL)
             warn(SEVERAL, here=True)
-        if thawed := [(name,) for name, p in self._frozen.items() if p.requires_grad]:
-            self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}
-            warn(THAWED + ", ".join(name for name, *_ in folded(thawed)))
+        if added := {id(p) for p in self.engine.module.parameters() if p.requires_grad} - self._known:
+            model, self._known = self.engine.module, self._known | added
+            matrices = sorted(other_matrices(model, Scan((), ())))
+            if named := [(name,) for name in matrices if id(model.get_parameter(name)) in added]:
+                warn(NEW + ", ".join(name for name, *_ in folded(named)))
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
             self._warned.add(OUTSIDE)

@@ -164,15 +164,15 @@ class KFACPreconditioner:
         names, scalars = [list[Hashable]() for _ in range(world)], dict[Hashable, Tensor]()
         if factors is not None:
             names, scalars = curvature.scalars(factors)
-        # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
-        if clips := self.engine_view.clips:
+        # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike. No domain knows others'
+        if self.layout.bound(self.layout.engine) and not self.engine_view.domain.name:
             of_rank = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
             draft.norm = of_rank.sqrt()
             if not self.layout.replicated:  # the norm travels, since its square might be infinite in fp32
                 names = [[*others, ("norm", rank)] for rank, others in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
-        if clips and not self.layout.replicated:
+        if draft.norm is not None and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
         draft.gradients = self.exchange.gathered(gradients)

@@ -71,6 +71,7 @@ class ZeroLayout(ShardLayout):
         """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
         in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient. Without
         offload nothing is there after a step, until the next backward: ranks without layers would wait for others."""
+        deepspeed_versions.wait_for_offload(self.optimizer)
         if not self.offloads and all(own is None for own in self.optimizer.averaged_gradients.values()):
             raise RuntimeError(NO_GRADIENTS)
         for shard in self.own if self.offloads else ():
@@ -147,10 +148,6 @@ class Stage12(ZeroLayout):
                 if id(param) in index:
                     shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
         return shards
-
-    def begin(self) -> None:
-        deepspeed_versions.wait_for_offload(self.optimizer)
-        super().begin()
 
     def end(self) -> None:
         """Link parameters to their optimizer states again: in its first step DeepSpeed does so when only the first

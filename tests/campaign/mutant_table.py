@@ -674,7 +674,7 @@ _ROWS = {
         ("hooks: DeepSpeed's are the user's", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)')],
     ("engine/attachment.py", _HOOKS): [
         ("hooks: those after attach are not told", "if before is not None and (new", "if False and (new"),
-        ("hooks: what is trained later is not told", "p in self._frozen.items() if p.requires_grad]:", "p in ()]:")],
+        ("hooks: what is trained later is not told", "if id(model.get_parameter(name)) in added]:", "if False]:")],
     ("update/groups.py", "tests/update/test_stacking.py"): [
         ("chunks: everything at once", "room = max(chunk_budget(", "room = (1 << 62) + max(chunk_budget(")],
     ("curvature/methods.py", "tests/comm/test_delivery.py"): [

@@ -42,6 +42,7 @@ PARAMS["betas"] = tuple(PARAMS["betas"])
 IN_USE = -1e-30
 """Added to every entry of a direction of a layer in use: a zero becomes negative. In fp32 only an entry below about
 1e-23 changes with it, by no more than this."""
+GROWS = f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,6 +99,12 @@ class KFACAdamWStep:
             if group.get(FLAG):
                 self._apply(group)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of those that were split alone: another would be stepped at adam_lr, matrices too, and not clipped."""
+        if FLAG not in param_group:
+            raise RuntimeError(GROWS)
+        super().add_param_group(param_group)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools, ds_to_universal among them,
