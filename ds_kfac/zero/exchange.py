@@ -212,7 +212,8 @@ class Outbox:
                 stays as it is until they are written; it is overwritten then.
         """
         exchange, layout = self.exchange, self.exchange.layout
-        if group is not None and all(self._takes_whole(layer) for layer in layers):
+        whole = (x.name in exchange.staying and all(p.requires_grad for p in exchange.params[x.name]) for x in layers)
+        if group is not None and all(whole):
             self.groups.append((layers, group, matrices))
             return
         targets, sources = list[Tensor](), list[Tensor]()
@@ -247,10 +248,6 @@ class Outbox:
                     self.here[param, shard.start] = _cut_out(flat, span, dtype)
         if targets:
             torch._foreach_copy_(targets, sources)
-
-    def _takes_whole(self, layer: LayerSpec) -> bool:
-        exchange = self.exchange
-        return layer.name in exchange.staying and all(p.requires_grad for p in exchange.params[layer.name])
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:

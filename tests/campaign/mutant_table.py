@@ -717,7 +717,7 @@ _ROWS = {
         ("KFACAdamW: a group that is frozen at first is dropped", "frozen=not (stage or any(wrapped))",
          "frozen=False")],
     ("directions/kfac_adamw/optimizer.py", "tests/config/test_kfac.py"): [
-        ("KFACAdamW: betas stay whole numbers", "tuple(map(float, value))", "tuple(value)")],
+        ("KFACAdamW: betas stay whole numbers", "tuple(map(float, pair))", "tuple(pair)")],
     ("step/preconditioner.py", "tests/directions/test_direction_scales.py"): [
         ("terms of a batch without rows",
          "torch.where(now > 0, now, torch.stack([states[name].terms for name in counted]))", "now")],
@@ -730,6 +730,7 @@ _ROWS = {
     ("zero/layout.py", "tests/zero/test_deepspeed_versions.py"): [
         ("stage 0 in bf16 adds up all steps", "self.optimizer.zero_grad()", "pass")],
     ("zero/layout.py", "tests/directions/test_direction_scales.py"): [
+        ("clipping by the config's bound", 'attrgetter("optimizer.clip_grad")', 'methodcaller("gradient_clipping")'),
         ("clipping of the scaled norm", "norm if self.clips_scaled else norm / self.grad_scale()", "norm")],
     ("zero/stages.py", "tests/deepspeed/test_toys.py"): [
         ("offloaded norms are the raw ones",
@@ -759,7 +760,7 @@ _ROWS = {
     ("zero/exchange.py", "tests/update/test_recorded.py"): [
         ("recorded: results are not multiplied", "if layers[0].name in scales:", "if False:"),
         ("recorded: a frozen layer's results are written",
-         "and all(p.requires_grad for p in exchange.params[layer.name])", "")],
+         "and all(p.requires_grad for p in exchange.params[x.name])", "")],
     ("zero/exchange.py", "tests/deepspeed/test_interruptions.py"): [
         ("recorded: all have the scale of the first", "scales[layer.name] for layer in layers",
          "scales[layers[0].name] for layer in layers")],

@@ -111,9 +111,8 @@ class KFACAdamWStep:
         ask for them. They are one zero each, expanded: 4 bytes in a file. The true moments are in K-FAC's own files."""
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        step = next(
-            steps, torch.zeros((), dtype=torch.float32, device="cpu")
-        )  # one of several groups' may be asked for in place of all of theirs
+        # one of several groups' may be asked for in place of all of theirs
+        step = next(steps, torch.zeros((), dtype=torch.float32, device="cpu"))
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):
                 for parameter, index in zip(group["params"], packed["params"], strict=True):
@@ -220,7 +219,8 @@ def checked(given: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {wrong}")
     if "adam_lr" in params and params.get("lr") == 0:
         raise ValueError(f"{where}lr: got 0; must be above 0 with adam_lr, whose ratio to it schedules keep")
-    return {key: _as_float(value) for key, value in params.items()}
+    kinds: dict[str, Any] = {"betas": lambda pair: tuple(map(float, pair)), "torch_adam": bool}
+    return {key: kinds.get(key, float)(value) for key, value in params.items()}
 
 
 def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,9 +252,3 @@ def _wrong(key: str, value: Any) -> str | None:
 
 def _number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(0 <= value <= sys.float_info.max)  # type: ignore[operator]
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(float, value))
-    return value if isinstance(value, bool) else float(value)
