@@ -242,7 +242,7 @@ def load_checkpoint(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
-    ``groups``: parameter -> the number of its group, where K-FAC's layers decide it.
+    ``groups``: of :func:`ds_kfac.checkpoint.moving.groups_of`.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is
@@ -254,9 +254,11 @@ def load_checkpoint(
     # stage 3, and their raw gradients would be stepped along as if they were directions
     names, own_groups = job.preconditioners[0].rule.marks, engine.basic_optimizer.param_groups
     marks = [{name: bool(group.get(name)) for name in names} for group in own_groups]
+    engine.kfac.by_hand = False
     try:
         path, client_state, moved = of_any_optimizer(engine, original, load_dir, *args, **kwargs)
     finally:
+        engine.kfac.by_hand = True
         for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):
             group.update(own)
     entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
@@ -282,7 +284,8 @@ def load_checkpoint(
         job.reset()
         if moved is not None and entry is None:
             take_adamws(job, moved)
-        _say(engine, anew)
+        if engine.global_rank == 0:
+            logger.warning(f"ds_kfac: {anew}")
     return path, client_state
 
 
@@ -305,13 +308,9 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
             f"set {files.FRESH}"
         ) from error
     _check_files(engine, job, tag_directory, entry["save_id"])
-    _say(engine, f"loaded K-FAC state of step {kfac.steps} from {tag_directory}")
-    return None
-
-
-def _say(engine: Any, text: str) -> None:
     if engine.global_rank == 0:
-        logger.warning(f"ds_kfac: {text}")
+        logger.warning(f"ds_kfac: loaded K-FAC state of step {kfac.steps} from {tag_directory}")
+    return None
 
 
 def _check_groups(own: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None) -> None:
@@ -352,7 +351,7 @@ def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> No
             problems.append(f"{interrupted}: {whose}. Load another tag, {own_tag}")
     if interrupted:
         whose = "if DeepSpeed was writing then, its files of this tag belong to two saves"
-        _say(engine, f"WARNING: {interrupted}: {whose}. Load another tag if there is one, {own_tag}")
+        logger.warning(f"ds_kfac: WARNING: {interrupted}: {whose}. Load another tag if there is one, {own_tag}")
 
 
 def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:

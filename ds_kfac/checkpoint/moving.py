@@ -15,6 +15,7 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moments import OfParameter, of_universal
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.log import logger
+from ds_kfac.step.job import Job
 from ds_kfac.zero.deepspeed_versions import with_global_state
 from ds_kfac.zero.layout import parameter_groups
 
@@ -258,7 +259,19 @@ def order_of(engine: Any) -> list[str]:
     one client_state."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     groups = parameter_groups(engine.optimizer) if getattr(engine, "num_stages", 1) == 1 else ()
-    return [names[id(p)] for group in groups for p in group]
+    return [names[id(p)] for group in groups for p in group if id(p) in names]  # layers may have been replaced
+
+
+def groups_of(engine: Any, job: Job) -> dict[str, int]:
+    """Parameter name -> number of its optimizer group, if K-FAC's layers decide the groups. Empty with several pipeline
+    stages."""
+    if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
+        return {}
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    layouts = [x for kfac in job.preconditioners for x in (kfac.engine_view.layout, kfac.engine_view.other_params)]
+    groups = enumerate(engine.basic_optimizer.param_groups)  # at stage 0 in fp32 the model's, frozen ones among them
+    found = {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
+    return found | {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
 
 
 def check_order(own: Sequence[str], saved: Sequence[str], folder: Path) -> None:

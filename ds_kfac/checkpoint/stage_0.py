@@ -102,11 +102,8 @@ def _split(saved: Mapping[str, Any], number: int, params: Sequence[Any]) -> list
     shapes = [{value.numel() for value in values.values() if _is_whole(value)} for values in each]
     if len(each) != len(params) or any(s - {p.numel()} for s, p in zip(shapes, params, strict=True)):
         return None
-    return [{key: _shaped(x, p) for key, x in values.items()} for values, p in zip(each, params, strict=True)]
-
-
-def _shaped(value: Any, parameter: Tensor) -> Any:
-    return value.view(parameter.shape) if _is_whole(value) else value
+    pairs = zip(each, params, strict=True)
+    return [{key: x.view(p.shape) if _is_whole(x) else x for key, x in values.items()} for values, p in pairs]
 
 
 def _is_whole(value: Any) -> bool:

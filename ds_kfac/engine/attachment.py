@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
+from ds_kfac.checkpoint.moving import groups_of
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
 from ds_kfac.comm.message import of_ranks
@@ -27,7 +28,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.engine.explain import explain
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.pipeline import announcing
-from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
+from ds_kfac.engine.report import folded, of_hooks, report
 from ds_kfac.factors.export import begin_from, export
 from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
@@ -51,7 +52,8 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
-THAWED = "trained without K-FAC; freeze what K-FAC shall step after attach (docs/frameworks.md), not before: "
+NEW = "trained without K-FAC: frozen, or not in the model, at attach; freeze later, add before (docs/frameworks.md): "
+BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
 ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
 """What the user was warned of, once each."""
 HANDLE = "kfac"
@@ -81,8 +83,7 @@ class Attachment:
         self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
-        others = other_matrices(engine.module, self._found)
-        self._frozen = {n: p for n, p in engine.module.named_parameters() if n in others and not p.requires_grad}
+        self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         if experts is not None:
             job.capture_together()
@@ -90,7 +91,7 @@ class Attachment:
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
-        groups = _groups(engine, job)
+        groups = groups_of(engine, job)
         self._wrap(STEP, torch.inference_mode(False)(self._take_model_step))  # what it keeps is changed in hooks
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
@@ -100,6 +101,9 @@ class Attachment:
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
+        self.by_hand = True  # whether it is no checkpoint that the optimizer's state is loaded from
+        told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
+        self._loads = kfac.engine_view.inner.register_load_state_dict_post_hook(told)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
@@ -210,6 +214,7 @@ class Attachment:
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
+        self._loads.remove()
         _ATTACHED.pop(self.engine.module, None)
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
@@ -225,7 +230,7 @@ class Attachment:
         return original(*args, **kwargs)
 
     def _with_hooks(self) -> set[str]:
-        return {name for kfac in self.job.preconditioners for name in with_hooks(kfac)}
+        return {x.module for kfac in self.job.preconditioners for x in kfac.layers if kfac.proving.hooked(x)}
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
@@ -287,9 +292,11 @@ class Attachment:
         if scaled and SEVERAL not in self._warned:
             self._warned.add(SEVERAL)
             warn(SEVERAL, here=True)
-        if thawed := [(name,) for name, p in self._frozen.items() if p.requires_grad]:
-            self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}
-            warn(THAWED + ", ".join(name for name, *_ in folded(thawed)))
+        if added := {id(p) for p in self.engine.module.parameters() if p.requires_grad} - self._known:
+            model, self._known = self.engine.module, self._known | added
+            matrices = sorted(other_matrices(model, Scan((), ())))
+            if named := [(name,) for name in matrices if id(model.get_parameter(name)) in added]:
+                warn(NEW + ", ".join(name for name, *_ in folded(named)))
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
             self._warned.add(OUTSIDE)
@@ -366,18 +373,6 @@ class Attachment:
             elif captures:
                 stack.callback(loss.register_hook(begin).remove)
             return original(loss, *args, **kwargs)
-
-
-def _groups(engine: Any, job: Job) -> dict[str, int]:
-    """Parameter name -> number of its optimizer group, if K-FAC's layers decide the groups. Empty with several pipeline
-    stages: they have different parameters, but share the client_state that this is saved in."""
-    if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
-        return {}
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    layouts = [x for kfac in job.preconditioners for x in (kfac.engine_view.layout, kfac.engine_view.other_params)]
-    groups = enumerate(engine.basic_optimizer.param_groups)  # at stage 0 in fp32 the model's, frozen ones among them
-    found = {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
-    return found | {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
 
 
 @contextmanager

@@ -37,10 +37,8 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
                 stack.enter_context(capture.own_backward())
             if job.active:
                 scale = job.preconditioners[0].layout.manual_scale()
-                if not isinstance(scale, torch.Tensor):
-                    scale = torch.full(
-                        (), scale, device=self.device, dtype=torch.float32
-                    )  # a kernel fills it: no copy to wait for
+                if not isinstance(scale, torch.Tensor):  # a kernel fills it: no copy to wait for
+                    scale = torch.full((), scale, device=self.device, dtype=torch.float32)
                 for capture in captures:
                     capture.begin_backward(scale / self.gradient_accumulation_steps())
                 for capture, its in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none if the forward raised

@@ -26,7 +26,6 @@ from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import is_hooked
 
 LINES = 12
 """Of a summary, at most."""
@@ -230,7 +229,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
         )
     texts += far_from_recipes(kfac)
-    if hooked := with_hooks(kfac):
+    if hooked := list(dict.fromkeys(layer.module for layer in kfac.layers if kfac.proving.hooked(layer))):
         texts.append(of_hooks(hooked))
     texts += _of_memory(kfac)
     faults = list(kfac.layout.faults)
@@ -251,13 +250,6 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
     newer = deepspeed_versions.untested()
     return [*(f"  WARNING: {text}" for text in texts), *known, *([f"  {newer}"] if newer else [])]
-
-
-def with_hooks(kfac: KFACPreconditioner) -> list[str]:
-    """K-FAC layers with a hook on a parameter's gradient that is neither DeepSpeed's nor ours."""
-    named = dict(kfac.engine_view.model.named_parameters())
-    found = (layer.module for layer in kfac.layers if any(is_hooked(named[name]) for name in layer.parameters))
-    return list(dict.fromkeys(found))
 
 
 def of_hooks(layers: Sequence[str]) -> str:

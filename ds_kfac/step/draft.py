@@ -40,11 +40,6 @@ class EngineView:
     domain: Domain
     info_of: Callable[[str, BatchInfo], BatchInfo] | None = None
 
-    @property
-    def clips(self) -> bool:
-        """Whether the engine clips by a norm that is known before its step: not if there are other domains."""
-        return bool(self.layout.engine.gradient_clipping()) and not self.domain.name
-
 
 TORN = (
     "ds_kfac: K-FAC's state is that of no step: its last commit raised, after DeepSpeed had stepped. Load a "

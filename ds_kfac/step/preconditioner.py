@@ -69,8 +69,6 @@ class KFACPreconditioner:
         self.owned = self.exchange.owned
         self.rule, self.moments = engine_view.rule, engine_view.rule.moments(config)
         self.flagged = self.layers if self.rule.asks_prepared(config) else ()
-        # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
-        self.needs_norm = engine_view.clips
         self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
@@ -170,14 +168,15 @@ class KFACPreconditioner:
         names, scalars = [list[Hashable]() for _ in range(world)], dict[Hashable, Tensor]()
         if factors is not None:
             names, scalars = curvature.scalars(factors)
-        if self.needs_norm:
+        # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike. No domain knows others'
+        if self.layout.bound(self.layout.engine) and not self.engine_view.domain.name:
             of_rank = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
             draft.norm = of_rank.sqrt()
             if not self.layout.replicated:  # the norm travels, since its square might be infinite in fp32
                 names = [[*others, ("norm", rank)] for rank, others in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
-        if self.needs_norm and not self.layout.replicated:
+        if draft.norm is not None and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
         draft.gradients = self.exchange.gathered(gradients)

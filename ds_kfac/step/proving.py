@@ -103,10 +103,14 @@ class Proving:
         """Whether a weight was frozen since attach: hooks see its rows no more, though its bias may have a gradient."""
         return not self._parameters[layer.weight].requires_grad
 
+    def hooked(self, layer: LayerSpec) -> bool:
+        """Whether a hook on a parameter's gradient is neither DeepSpeed's nor ours."""
+        return any(is_hooked(self._parameters[name]) for name in layer.parameters)
+
     def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
         """The proof's numbers, summed over all ranks. Collective. ``sums``: this rank's batch sums, not yet reduced."""
         for layer in proof.layers:
-            if self.frozen(layer) or any(is_hooked(self._parameters[name]) for name in layer.parameters):
+            if self.frozen(layer) or self.hooked(layer):
                 proof.leave_out(layer)
         return self.channel.sum(proof.numbers(sums), "proof")
 

@@ -213,7 +213,7 @@ class Outbox:
                 stays as it is until they are written; it is overwritten then.
         """
         exchange, layout = self.exchange, self.exchange.layout
-        if group is not None and all(self._takes_whole(layer) for layer in layers):
+        if group is not None and all(map(self._takes_whole, layers)):
             self.groups.append((layers, group, matrices))
             return
         targets, sources = list[Tensor](), list[Tensor]()

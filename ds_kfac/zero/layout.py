@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial, reduce
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import MethodType
 from typing import Any
 
@@ -53,6 +53,8 @@ class ShardLayout(ABC):
     """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
     clipping: tuple[str, str, Any] = ("optimizer", "clip_grad", 0.0)
     """Attribute of the engine, attribute of that, and the value with which DeepSpeed clips nothing."""
+    bound: Callable[[Any], float] = attrgetter("optimizer.clip_grad")
+    """Of an engine: by which norm it clips now; 0: by none. A loaded checkpoint may have another than the config."""
 
     def __init__(
         self, engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
@@ -179,7 +181,7 @@ class ShardLayout(ABC):
     def clip_factor(self, norm: Tensor) -> Tensor:
         """DeepSpeed's clipping will multiply gradients by it. ``norm``: global norm of the stored gradients."""
         norm = norm if self.clips_scaled else norm / self.grad_scale()
-        return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+        return (self.bound(self.engine) / (norm + 1e-6)).clamp(max=1.0)
 
     def unclipped(self) -> AbstractContextManager[None]:
         """Wraps DeepSpeed's step, which then clips nothing."""
@@ -263,6 +265,7 @@ class Replicated(ShardLayout):
 
     replicated, masters = True, False  # fp32 masters, which take fp32 gradients
     clipping = ("", "clip_fp32_gradients", lambda: None)
+    bound: Any = methodcaller("gradient_clipping")
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
@@ -308,7 +311,7 @@ class Replicated(ShardLayout):
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too: fp32 masters, 16-bit ``p.grad``."""
 
-    clipping, masters = ShardLayout.clipping, True
+    clipping, bound, masters = ShardLayout.clipping, ShardLayout.bound, True
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)

@@ -18,6 +18,8 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import KnownGradient, ShardLayout, scaler_scale
 from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
 
+NO_GRADIENTS = "ds_kfac: engine.step() has no gradients: call engine.backward(loss) between two steps"
+
 
 class ZeroLayout(ShardLayout):
     """Common to ZeRO-1/2 and 3.
@@ -67,8 +69,12 @@ class ZeroLayout(ShardLayout):
 
     def begin(self) -> None:
         """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
-        in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient."""
-        for shard in self.own:
+        in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient. Without
+        offload nothing is there after a step, until the next backward: ranks without layers would wait for others."""
+        deepspeed_versions.wait_for_offload(self.optimizer)
+        if not self.offloads and all(own is None for own in self.optimizer.averaged_gradients.values()):
+            raise RuntimeError(NO_GRADIENTS)
+        for shard in self.own if self.offloads else ():
             if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
                 self._chunk(shard).zero_()
 
@@ -143,11 +149,6 @@ class Stage12(ZeroLayout):
                 if id(param) in index:
                     shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
         return shards
-
-    def begin(self) -> None:
-        deepspeed_versions.wait_for_offload(self.optimizer)
-        if self.offloads:
-            super().begin()
 
     def end(self) -> None:
         """Link parameters to their optimizer states again: in its first step DeepSpeed does so when only the first
@@ -254,10 +255,8 @@ class Stage3(ZeroLayout):
         return self.optimizer.sub_group_to_group_id[self.place[id(param)][0]]
 
     def begin(self) -> None:
-        if self.offloads:
-            super().begin()
-        else:
-            self._chunks = [self._chunk(shard) for shard in self.own]
+        super().begin()
+        self._chunks = [] if self.offloads else [self._chunk(shard) for shard in self.own]
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:

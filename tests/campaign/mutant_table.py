@@ -676,7 +676,7 @@ _ROWS = {
         ("hooks: DeepSpeed's are the user's", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)')],
     ("engine/attachment.py", _HOOKS): [
         ("hooks: those after attach are not told", "if before is not None and (new", "if False and (new"),
-        ("hooks: what is trained later is not told", "p in self._frozen.items() if p.requires_grad]:", "p in ()]:")],
+        ("hooks: what is trained later is not told", "if id(model.get_parameter(name)) in added]:", "if False]:")],
     ("update/groups.py", "tests/update/test_stacking.py"): [
         ("chunks: everything at once", "room = max(chunk_budget(", "room = (1 << 62) + max(chunk_budget("),
         ("batch: a view of matrices at unequal distances",
@@ -721,7 +721,7 @@ _ROWS = {
         ("KFACAdamW: a group that is frozen at first is dropped", "frozen=not (stage or any(wrapped))",
          "frozen=False")],
     ("directions/kfac_adamw/optimizer.py", "tests/config/test_kfac.py"): [
-        ("KFACAdamW: betas stay whole numbers", "tuple(map(float, value))", "tuple(value)")],
+        ("KFACAdamW: betas stay whole numbers", "tuple(map(float, pair))", "tuple(pair)")],
     ("step/preconditioner.py", "tests/directions/test_direction_scales.py"): [
         ("terms of a batch without rows",
          "torch.where(now > 0, now, torch.stack([states[name].terms for name in counted]))", "now")],
@@ -734,6 +734,7 @@ _ROWS = {
     ("zero/layout.py", "tests/zero/test_deepspeed_versions.py"): [
         ("stage 0 in bf16 adds up all steps", "self.optimizer.zero_grad()", "pass")],
     ("zero/layout.py", "tests/directions/test_direction_scales.py"): [
+        ("clipping by the config's bound", 'attrgetter("optimizer.clip_grad")', 'methodcaller("gradient_clipping")'),
         ("clipping of the scaled norm", "norm if self.clips_scaled else norm / self.grad_scale()", "norm")],
     ("zero/stages.py", "tests/deepspeed/test_toys.py"): [
         ("offloaded norms are the raw ones",

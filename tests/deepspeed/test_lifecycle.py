@@ -199,7 +199,7 @@ def interrupted_worker(names: list[str]) -> dict:
     """Weights after steps of which each is interrupted at a place, its gradients dropped, and done again."""
     found = {}
     for name in names:
-        for place in ("", "decompose", "precondition", "write", "step", "scheduler"):
+        for place in ("", "decompose", "precondition", "write", "step", "scheduler", "no backward"):
             engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}})
             kfac = engine.kfac.preconditioner
             for step in range(4):
@@ -211,6 +211,9 @@ def interrupted_worker(names: list[str]) -> dict:
                         train(engine, 1, steps=1, first=step)
                     engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)  # which DeepSpeed leaves out
                     continue
+                if place == "no backward" and step and engine.zero_optimization():
+                    with pytest.raises(RuntimeError, match="has no gradients"):  # on all ranks, not in one's collective
+                        engine.step()
                 if holder is not None:
                     with patch.object(holder, place, side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
                         train(engine, 1, steps=1, first=step)

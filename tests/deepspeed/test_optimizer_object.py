@@ -186,6 +186,7 @@ def refused_worker(_) -> dict:
     group, found = optimizer.param_groups[0], {}
     for case, change in {
         "adding": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
+        "adding to DeepSpeed's": lambda: engine.basic_optimizer.add_param_group({"params": [torch.ones(2)]}),
         "parameters": lambda: group.update(params=[]),
         "clearing": group.clear,
         "adam_lr": lambda: group.update(adam_lr=0.1),
@@ -201,7 +202,7 @@ def refused_worker(_) -> dict:
 
 def test_what_a_group_in_an_engine_cannot_take_is_said():
     found = run_ranks("tests.deepspeed.test_optimizer_object:refused_worker", world=1)[0]
-    assert "add groups before deepspeed.initialize" in found["adding"]
+    assert all("add groups before deepspeed.initialize" in found[case] for case in ("adding", "adding to DeepSpeed's"))
     assert '"params" of a parameter group cannot change' in found["parameters"]
     assert '"params" of a parameter group cannot change' in found["clearing"]
     assert "adam_lr in a parameter group: it is the whole optimizer's" in found["adam_lr"]

@@ -122,6 +122,7 @@ def test_heads_rates_fall_with_the_width_to_lr():
 def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
     slow, fast, decaying = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     groups = [{"params": [slow], "lr": 0.25e-2}, {"params": [fast]}, {"params": [decaying], "weight_decay": 0.1}]
+    groups = [{**group, "kfac": False} for group in groups]
     optimizer = build(groups, {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}, offload=False)
     for parameter in (slow, fast, decaying):
         parameter.grad = torch.ones(2)

@@ -205,9 +205,8 @@ def test_adam_takes_the_betas_of_the_layers_own_group():
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_the_clip_factor_is_of_the_unscaled_norm(scale):
-    layout = SimpleNamespace(
-        grad_scale=lambda: scale, clips_scaled=False, engine=SimpleNamespace(gradient_clipping=lambda: 0.5)
-    )
+    engine = SimpleNamespace(optimizer=SimpleNamespace(clip_grad=0.5))
+    layout = SimpleNamespace(grad_scale=lambda: scale, clips_scaled=False, engine=engine, bound=ShardLayout.bound)
     factor = ShardLayout.clip_factor(layout, torch.tensor(2.0 * scale))
     near(torch.as_tensor(factor), torch.tensor(0.25), 1e-6, "DeepSpeed adds 1e-6 to the norm")
 

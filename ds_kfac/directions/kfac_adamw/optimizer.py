@@ -42,6 +42,7 @@ PARAMS["betas"] = tuple(PARAMS["betas"])
 IN_USE = -1e-30
 """Added to every entry of a direction of a layer in use: a zero becomes negative. In fp32 only an entry below about
 1e-23 changes with it, by no more than this."""
+GROWS = f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -99,14 +100,19 @@ class KFACAdamWStep:
                 self._apply(group)
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of those that were split alone: another would be stepped at adam_lr, matrices too, and not clipped."""
+        if FLAG not in param_group:
+            raise RuntimeError(GROWS)
+        super().add_param_group(param_group)  # type: ignore[misc]
+
     def state_dict(self) -> dict[str, Any]:
         """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools, ds_to_universal among them,
         ask for them. They are one zero each, expanded: 4 bytes in a file. The true moments are in K-FAC's own files."""
         saved = super().state_dict()  # type: ignore[misc]
         steps = (state["step"] for state in saved["state"].values() if "step" in state)
-        step = next(
-            steps, torch.zeros((), dtype=torch.float32, device="cpu")
-        )  # one of several groups' may be asked for in place of all of theirs
+        # one of several groups' may be asked for in place of all of theirs
+        step = next(steps, torch.zeros((), dtype=torch.float32, device="cpu"))
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             if group.get(FLAG):
                 for parameter, index in zip(group["params"], packed["params"], strict=True):
@@ -216,7 +222,8 @@ def checked(given: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}{key}: got {reprlib.repr(value)}; must be {wrong}")
     if "adam_lr" in params and params.get("lr") == 0:
         raise ValueError(f"{where}lr: got 0; must be above 0 with adam_lr, whose ratio to it schedules keep")
-    return {key: _as_float(value) for key, value in params.items()}
+    kinds: dict[str, Any] = {"betas": lambda pair: tuple(map(float, pair)), "torch_adam": bool}
+    return {key: kinds.get(key, float)(value) for key, value in params.items()}
 
 
 def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,9 +255,3 @@ def _wrong(key: str, value: Any) -> str | None:
 
 def _number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(0 <= value <= sys.float_info.max)  # type: ignore[operator]
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(float, value))
-    return value if isinstance(value, bool) else float(value)

@@ -15,7 +15,17 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
+from ds_kfac.directions.kfac_adamw.optimizer import (
+    FLAG,
+    GROWS,
+    MATRIX,
+    NAME,
+    OWN,
+    PARAMS,
+    build,
+    checked,
+    checked_group,
+)
 from ds_kfac.model.scan import LayerChoice, Scan, scan
 from ds_kfac.model.share import other_matrices
 
@@ -187,9 +197,7 @@ class KFACAdamW(torch.optim.Optimizer):
             ValueError: the group has a wrong value, or one that it cannot have of its own.
         """
         if any(group.taken[1] for group in given_groups(self) or []):
-            raise RuntimeError(
-                f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
-            )
+            raise RuntimeError(GROWS)
         super().add_param_group(Group(checked_group(param_group), self.options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
