@@ -198,7 +198,7 @@ class Attachment:
         begin_from(self.job, Factors.load(path))
 
     def detach(self) -> None:
-        """Restore the engine: remove hooks, wrappers, thread and our process group. May be called twice.
+        """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
         Call it between steps. Local, so that it cannot wait for a rank that is gone. ``engine.destroy()`` calls it.
         """
