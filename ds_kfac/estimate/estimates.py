@@ -98,8 +98,8 @@ class Estimate:
         plain, update, refresh: traffic of a step that only preconditions; that also captures every factor; that also
             refreshes every eigenbasis.
         mean: mean traffic over a period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step, less what the model hides. A collective separates
-            any two stages, so their sum is the step's time.
+        stages: stage -> seconds of its slowest rank in the mean step. A collective separates any two stages, so their
+            sum is the step's time.
         seconds, worst: seconds of the mean step, and of the longest.
         model: seconds of the model's forward and backward; None: unknown.
         overhead: seconds of the mean step over those of the model; None: unknown.
