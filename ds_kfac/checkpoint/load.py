@@ -48,7 +48,7 @@ def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str 
     for kfac, (state, continues, warnings) in zip(job.preconditioners, found, strict=True):
         for text in warnings if kfac.rank == 0 else ():
             logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
-        # a save without eigenbases, or of another method, is decomposed again; what was then on its way is too
+        # a save without eigenbases, or of another method, is decomposed again
         kfac.load_state_dict(state, decompose=not continues)
 
 

@@ -1,14 +1,13 @@
 """Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's products.
 
 torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set around a few products
-and reset after them, also after an error. Another thread that needs exact products at that time holds the same lock.
+and reset after them, also after an error.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -259,8 +258,6 @@ def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Te
     return orthogonal & (residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
 
 
-SWITCH = threading.RLock()
-"""Held while the process's switch has our value. Code whose products need the process's own value holds it, too."""
 TF32_CAPABILITY = (8, 0)
 
 
@@ -311,12 +308,11 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
         yield
         return
-    with SWITCH:
-        before, switch.fp32_precision = switch.fp32_precision, how
-        try:
-            yield
-        finally:
-            switch.fp32_precision = before
+    before, switch.fp32_precision = switch.fp32_precision, how
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
 
 
 class _OldSwitch:

@@ -266,11 +266,10 @@ class UpdateRule(ABC):
             groups: its layers, those of one shape that are stepped in one batch.
         """
         corrected = plan.config.preconditioner.eigenvalues == "corrected"
-        given = plan.gradient_dtypes[0] is not torch.float32
 
         def copies(group: Sequence[LayerSpec]) -> int:
-            """The gradient in fp32; rotated, on the way back, and back."""
-            return given + (1 if corrected and stepped_by_rows(group) else 3)
+            """The gradient in fp32, clipped; rotated, on the way back, and back, or divided."""
+            return 1 + (1 if corrected and stepped_by_rows(group) else 3 + corrected)
 
         return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
 

@@ -291,6 +291,7 @@ def precondition(
     rotated_nOI = _rotated(rotation, gradient_nOI)
     scaled_nOI = torch.div(rotated_nOI, e_nOI, out=e_nOI)
     dot_n = (rotated_nOI * scaled_nOI).sum(dim=(-2, -1))
+    del rotated_nOI  # before there are two more of its size
     return rotation.restore(scaled_nOI, overwrite=True), dot_n
 
 

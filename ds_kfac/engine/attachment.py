@@ -52,7 +52,10 @@ SEVERAL = (
     "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
     "the terms was divided (docs/capture.md)"
 )
-NEW = "trained without K-FAC: frozen, or not in the model, at attach; freeze later, add before (docs/frameworks.md): "
+NEW = (
+    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at attach; freeze later, "
+    "add before (docs/frameworks.md): "
+)
 BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
 ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
 """What the user was warned of, once each."""
@@ -202,7 +205,7 @@ class Attachment:
         begin_from(self.job, Factors.load(path))
 
     def detach(self) -> None:
-        """Restore the engine: remove hooks, wrappers, thread and our process group. May be called twice.
+        """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
         Call it between steps. Local, so that it cannot wait for a rank that is gone. ``engine.destroy()`` calls it.
         """
@@ -257,7 +260,7 @@ class Attachment:
         monitored = captures and engine.monitor.enabled and engine.global_rank == 0
         if self.sampling is not None:
             self.sampling.check()
-        if captures:
+        if captures or not kfac.curvature.specs:
             self._warn()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             drafts = self.job.step()
@@ -285,9 +288,9 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each warning once. Gradients that came only in other backwards than this engine's update
-        no factor. One backward through several forwards may give G a wrong scale. At the first captured step: hooks on
-        gradients that were added since attach."""
+        """At a captured step, or at any if nothing is captured; each warning once. Gradients that came only in other
+        backwards than this engine's update no factor. One backward through several forwards may give G a wrong scale.
+        Once: hooks on gradients that were added since attach."""
         scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
         if scaled and SEVERAL not in self._warned:
             self._warned.add(SEVERAL)

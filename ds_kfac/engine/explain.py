@@ -35,7 +35,7 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
         return asked[name].text()
     for left in scan.skipped:
         if left.name == name:
-            return f"{name} ({left.kind}, {left.numel:,} parameters) is not preconditioned: {left.reason}"
+            return f"{name} ({left.kind}, {left.numel:,} parameters) is not preconditioned; at attach: {left.reason}"
     near = get_close_matches(name, [*asked, *(left.name for left in scan.skipped)])
     raise ValueError(
         f"ds_kfac: explain({name!r}): no such layer on this rank; "

@@ -98,8 +98,8 @@ class Estimate:
         plain, update, refresh: traffic of a step that only preconditions; that also captures every factor; that also
             refreshes every eigenbasis.
         mean: mean traffic over a period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step, less what the model hides. A collective separates
-            any two stages, so their sum is the step's time.
+        stages: stage -> seconds of its slowest rank in the mean step. A collective separates any two stages, so their
+            sum is the step's time.
         seconds, worst: seconds of the mean step, and of the longest.
         model: seconds of the model's forward and backward; None: unknown.
         overhead: seconds of the mean step over those of the model; None: unknown.
@@ -214,8 +214,8 @@ class Estimate:
         for step in {step for steps in steps_of(plan) for step in steps}:
             captured.append(sum(self._reduced(step.capture, self.layout)))
             made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.capture)
-            # a recorded step leaves its eigenbases in their places, and those that arrive are copied to others
-            new_copies = copied * (kept > 0) * bool(step.refresh)
+            # those that are in use at once go to other places: the last ones are there until the step was applied
+            new_copies = copied * (not self.rule.rotates(plan.config)) * bool(step.refresh)
             new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.refresh) + new_copies)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))

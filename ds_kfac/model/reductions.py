@@ -155,7 +155,7 @@ class Reduction:
             self.masks.append(other)
             return True
         if isinstance(other, Tensor):
-            other = float(other) if other.is_cpu else other.detach().float().reshape(())
+            other = number(other) if other.is_cpu else other.detach().float().reshape(())
         self.factor = self.factor * other if kind == "Mul" else self.factor / other
         return True
 
@@ -244,6 +244,11 @@ def saved(node: Any, name: str) -> Any:
         return None
 
 
+def number(x: Tensor | float) -> float:
+    """Of one element on the host. Of a number that autograd keeps item() raises under a counter of FLOPs."""
+    return float(x.tolist() if isinstance(x, Tensor) and x.ndim == 0 else x)
+
+
 def labelled(node: Any) -> Tensor | None:
     """How many labels of torch's negative log-likelihood have a loss."""
     target = saved(node, "target")
@@ -267,8 +272,8 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
                 other = getattr(node, "_saved_self", None) if other is None and name[0] == "M" else other
         if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
             found.append(None)
-        elif other is not None and float(other):
-            found.append(float(other) if name[0] == "D" else 1 / float(other))
+        elif other is not None and (by := number(other)):
+            found.append(by if name[0] == "D" else 1 / by)
         waiting += [
             below
             for below, at in node.next_functions

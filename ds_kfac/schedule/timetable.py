@@ -112,8 +112,8 @@ class Schedule:
 
     An ``offset`` above 0 displaces the clock from the end B of the burn-in on (B = 0 without one): nothing is due until
     B + offset % update interval, which captures in any case, and nothing refreshes until B + offset, which captures and
-    refreshes. In the burn-in the same holds from step 1 on, with an offset of as many captures, modulo its refresh
-    interval.
+    refreshes. In the burn-in the same holds from step 1 on, with update intervals of its own in the offset, which is
+    taken modulo its refresh interval.
     """
 
     update: Value
@@ -173,7 +173,7 @@ class Schedule:
         start, offset = self.burnt_in, self.offset  # of the part of the run, burn-in or not, that the step is in
         if step < start:
             (each, every), later = self.intervals(0), self.intervals(start)[0]
-            start, offset = 0, (offset // later * each + offset % later % each) % every
+            start, offset = 0, (offset // later * each + offset % later) % every
         captures = step >= walked.captures[-1] + update
         refreshes = captures and step >= walked.refreshes[-1] + refresh
         if start <= step <= start + offset:

@@ -133,7 +133,7 @@ def scalar_names(
 
     Args:
         captured: keys of the factors that are captured in this step.
-        arriving: keys of the factors whose decompositions take effect in this step.
+        arriving: keys of the factors that are decomposed in this step.
         travels: whether eigenbases ever travel.
         terms: whether gradient workers need each layer's number of loss terms.
     """

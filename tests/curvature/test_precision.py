@@ -1,13 +1,10 @@
 """Precision of a step's products: torch's switch is ours for them alone, and what each precision costs in accuracy."""
 
-import threading
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
-from ds_kfac.curvature.iteration import orthogonal_iteration
 from ds_kfac.directions.kfac_gradient import precondition
 from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation
@@ -84,23 +81,6 @@ def test_highest_is_fp32_whatever_the_process_allows(process):
         newton_schulz(gradient)
     assert set(cores.seen) == {("ieee", torch.float32)} and len(cores.seen) == 4 + 5 * 3
     assert torch.equal(actual, expected)
-
-
-def test_products_elsewhere_wait_until_the_switch_is_given_back():
-    """A refresh on a thread of its own must not see TF32: it would drown small eigenvalues."""
-    one, found = basis(33, 65).A, []
-    C = one.vectors[0] @ torch.diag(one.values + 0.01) @ one.vectors[0].mT
-
-    def refresh() -> None:
-        found.append(orthogonal_iteration(C, one.vectors[0]))
-
-    thread = threading.Thread(target=refresh)
-    with fp32_products("tf32", CPU):
-        thread.start()
-        thread.join(0.1)
-        assert thread.is_alive() and not found
-    thread.join(10)
-    assert found[0] is not None
 
 
 def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741

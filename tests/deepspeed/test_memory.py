@@ -115,6 +115,9 @@ STEPS = [
     Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
     Mode("Adam z2, batched", 2, adam=True, orthogonal=True),
     Mode("Adam z3 bf16, batched", 3, dtype="bf16", adam=True, orthogonal=True),
+    Mode("gradient z2, batched", 2),
+    Mode("gradient z3 bf16, batched", 3, dtype="bf16"),
+    Mode("gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are batched."""

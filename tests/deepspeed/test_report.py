@@ -133,7 +133,7 @@ def test_warnings_are_in_the_summary(ranks):
     assert "WARNING: below 80% of the matrix parameters; left out: Left 576 (" in left, left
 
 
-NEW = "thawed", "replaced"
+NEW = "thawed", "thawed, not rotated", "replaced"
 
 
 def hooks_worker(stages: list[int]) -> dict:
@@ -151,11 +151,11 @@ def hooks_worker(stages: list[int]) -> dict:
         config = {**mode.config(1, torch.distributed.get_world_size())}
         config["optimizer"]["params"]["weight_decay"] = 0.0
 
-        def start(name: str, before: Any, after: Any = None, exclude: Sequence[str] = (), config=config) -> None:
+        def start(name: str, before: Any, after: Any = None, exclude: Sequence[str] = (), config=config, **own) -> None:
             model = make_net()
             start = model.first.weight.detach().clone()
             before(model)
-            kfac = {**config["kfac"], "layers": {"exclude": list(exclude)}}
+            kfac = {**config["kfac"], "layers": {"exclude": list(exclude)}, **own}
             with contextlib.redirect_stderr(io.StringIO()):
                 engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(),
                                             config={**config, "kfac": kfac})[0]  # fmt: skip
@@ -173,9 +173,11 @@ def hooks_worker(stages: list[int]) -> dict:
         start("partial", lambda model: model.head.bias.register_hook(functools.partial(torch.mul, 2.0)))
         start("norm", lambda model: model.norm.weight.register_hook(lambda g: g))
         start("later", lambda model: None, lambda model: model.first.weight.register_hook(lambda g: g * mask))
-        if not stage:  # DeepSpeed drops them elsewhere
-            thaw = [lambda model, on=on: model.middle.requires_grad_(on) for on in (False, True)]
+        thaw = [lambda model, on=on: model.middle.requires_grad_(on) for on in (False, True)]
+        if stage < 3:  # there it is in no optimizer state, which is asked of all
             start("thawed", *thaw)
+            start("thawed, not rotated", *thaw, adam={"rotate": False}, factor={"update_interval": 1})
+        if not stage:
             start("replaced", lambda model: None, lambda model: setattr(model, "middle", make_net().middle))
         start("excluded", lambda model: model.first.weight.register_hook(lambda g: g * mask), exclude=["first"])
     return found

@@ -97,7 +97,7 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         if burning:
             later, first_update = first_update, min(schedule.update.interval_at(0), burn_in.update_interval)
             captures_before, rest = divmod(offset, later)
-            begin, offset = 0, captures_before * first_update + rest % first_update
+            begin, offset = 0, captures_before * first_update + rest
             offset %= min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
         if offset and step >= max(begin, 1):  # step 0 does everything
             first_capture = begin + offset % first_update
@@ -192,7 +192,7 @@ def test_a_displaced_schedule_keeps_its_own_clock_in_the_burn_in_and_after_it():
     assert schedule.settled == 20
     later = Schedule(constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10)).displaced(77)
     captures, refreshes = dues(later, 130)
-    assert captures == [0, *range(2, 50, 5), *range(57, 130, 10)] and refreshes == [0, *range(7, 50, 10), 127]
+    assert captures == [0, *range(2, 50, 5), *range(57, 130, 10)] and refreshes == [0, *range(2, 50, 10), 127]
 
 
 def test_offsets_spread_the_burn_in_evenly_over_its_interval():
@@ -201,6 +201,10 @@ def test_offsets_spread_the_burn_in_evenly_over_its_interval():
     for step in range(1, 50):
         assert sum(schedule.due(step).refresh for schedule in all_of_them) <= 10
         assert sum(schedule.due(step).capture for schedule in all_of_them) <= 20
+    for refresh, most in ((50, 5), (10, 1)):  # and where that is an odd number of captures
+        own = Schedule(constant(10), constant(refresh), BurnIn(50, update_interval=5, refresh_interval=10))
+        odd = [own.displaced(offset) for offset in range(refresh)]
+        assert max(sum(schedule.due(step).refresh for schedule in odd) for step in range(1, 50)) == most
     together = [plain.displaced(offset) for offset in range(0, 100, 10)]  # captures in the same steps
     for step in range(1, 50):
         assert sum(schedule.due(step).refresh for schedule in together) == (0 if step % 5 else 5)
