@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import parameter_shape, tensors_of
-from ds_kfac.model.prediction import Place, class_dim, class_place, is_scalar, last_product
+from ds_kfac.model.prediction import Place, class_dim, class_place, inputs_of, is_scalar, last_product
 from ds_kfac.model.reductions import Measured, Reduction, Value, divided, measured, terms_in
 from ds_kfac.model.slices import Fit, counted, fit
 
@@ -46,14 +46,13 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
         name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
         squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
         goes_on, made = errors or not (squared or name.startswith(ERRORS)), False
-        for below, at in node.next_functions:
-            shapes = () if below is None else below._input_metadata
-            numel = prod(shapes[at].shape) if at < len(shapes) else 0
+        for below, at, shape in inputs_of(node):
+            numel = prod(shape)
             few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
-            if goes_on and (numel == 1 or (few and _collects(below))):
-                waiting.append((below, at))
-            made |= numel > 1
-        if made and reductions is not None:
+            follows = goes_on and (numel == 1 or (few and _collects(below)))
+            waiting += [(below, at)] if follows else []
+            made |= numel > 1 and not follows
+        if made and reductions is not None and prod(node._input_metadata[output].shape) == 1:
             reductions.append(Reduction(value))
             reductions[-1].watch(node)
     return scalars
@@ -66,10 +65,9 @@ def _collects(node: Any) -> bool:
         if (node := waiting.pop()) in visited:
             continue
         visited.add(node)
-        below = [(part, at) for part, at in node.next_functions if part is not None]
         if not node.name().startswith(COLLECTING):
-            waiting += [part for part, _ in below if part.name().startswith(VECTORS)]
-        elif all(prod(part._input_metadata[at].shape) == 1 for part, at in below):
+            waiting += [below for below, *_ in inputs_of(node) if below.name().startswith(VECTORS)]
+        elif all(prod(shape) == 1 for *_, shape in inputs_of(node)):
             return True
     return False
 
@@ -95,8 +93,7 @@ def made_of(
 ) -> set[Value]:
     """What losses are computed from, themselves included, other than through ``without`` or what lies behind ``ends``.
     A node's operands are older than the node: what is older than the sequence number ``oldest`` is left out."""
-    found, waiting = set(without), list[tuple[Any, int]]()
-    waiting += [(x.grad_fn, x.output_nr) for x in losses]
+    found, waiting = set(without), list[tuple[Any, int]]((x.grad_fn, x.output_nr) for x in losses)
     while waiting:
         node, output = waiting.pop()
         if (value := (node._sequence_nr(), output)) in found or value[0] < oldest:
@@ -263,7 +260,8 @@ class Forward:
         of_terms = bool(mine) and all(x.of_terms(labels) for x in mine)
         of_terms &= count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
         self.sums = measured(mine) if of_terms else None
-        if count and labels is None and (of_terms or len(mine) == 1) and (terms := terms_in(mine)) is not None:
+        shown = of_terms or sum(not x.classes for x in mine) == 1
+        if count and labels is None and shown and (terms := terms_in(mine)) is not None:
             self.terms, self.doubt = terms, ""
 
 

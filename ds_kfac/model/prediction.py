@@ -228,16 +228,18 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
+def inputs_of(node: Any) -> Iterator[tuple[Any, int, Shape]]:
+    """The nodes that made a node's operands, which of their outputs each is, and its shape."""
+    for below, output in node.next_functions:
+        if below is not None and output < len(metadata := getattr(below, "_input_metadata", ())):
+            yield below, output, tuple(metadata[output].shape)
+
+
 def operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
     """The nodes of the operands that are neither constants nor parameters, and the operands' shapes. Those of the
     ``result``'s shape go first, then those with as many dimensions: others are repeated, as the weights of an average.
     """
-    found = []
-    for below, index in node.next_functions:
-        if below is not None and "AccumulateGrad" not in below.name():
-            metadata = getattr(below, "_input_metadata", ())
-            if index < len(metadata):
-                found.append((below, tuple(metadata[index].shape)))
+    found = [(below, shape) for below, _, shape in inputs_of(node) if "AccumulateGrad" not in below.name()]
     return sorted(found, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
 
 

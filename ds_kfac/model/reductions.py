@@ -22,6 +22,7 @@ from ds_kfac.model.prediction import (
     VIEWS,
     LastProduct,
     Shape,
+    inputs_of,
     moved,
     operands,
     product_below,
@@ -36,7 +37,7 @@ SAME = VIEWS | {
     "T", "Expand", *JOINED,
 }  # fmt: skip
 """What leaves the entries of a sum what they are, in another order, or leaves some out."""
-ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum"}
+ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum", "Permute", "Transpose"}
 """What treats all outputs of a term alike."""
 EQUAL = 0.01
 """Relative difference of gradients at several sums of one loss, such as those of chunks, by roundings."""
@@ -111,9 +112,7 @@ class Reduction:
             again = self._outputs(product)
             if again is None:
                 break
-            if not again:
-                return
-            below, shape = self._entries(*operand(below, shape))
+            below, shape = self._entries(*operand(below, shape)) if again else (None, (0,))
             summed = prod(shape)
         self.numel = summed
         if self.joined:  # the graph was followed to the first of them
@@ -136,7 +135,7 @@ class Reduction:
 
     def _left(self, node: Any, kind: str, shape: Shape) -> Tensor | int | None:
         """How many entries an operation leaves, where it leaves some out."""
-        if kind in ("Index", "MaskedSelect"):
+        if kind in ("Index", "MaskedSelect", "Slice"):
             return prod(shape)
         mask = saved(node, {"MaskedFill": "mask", "Where": "condition"}.get(kind, ""))
         if mask is None or mask.shape != shape:
@@ -161,28 +160,32 @@ class Reduction:
 
     def _outputs(self, product: LastProduct) -> bool | None:
         """Whether the outputs of a term became one number: sets :attr:`single`. True: entries are plain sums of terms,
-        which are further down; False: of terms that may have weights."""
+        which are further down; False: of several terms, which may have weights."""
         dims, alike, last = ([] if product.place is None else [product.place]), True, len(product.steps) - 1
+        labels: Tensor | None = None
         if not product.weighed:
             return None
         for at, (node, before, after) in enumerate(product.steps):
-            kind = kind_of(node)
-            if not dims:
-                if kind in SUMS and prod(before) != prod(after):
-                    return kind == "Sum" and at == last
-                continue
-            if kind in LOSSES:
-                if saved(node, "weight") is not None:
+            kind, width, outputs = kind_of(node), prod(before[dim] for dim in dims), bool(dims)
+            if outputs:
+                if kind in LOSSES:
+                    if saved(node, "weight") is not None:
+                        return None
+                    several = any(kind_of(later) in JOINED for later, *_ in product.steps[at:])
+                    labels = None if several else labelled(node)
+                alike &= kind in ALIKE
+                dims, end = moved(kind, node, dims, before, after)
+                if end == UNKNOWN:
                     return None
-                self.terms = labelled(node) if self.terms is None else self.terms
-            alike &= kind in ALIKE
-            dims, end = moved(kind, node, dims, before, after)
-            if end == UNKNOWN:
-                return None
-            if not dims and kind == "Sum" and alike:
-                self.classes = prod(before) // max(1, prod(after))
+            summed = kind in SUMS and prod(after) * width < prod(before)
+            if not dims and (summed or getattr(node, "_saved_reduction", 0) == 1):
+                self.terms = labels
+                return kind == "Sum" and at == last
+            if outputs and not dims and kind == "Sum" and alike:
+                self.classes = width
         shape = product.steps[-1][2] if product.steps else product.shape
         self.single = all(shape[dim] == 1 for dim in dims)
+        self.terms = self.terms if self.single and self.terms is not None else labels
         return None
 
     def of_terms(self, labels: Tensor | None) -> bool:
@@ -213,7 +216,7 @@ def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
     """How many terms have a label or are not masked; None: it is not known of all."""
     several: list[Tensor | int] = []
     for each in reductions:
-        masks = [mask for mask in each.masks if mask.numel() == each.numel]
+        masks = [mask for mask in each.masks if mask.numel() == each.numel and each.single is not False]
         if each.classes:
             continue
         if each.terms is None and not masks:
@@ -269,11 +272,7 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
             found.append(None)
         elif other is not None and float(other):
             found.append(float(other) if name[0] == "D" else 1 / float(other))
-        waiting += [
-            below
-            for below, at in node.next_functions
-            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
-        ]
+        waiting += [below for below, _, shape in inputs_of(node) if prod(shape) == 1]
     return found, mean
 
 

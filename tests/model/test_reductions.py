@@ -17,6 +17,7 @@ SCALE = 64.0
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(N, T, D, generator=GENERATOR), torch.randint(C, (N, T), generator=GENERATOR)
 Y = torch.stack([Y[n].where(torch.arange(T) < count, -100) for n, count in enumerate((5, 1, 2, 3, 1, 2))])
+ONES = torch.ones(N)
 TOTAL = int((Y >= 0).sum())
 PARTS = slice(0, 1), slice(1, 4), slice(4, 6)
 """Micro-batches with 5, 6 and 3 of 14 labels."""
@@ -48,6 +49,10 @@ def total(z: Tensor, y: Tensor, **how: float) -> Tensor:
     return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum", **how)
 
 
+def sums_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([total(a[None], b[None]) for a, b in zip(z, y, strict=True)])
+
+
 def transformers_smoother(z: Tensor, y: Tensor) -> Tensor:
     """transformers' LabelSmoother with ``num_items_in_batch``, times that number."""
     logs, padding = -z.log_softmax(-1), (y < 0)[..., None]
@@ -68,10 +73,15 @@ SUMS = {
     "where not": lambda z, y: torch.where(y < 0, 0.0, picked(z, y)).sum(),
     "sequences first": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).sum(),
     "a sum of sums": lambda z, y: sum(total(a[None], b[None]) for a, b in zip(z, y, strict=True)),
+    "a sum of a vector of sums": lambda z, y: sums_of(z, y).sum(),
+    "of weighed and chosen sums": lambda z, y: (
+        torch.where(sums_of(z, y) < 99, sums_of(z, y), 0.0).mul(ONES[: len(z)]).sum()
+    ),
     "of labelled logits": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0], reduction="sum"),
     "of one-hot labels": lambda z, y: -((z.log_softmax(-1) * F.one_hot(y.clamp(min=0), C)).sum(-1) * (y >= 0)).sum(),
     "in chunks": lambda z, y: torch.cat([each(a[None], b[None])[0] for a, b in zip(z, y, strict=True)]).sum(),
     "smoothed": lambda z, y: total(z, y, label_smoothing=0.1),
+    "of images, smoothed": lambda z, y: F.cross_entropy(z.mT, y, reduction="sum", label_smoothing=0.1),
     "smoothed by transformers": transformers_smoother,
 }
 UNKNOWN = {"in chunks"}
@@ -148,6 +158,14 @@ def test_where_labels_alone_say_that_each_number_is_a_term_they_are_asked():
     close(found.sum_P / found.count, G, sums=N * T + 2 * D)
 
 
+def means_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(a, b) for a, b in zip(z, y, strict=True)])
+
+
+def squares_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([a[b >= 0].square().mean() for a, b in zip(z.flip(0), y.flip(0), strict=True)])
+
+
 OTHERS = {
     "a mean": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "a mean of sequences": lambda z, y: ((picked(z, y) * (y >= 0)).sum(-1) / (y >= 0).sum(-1)).mean(),
@@ -155,6 +173,8 @@ OTHERS = {
     "weights": lambda z, y: (each(z, y) * torch.linspace(0.1, 0.9, T)).sum() / 8,
     "weights of classes": lambda z, y: F.cross_entropy(z.mT, y, weight=torch.rand(C), reduction="sum") / 8,
     "squares": lambda z, y: (z.square() * (y >= 0)[..., None]).sum() / 8,
+    "means of a vector that is cast": lambda z, y: means_of(z, y).double().sum() / 8,
+    "means of squares": lambda z, y: (squares_of(z, y) + 1).sum() / 8,
     "a sum and a mean": lambda z, y: total(z, y) / 8 + z[y >= 0].square().mean(),
 }
 
@@ -178,6 +198,25 @@ def test_what_is_no_sum_of_terms_has_the_scale_of_a_mean(name):
     g, M = logits.grad.flatten(0, 1), int((Y[1:4] >= 0).sum())
     sums = recorder.sums("head").G
     close(sums.sum_P / sums.count, symmetric_pack(M * g.T @ g), sums=N * T + 2 * D)
+
+
+COUNTS = {
+    "labels that are smoothed": (lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1), TOTAL),
+    "probabilities": (lambda z, y: F.cross_entropy(z.flatten(0, 1), torch.full((N * T, C), 1 / C)), N * T),
+    "some of the examples' means": (lambda z, y: means_of(z, y)[y[:, 0] >= 0].sum() / 8, N * T),
+    "a part of the losses": (lambda z, y: picked(z, y)[:, 1:].sum() / 8, N * (T - 1)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_graph_shows_how_many_terms_there_are_or_each_prediction_is_one(name):
+    make, terms = COUNTS[name]
+    recorder = Recorder(Net())
+    loss = make(recorder.model(X)["logits"], Y)
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    assert recorder.counts("head")[1] == terms
 
 
 def test_a_batch_that_says_its_divisor_is_believed():
