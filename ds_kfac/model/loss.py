@@ -159,7 +159,7 @@ class Forward:
     _made: dict[Value, list[Reduction]] = field(default_factory=dict)  # returned loss -> what it is made of
     _inside: set[Value] = field(default_factory=set)  # scalars of all of them
     _predictions: list[Value] = field(default_factory=list)  # the likeliest first, or the one that the loss is made of
-    _taken: tuple[Any, int] = (None, 0)  # the backward of which the sums are, and of how many
+    _taken: tuple[Any, int] = (None, 0)  # the backward of which the sums are, and of how many, about
 
     @property
     def count(self) -> Tensor | int:
@@ -253,7 +253,8 @@ class Forward:
         if losses:
             made = self._made.get(losses[0], []) if self.seed is not None and not outside else []
             mine = [x for x in made if number in x.passed] or made
-        now = reductions, sum(x.gradient is not None for x in mine)
+        many = sum(x.gradient is not None for x in mine)
+        now = reductions, many >> (rest := max(0, many.bit_length() - 4)) << rest  # of a loop's, again after some more
         if now[0] is self._taken[0] and now[1] == self._taken[1]:
             return
         self._taken, labels = now, self.info.labelled

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ds_kfac.model import loss as of_loss
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -133,6 +134,30 @@ def test_whatever_a_sum_of_terms_is_divided_by_G_is_that_of_the_whole_batch(name
             found = recorder.sums(layer).G
             assert float(found.count) == TOTAL
             close(found.sum_P / found.count, G[layer], sums=N * T + 2 * D, what=f"{layer}, labels {labels}")
+
+
+class Recurrent(Net):
+    """Each step's loss is made in the step: their gradients come between those of the layers."""
+
+    def forward(self, x: Tensor, y: Tensor, steps: int):  # type: ignore[override]
+        loss: float | Tensor = 0.0
+        for _ in range(steps):
+            x = torch.tanh(self.block(x))
+            loss = loss + total(self.head(x), y)
+        return loss / 1000
+
+
+def test_sums_of_many_steps_are_not_measured_anew_at_each(monkeypatch):
+    looked = []
+    measured = of_loss.measured
+    monkeypatch.setattr(of_loss, "measured", lambda mine: looked.append(len(mine)) or measured(mine))
+    recorder, steps = Recorder(Recurrent()), 100
+    made = recorder.model(X, Y.clamp(min=0), steps)
+    with recorder.capture.own_backward(made):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        made.backward()
+    assert recorder.counts("head") == [steps * N * T, N * T * steps]
+    assert len(looked) <= 8 * 5
 
 
 def test_where_labels_alone_say_that_each_number_is_a_term_they_are_asked():
