@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import parameter_shape, tensors_of
-from ds_kfac.model.prediction import Place, class_dim, class_place, inputs_of, is_scalar, last_product
+from ds_kfac.model.prediction import Place, class_place, inputs_of, is_scalar, last_product, under
 from ds_kfac.model.reductions import Measured, Reduction, Value, divided, measured, terms_in
 from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
-COLLECTING = "StackBackward", "CatBackward"
-VECTORS, MOST_LOSSES = (*COLLECTING, "MulBackward", "DivBackward", "WhereBackward"), 64
-"""Nodes that collect losses in a vector; these and those that may weigh it or choose from it; the most losses in it."""
+COLLECTING, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
+VECTORS = *COLLECTING, "MulBackward", "DivBackward", "WhereBackward", "IndexBackward", "ToCopyBackward"
+"""Nodes that collect losses in a vector, the most in it; these and those that may weigh, cast or choose from it."""
 LEVELS = (
     "the model returned predictions of several sizes, and the number of loss terms is taken to be that of the first. "
     "If the loss is a mean over all of them"
@@ -36,7 +36,7 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
     losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
     computed, unless with ``errors``. ``reductions`` gets what they are made of, watched."""
-    scalars: set[Value] = set()
+    scalars, others = set[Value](), set[Any]()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
         node, output = waiting.pop()
@@ -49,7 +49,7 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
         for below, at, shape in inputs_of(node):
             numel = prod(shape)
             few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
-            follows = goes_on and (numel == 1 or (few and _collects(below)))
+            follows = goes_on and (numel == 1 or (few and _collects(below, others)))
             waiting += [(below, at)] if follows else []
             made |= numel > 1 and not follows
         if made and reductions is not None and prod(node._input_metadata[output].shape) == 1:
@@ -58,18 +58,14 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
     return scalars
 
 
-def _collects(node: Any) -> bool:
-    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does."""
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) in visited:
-            continue
-        visited.add(node)
-        if not node.name().startswith(COLLECTING):
-            waiting += [below for below, *_ in inputs_of(node) if below.name().startswith(VECTORS)]
-        elif all(prod(shape) == 1 for *_, shape in inputs_of(node)):
-            return True
-    return False
+def _collects(node: Any, others: set[Any]) -> bool:
+    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does.
+    ``others`` do not, and get the node and those under it if it does not."""
+    nodes = {*under(node, lambda x, _: x not in others and x.name().startswith(VECTORS))} - others
+    collecting = (x for x in nodes if x.name().startswith(COLLECTING))
+    found = any(all(prod(shape) == 1 for *_, shape in inputs_of(each)) for each in collecting)
+    others |= set() if found else nodes
+    return found
 
 
 def trained(loss: Tensor, forwards: Sequence["Forward"], reductions: list[Reduction] | None = None) -> set[Value]:
@@ -106,16 +102,18 @@ def made_of(
 
 def _of_scalars(node: Any) -> bool:
     """Whether a scalar is computed from scalars alone: then it is a temperature, such as CLIP's, and no loss."""
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        node = waiting.pop()
-        leaf = "AccumulateGrad" in node.name()
-        shapes = [parameter_shape(node.variable)] if leaf else [metadata.shape for metadata in node._input_metadata]
+    for each in under(node, lambda *_: True):
+        leaf = "AccumulateGrad" in each.name()
+        shapes = [parameter_shape(each.variable)] if leaf else [metadata.shape for metadata in each._input_metadata]
         if any(prod(shape) != 1 for shape in shapes):
             return False
-        waiting += [below for below, _ in node.next_functions if below is not None and below not in visited]
-        visited.update(waiting)
     return True
+
+
+def _of_losses(vector: Tensor) -> bool:
+    """Whether a vector collects losses, such as a cross entropy; sums and means may be predictions of an example."""
+    parts = under(vector.grad_fn, lambda x, shape: prod(shape) == 1 or x.name().startswith(VECTORS))
+    return any(getattr(each, "_saved_reduction", 0) for each in parts)
 
 
 @dataclass(eq=False)
@@ -295,7 +293,7 @@ def predictions_in(output: Any) -> list[Tensor]:
     wide = [value for value in tensors if value.ndim > 1]
     named = len(wide) < 2 or logits_of(output) is not None
     order = [(not x.numel(), not named and x.grad_fn is None, place) for place, x in enumerate(wide)]
-    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
+    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1 and not _of_losses(value)]
     if vectors and returned_loss(output) is not None:
         vectors = [value for value in vectors if value.grad_fn is not None]
     return [wide[place] for _, _, place in sorted(order)] + vectors
@@ -332,7 +330,7 @@ def of_levels(output: Any) -> bool:
 
 def outputs_of(prediction: Tensor) -> int:
     """How many outputs a term has: C."""
-    dim = class_dim(prediction) if prediction.ndim > 1 else None
+    dim = class_place(prediction).dim if prediction.ndim > 1 else None
     return 1 if dim is None else prediction.shape[dim]
 
 
@@ -376,7 +374,7 @@ def output_terms(
 ) -> Tensor | int | None:
     """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
     It is made of ``prediction``; None: of the likeliest."""
-    if prediction is None and (prediction := next(iter(predictions_in(output)), None)) is None:
+    if prediction is None and (prediction := returned_prediction(output)) is None:
         return None
     shape = list(prediction.shape)
     if len(shape) > 1:

@@ -22,11 +22,11 @@ from ds_kfac.model.prediction import (
     VIEWS,
     LastProduct,
     Shape,
-    inputs_of,
     moved,
     operands,
     product_below,
     signed,
+    under,
 )
 
 Value = tuple[int, int]
@@ -257,22 +257,17 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
     """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
     whether it is seen to be a mean."""
     found, mean = list[float | None](), False
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) is None or node in visited:
-            continue
-        visited.add(node)
-        name, other = node.name(), None
-        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
+    for each in under(node, lambda _, shape: prod(shape) == 1):
+        name, other = each.name(), None
+        mean |= name.startswith("MeanBackward") or getattr(each, "_saved_reduction", 0) == 1
         if name.startswith(("DivBackward", "MulBackward")):
             with suppress(RuntimeError):  # it was changed in place
-                other = getattr(node, "_saved_other", None)
-                other = getattr(node, "_saved_self", None) if other is None and name[0] == "M" else other
+                other = getattr(each, "_saved_other", None)
+                other = getattr(each, "_saved_self", None) if other is None and name[0] == "M" else other
         if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
             found.append(None)
         elif other is not None and float(other):
             found.append(float(other) if name[0] == "D" else 1 / float(other))
-        waiting += [below for below, _, shape in inputs_of(node) if prod(shape) == 1]
     return found, mean
 
 

@@ -85,6 +85,7 @@ _ROWS = {
         ("loss terms: labels of classes", " or (self.info.classes and of_classes(output, self.info))", "")],
     ("model/batch.py", "tests/model/test_rows.py"): [
         ("batch: labels of examples throw the mask away", "return mask.shape == labelled.shape", "return True"),
+        ("batch: a switch is labels", "placed if isinstance(placed, Tensor) else None", "placed"),
         ("batch: shift_labels are shifted again", "self.shifted and placed is None", "self.shifted"),
         ("batch: a mask of choices is none", "mask.flatten(0, 1) if mask.shape in shapes else mask", "mask"),
         ("batch: a mask of pairs is one of choices", "if mask.shape in shapes else mask", ""),
@@ -299,7 +300,9 @@ _ROWS = {
         ("loss terms: those of a target", "not named and x.grad_fn is None", "False"),
         ("a loss of shape [1] is none", "(value.ndim == 0 or is_scalar(value))", "(value.ndim == 0)"),
         ("loss terms: those of a task without a row", "(not x.numel(), ", "(False, "),
-        ("several losses: those that are gathered, chosen from and weighed", "few and _collects(below)", "False"),
+        ("several losses: those that are gathered, chosen from and weighed", "few and _collects(below, others)",
+         "False"),
+        ("loss terms: a vector of losses is a prediction", " and not _of_losses(value)", ""),
         ("several losses: a plain backward's part beside a prediction is the scale", "among is None and self._beside",
          "False"),
         ("several losses: losses of two forwards are parts", "if used and len(own) == 1 else", "if used else"),
@@ -316,11 +319,21 @@ _ROWS = {
          "[x for x in reductions if number in x.passed and x.value not in self._inside]"),
         ("sums: a returned loss beside a prediction is the scale",
          "[loss for loss in losses if any(number in x.passed for x in self._made[loss])]", "losses"),
+        ("sums: those in a vector are read twice", " and not follows", ""),
+        ("sums: those of a loop are measured anew at each", "many >> (rest := max(0, many.bit_length() - 4)) << rest",
+         "many"),
+        ("sums: smoothed labels hide how many there are", "sum(not x.classes for x in mine) == 1", "len(mine) == 1"),
         ("sums: terms without a label are counted", 'self.terms, self.doubt = terms, ""', "pass")],
     ("model/reductions.py", "tests/model/test_reductions.py"): [
         ("sums: what weighs terms is a mask", "((mask == 0) | (mask == 1)).all()", "torch.tensor(True)"),
         ("sums: what divides terms is not read", "(x.gradient * x.factor)", "x.gradient"),
         ("sums: of means, too", 'return kind == "Sum" and at == last', "continue"),
+        ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
+        ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",
+         "prod(after) < prod(before) and not outputs"),
+        ("sums: each output has a term", " and each.single is not False", ""),
+        ("sums: those of the first example are all labels", "labels = None if several else labelled(node)",
+         "labels = labelled(node)"),
         ("sums: smoothed labels are twice a term", "if 0 < len(smooth) < len(seeds)", "if False")],
     ("model/prediction.py", "tests/model/test_losses.py"): [
         ("loss terms: a matrix and a vector", "LastProduct(shape[0] if matrix else 1,", "LastProduct(1,")],
@@ -795,6 +808,7 @@ _ROWS = {
      f"{_KFAC_ADAMW}::test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr"): [
         ("rates: matrices in no layer at adam_lr", "1.0 if group.get(MATRIX) else self.adam_ratio", "self.adam_ratio")],
     ("engine/explain.py", "tests/deepspeed/test_explain.py"): [
+        ("explain: its own name of a model's weight", 'name.removeprefix("(model)")', "name"),
         ("explain: a failed refresh is not told", "if outcome == FAILED:\n                text",
          "if False:\n                text"),
         ("explain: another batch's numbers", "numbers[:, column]", "numbers[:, 0]")],

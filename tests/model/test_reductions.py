@@ -198,7 +198,7 @@ OTHERS = {
     "weights": lambda z, y: (each(z, y) * torch.linspace(0.1, 0.9, T)).sum() / 8,
     "weights of classes": lambda z, y: F.cross_entropy(z.mT, y, weight=torch.rand(C), reduction="sum") / 8,
     "squares": lambda z, y: (z.square() * (y >= 0)[..., None]).sum() / 8,
-    "means of a vector that is cast": lambda z, y: means_of(z, y).double().sum() / 8,
+    "means of a vector": lambda z, y: (means_of(z, y) + 1).sum() / 8,
     "means of squares": lambda z, y: (squares_of(z, y) + 1).sum() / 8,
     "a sum and a mean": lambda z, y: total(z, y) / 8 + z[y >= 0].square().mean(),
 }
@@ -228,6 +228,7 @@ def test_what_is_no_sum_of_terms_has_the_scale_of_a_mean(name):
 COUNTS = {
     "labels that are smoothed": (lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1), TOTAL),
     "probabilities": (lambda z, y: F.cross_entropy(z.flatten(0, 1), torch.full((N * T, C), 1 / C)), N * T),
+    "the examples' means": (lambda z, y: (means_of(z, y) + 1).sum() / 8, N * T),
     "some of the examples' means": (lambda z, y: means_of(z, y)[y[:, 0] >= 0].sum() / 8, N * T),
     "a part of the losses": (lambda z, y: picked(z, y)[:, 1:].sum() / 8, N * (T - 1)),
 }
