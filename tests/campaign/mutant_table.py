@@ -808,7 +808,6 @@ _ROWS = {
      f"{_KFAC_ADAMW}::test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr"): [
         ("rates: matrices in no layer at adam_lr", "1.0 if group.get(MATRIX) else self.adam_ratio", "self.adam_ratio")],
     ("engine/explain.py", "tests/deepspeed/test_explain.py"): [
-        ("explain: its own name of a model's weight", 'name.removeprefix("(model)")', "name"),
         ("explain: a failed refresh is not told", "if outcome == FAILED:\n                text",
          "if False:\n                text"),
         ("explain: another batch's numbers", "numbers[:, column]", "numbers[:, 0]")],
