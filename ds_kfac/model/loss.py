@@ -36,8 +36,7 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
     losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
     computed, unless with ``errors``. ``reductions`` gets what they are made of, watched."""
-    scalars, others = set[Value](), set[Any]()
-    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    scalars, others, waiting = set[Value](), set[Any](), list[tuple[Any, int]]([(loss.grad_fn, loss.output_nr)])
     while waiting:
         node, output = waiting.pop()
         if (value := (node._sequence_nr(), output)) in scalars:
@@ -46,8 +45,9 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
         name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
         squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
         goes_on, made = errors or not (squared or name.startswith(ERRORS)), False
-        for below, at, shape in inputs_of(node):
-            numel = prod(shape)
+        for below, at in node.next_functions:
+            shapes = () if below is None else below._input_metadata
+            numel = prod(shapes[at].shape) if at < len(shapes) else 0
             few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
             follows = goes_on and (numel == 1 or (few and _collects(below, others)))
             waiting += [(below, at)] if follows else []
@@ -59,8 +59,8 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
 
 
 def _collects(node: Any, others: set[Any]) -> bool:
-    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does.
-    ``others`` do not, and get the node and those under it if it does not."""
+    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs, casts or chooses from what does; if not, it
+    and those under it join the ``others``."""
     nodes = {*under(node, lambda x, _: x not in others and x.name().startswith(VECTORS))} - others
     collecting = (x for x in nodes if x.name().startswith(COLLECTING))
     found = any(all(prod(shape) == 1 for *_, shape in inputs_of(each)) for each in collecting)
@@ -374,7 +374,7 @@ def output_terms(
 ) -> Tensor | int | None:
     """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
     It is made of ``prediction``; None: of the likeliest."""
-    if prediction is None and (prediction := returned_prediction(output)) is None:
+    if prediction is None and (prediction := next(iter(predictions_in(output)), None)) is None:
         return None
     shape = list(prediction.shape)
     if len(shape) > 1:
