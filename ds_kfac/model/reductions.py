@@ -135,7 +135,7 @@ class Reduction:
 
     def _left(self, node: Any, kind: str, shape: Shape) -> Tensor | int | None:
         """How many entries an operation leaves, where it leaves some out."""
-        if kind in ("Index", "MaskedSelect", "Slice"):
+        if kind in ("Index", "MaskedSelect"):
             return prod(shape)
         mask = saved(node, {"MaskedFill": "mask", "Where": "condition"}.get(kind, ""))
         if mask is None or mask.shape != shape:

@@ -230,7 +230,8 @@ COUNTS = {
     "probabilities": (lambda z, y: F.cross_entropy(z.flatten(0, 1), torch.full((N * T, C), 1 / C)), N * T),
     "the examples' means": (lambda z, y: (means_of(z, y) + 1).sum() / 8, N * T),
     "some of the examples' means": (lambda z, y: means_of(z, y)[y[:, 0] >= 0].sum() / 8, N * T),
-    "a part of the losses": (lambda z, y: picked(z, y)[:, 1:].sum() / 8, N * (T - 1)),
+    "a part of the losses, of which some are ignored": (lambda z, y: each(z, y)[:, :-1].sum() / 8, TOTAL),
+    "probabilities of some": (lambda z, y: (-z.log_softmax(-1) / C)[y >= 0].sum() / 8, N * T),
 }
 
 
