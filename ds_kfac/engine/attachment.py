@@ -53,8 +53,8 @@ SEVERAL = (
     "the terms was divided (docs/capture.md)"
 )
 NEW = (
-    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at attach; freeze later, "
-    "add before (docs/frameworks.md): "
+    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at attach; freeze "
+    "later, add before (docs/frameworks.md): "
 )
 BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
 ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"

@@ -31,10 +31,10 @@ def explain(job: Job, scan: Scan, name: str | None = None) -> str:
     if name is None:
         head = ("layer", "state", "next update", "next refresh", "decomposed on", "state on")
         return "\n".join(columns([head, *folded([one.row() for one in asked.values()])]))
-    if name in asked:
-        return asked[name].text()
+    if (own := name.removeprefix("(model)")) in asked:
+        return asked[own].text()
     for left in scan.skipped:
-        if left.name == name:
+        if left.name == own:
             return f"{name} ({left.kind}, {left.numel:,} parameters) is not preconditioned; at attach: {left.reason}"
     near = get_close_matches(name, [*asked, *(left.name for left in scan.skipped)])
     raise ValueError(

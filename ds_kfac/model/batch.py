@@ -122,6 +122,7 @@ class ArgumentReader:
                 batch[key] = None if key in batch else x  # of two mappings, as a query's and a text's, neither
         values = batch | {key: x for key, x in values.items() if isinstance(x, Tensor) or key not in batch}
         placed, labelled, items = values.get("shift_labels"), None, values.get("num_items_in_batch")
+        placed = placed if isinstance(placed, Tensor) else None  # of some models it is a switch
         labels = values.get("labels") if placed is None else placed  # what Transformers has shifted before it cut
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = have_loss(labels, self._model)

@@ -297,8 +297,8 @@ class StepSums:
         """A hook raised: the layer has no rows in this step, nor in later ones."""
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"ds_kfac: the rows of {layer.name} ({layer.kind}) are not known: its factors stay as they are, and from "
-            f"the next check of rows on it is without curvature: {self.failed[layer.name]}"
+            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its factors stay as they "
+            f"are, and from the next check of rows on it is without curvature: {self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)

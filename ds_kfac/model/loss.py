@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import parameter_shape, tensors_of
-from ds_kfac.model.prediction import Place, class_dim, class_place, is_scalar, last_product
+from ds_kfac.model.prediction import Place, class_place, inputs_of, is_scalar, last_product, under
 from ds_kfac.model.reductions import Measured, Reduction, Value, divided, measured, terms_in
 from ds_kfac.model.slices import Fit, counted, fit
 
 ERRORS = "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "LogSigmoid", "Softplus"
 """Nodes of an error of a prediction, as the square of a difference is one."""
-COLLECTING = "StackBackward", "CatBackward"
-VECTORS, MOST_LOSSES = (*COLLECTING, "MulBackward", "DivBackward", "WhereBackward"), 64
-"""Nodes that collect losses in a vector; these and those that may weigh it or choose from it; the most losses in it."""
+COLLECTING, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
+VECTORS = *COLLECTING, "MulBackward", "DivBackward", "WhereBackward", "IndexBackward", "ToCopyBackward"
+"""Nodes that collect losses in a vector, the most in it; these and those that may weigh, cast or choose from it."""
 LEVELS = (
     "the model returned predictions of several sizes, and the number of loss terms is taken to be that of the first. "
     "If the loss is a mean over all of them"
@@ -36,8 +36,7 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
     losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
     computed, unless with ``errors``. ``reductions`` gets what they are made of, watched."""
-    scalars: set[Value] = set()
-    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    scalars, others, waiting = set[Value](), set[Any](), list[tuple[Any, int]]([(loss.grad_fn, loss.output_nr)])
     while waiting:
         node, output = waiting.pop()
         if (value := (node._sequence_nr(), output)) in scalars:
@@ -50,28 +49,23 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
             few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
-            if goes_on and (numel == 1 or (few and _collects(below))):
-                waiting.append((below, at))
-            made |= numel > 1
-        if made and reductions is not None:
+            follows = goes_on and (numel == 1 or (few and _collects(below, others)))
+            waiting += [(below, at)] if follows else []
+            made |= numel > 1 and not follows
+        if made and reductions is not None and prod(node._input_metadata[output].shape) == 1:
             reductions.append(Reduction(value))
             reductions[-1].watch(node)
     return scalars
 
 
-def _collects(node: Any) -> bool:
-    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs or chooses from what such a one does."""
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) in visited:
-            continue
-        visited.add(node)
-        below = [(part, at) for part, at in node.next_functions if part is not None]
-        if not node.name().startswith(COLLECTING):
-            waiting += [part for part, _ in below if part.name().startswith(VECTORS)]
-        elif all(prod(part._input_metadata[at].shape) == 1 for part, at in below):
-            return True
-    return False
+def _collects(node: Any, others: set[Any]) -> bool:
+    """Whether a node of :data:`VECTORS` collects scalars alone, or weighs, casts or chooses from what does; if not, it
+    and those under it join the ``others``."""
+    nodes = {*under(node, lambda x, _: x not in others and x.name().startswith(VECTORS))} - others
+    collecting = (x for x in nodes if x.name().startswith(COLLECTING))
+    found = any(all(prod(shape) == 1 for *_, shape in inputs_of(each)) for each in collecting)
+    others |= set() if found else nodes
+    return found
 
 
 def trained(loss: Tensor, forwards: Sequence["Forward"], reductions: list[Reduction] | None = None) -> set[Value]:
@@ -95,8 +89,7 @@ def made_of(
 ) -> set[Value]:
     """What losses are computed from, themselves included, other than through ``without`` or what lies behind ``ends``.
     A node's operands are older than the node: what is older than the sequence number ``oldest`` is left out."""
-    found, waiting = set(without), list[tuple[Any, int]]()
-    waiting += [(x.grad_fn, x.output_nr) for x in losses]
+    found, waiting = set(without), list[tuple[Any, int]]((x.grad_fn, x.output_nr) for x in losses)
     while waiting:
         node, output = waiting.pop()
         if (value := (node._sequence_nr(), output)) in found or value[0] < oldest:
@@ -109,16 +102,18 @@ def made_of(
 
 def _of_scalars(node: Any) -> bool:
     """Whether a scalar is computed from scalars alone: then it is a temperature, such as CLIP's, and no loss."""
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        node = waiting.pop()
-        leaf = "AccumulateGrad" in node.name()
-        shapes = [parameter_shape(node.variable)] if leaf else [metadata.shape for metadata in node._input_metadata]
+    for each in under(node, lambda *_: True):
+        leaf = "AccumulateGrad" in each.name()
+        shapes = [parameter_shape(each.variable)] if leaf else [metadata.shape for metadata in each._input_metadata]
         if any(prod(shape) != 1 for shape in shapes):
             return False
-        waiting += [below for below, _ in node.next_functions if below is not None and below not in visited]
-        visited.update(waiting)
     return True
+
+
+def _of_losses(vector: Tensor) -> bool:
+    """Whether a vector collects losses, such as a cross entropy; sums and means may be predictions of an example."""
+    parts = under(vector.grad_fn, lambda x, shape: prod(shape) == 1 or x.name().startswith(VECTORS))
+    return any(getattr(each, "_saved_reduction", 0) for each in parts)
 
 
 @dataclass(eq=False)
@@ -162,7 +157,7 @@ class Forward:
     _made: dict[Value, list[Reduction]] = field(default_factory=dict)  # returned loss -> what it is made of
     _inside: set[Value] = field(default_factory=set)  # scalars of all of them
     _predictions: list[Value] = field(default_factory=list)  # the likeliest first, or the one that the loss is made of
-    _taken: tuple[Any, int] = (None, 0)  # the backward of which the sums are, and of how many
+    _taken: tuple[Any, int] = (None, 0)  # the backward of which the sums are, and of how many, about
 
     @property
     def count(self) -> Tensor | int:
@@ -256,14 +251,16 @@ class Forward:
         if losses:
             made = self._made.get(losses[0], []) if self.seed is not None and not outside else []
             mine = [x for x in made if number in x.passed] or made
-        now = reductions, sum(x.gradient is not None for x in mine)
+        many = sum(x.gradient is not None for x in mine)
+        now = reductions, many >> (rest := max(0, many.bit_length() - 4)) << rest  # of a loop's, again after some more
         if now[0] is self._taken[0] and now[1] == self._taken[1]:
             return
         self._taken, labels = now, self.info.labelled
         of_terms = bool(mine) and all(x.of_terms(labels) for x in mine)
         of_terms &= count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
         self.sums = measured(mine) if of_terms else None
-        if count and labels is None and (of_terms or len(mine) == 1) and (terms := terms_in(mine)) is not None:
+        shown = of_terms or sum(not x.classes for x in mine) == 1
+        if count and labels is None and shown and (terms := terms_in(mine)) is not None:
             self.terms, self.doubt = terms, ""
 
 
@@ -296,7 +293,7 @@ def predictions_in(output: Any) -> list[Tensor]:
     wide = [value for value in tensors if value.ndim > 1]
     named = len(wide) < 2 or logits_of(output) is not None
     order = [(not x.numel(), not named and x.grad_fn is None, place) for place, x in enumerate(wide)]
-    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1]
+    vectors = [value for value in tensors if value.ndim == 1 and len(value) > 1 and not _of_losses(value)]
     if vectors and returned_loss(output) is not None:
         vectors = [value for value in vectors if value.grad_fn is not None]
     return [wide[place] for _, _, place in sorted(order)] + vectors
@@ -333,7 +330,7 @@ def of_levels(output: Any) -> bool:
 
 def outputs_of(prediction: Tensor) -> int:
     """How many outputs a term has: C."""
-    dim = class_dim(prediction) if prediction.ndim > 1 else None
+    dim = class_place(prediction).dim if prediction.ndim > 1 else None
     return 1 if dim is None else prediction.shape[dim]
 
 

@@ -4,7 +4,7 @@ The graph leads from the prediction to the matrix product that made it, which kn
 From there on the dimension is followed through what the program did to the product, until it is turned, split or gone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
@@ -87,11 +87,6 @@ def class_place(prediction: Tensor) -> Place:
         return Place(-1, doubt)
     places = [place for place in (usual, *range(prediction.ndim)) if shape[place] == product.outputs]
     return Place(places[0] if places and end == UNKNOWN else 1 if last > 2 else usual, doubt)
-
-
-def class_dim(prediction: Tensor) -> int | None:
-    """The dimension of :func:`class_place`."""
-    return class_place(prediction).dim
 
 
 def _followed(product: LastProduct) -> tuple[list[int], str]:
@@ -228,16 +223,29 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
+def inputs_of(node: Any) -> Iterator[tuple[Any, int, Shape]]:
+    """The nodes that made a node's operands, which of their outputs each is, and its shape."""
+    for below, output in node.next_functions:
+        if below is not None and output < len(metadata := getattr(below, "_input_metadata", ())):
+            yield below, output, tuple(metadata[output].shape)
+
+
+def under(node: Any, goes: Callable[[Any, Shape], bool]) -> Iterator[Any]:
+    """A node and those under it, each once, as far as ``goes``, asked with a node and its result's shape, says so."""
+    visited, waiting = set[Any](), [node]
+    while waiting:
+        if (node := waiting.pop()) is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        waiting += [below for below, _, shape in inputs_of(node) if goes(below, shape)]
+
+
 def operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
     """The nodes of the operands that are neither constants nor parameters, and the operands' shapes. Those of the
     ``result``'s shape go first, then those with as many dimensions: others are repeated, as the weights of an average.
     """
-    found = []
-    for below, index in node.next_functions:
-        if below is not None and "AccumulateGrad" not in below.name():
-            metadata = getattr(below, "_input_metadata", ())
-            if index < len(metadata):
-                found.append((below, tuple(metadata[index].shape)))
+    found = [(below, shape) for below, _, shape in inputs_of(node) if "AccumulateGrad" not in below.name()]
     return sorted(found, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
 
 

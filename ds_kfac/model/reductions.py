@@ -26,6 +26,7 @@ from ds_kfac.model.prediction import (
     operands,
     product_below,
     signed,
+    under,
 )
 
 Value = tuple[int, int]
@@ -36,7 +37,7 @@ SAME = VIEWS | {
     "T", "Expand", *JOINED,
 }  # fmt: skip
 """What leaves the entries of a sum what they are, in another order, or leaves some out."""
-ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum"}
+ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum", "Permute", "Transpose"}
 """What treats all outputs of a term alike."""
 EQUAL = 0.01
 """Relative difference of gradients at several sums of one loss, such as those of chunks, by roundings."""
@@ -111,9 +112,7 @@ class Reduction:
             again = self._outputs(product)
             if again is None:
                 break
-            if not again:
-                return
-            below, shape = self._entries(*operand(below, shape))
+            below, shape = self._entries(*operand(below, shape)) if again else (None, (0,))
             summed = prod(shape)
         self.numel = summed
         if self.joined:  # the graph was followed to the first of them
@@ -161,28 +160,32 @@ class Reduction:
 
     def _outputs(self, product: LastProduct) -> bool | None:
         """Whether the outputs of a term became one number: sets :attr:`single`. True: entries are plain sums of terms,
-        which are further down; False: of terms that may have weights."""
+        which are further down; False: of several terms, which may have weights."""
         dims, alike, last = ([] if product.place is None else [product.place]), True, len(product.steps) - 1
+        labels: Tensor | None = None
         if not product.weighed:
             return None
         for at, (node, before, after) in enumerate(product.steps):
-            kind = kind_of(node)
-            if not dims:
-                if kind in SUMS and prod(before) != prod(after):
-                    return kind == "Sum" and at == last
-                continue
-            if kind in LOSSES:
-                if saved(node, "weight") is not None:
+            kind, width, outputs = kind_of(node), prod(before[dim] for dim in dims), bool(dims)
+            if outputs:
+                if kind in LOSSES:
+                    if saved(node, "weight") is not None:
+                        return None
+                    several = any(kind_of(later) in JOINED for later, *_ in product.steps[at:])
+                    labels = None if several else labelled(node)
+                alike &= kind in ALIKE
+                dims, end = moved(kind, node, dims, before, after)
+                if end == UNKNOWN:
                     return None
-                self.terms = labelled(node) if self.terms is None else self.terms
-            alike &= kind in ALIKE
-            dims, end = moved(kind, node, dims, before, after)
-            if end == UNKNOWN:
-                return None
-            if not dims and kind == "Sum" and alike:
-                self.classes = prod(before) // max(1, prod(after))
+            summed = kind in SUMS and prod(after) * width < prod(before)
+            if not dims and (summed or getattr(node, "_saved_reduction", 0) == 1):
+                self.terms = labels
+                return kind == "Sum" and at == last
+            if outputs and not dims and kind == "Sum" and alike:
+                self.classes = width
         shape = product.steps[-1][2] if product.steps else product.shape
         self.single = all(shape[dim] == 1 for dim in dims)
+        self.terms = self.terms if self.single and self.terms is not None else labels
         return None
 
     def of_terms(self, labels: Tensor | None) -> bool:
@@ -213,7 +216,7 @@ def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
     """How many terms have a label or are not masked; None: it is not known of all."""
     several: list[Tensor | int] = []
     for each in reductions:
-        masks = [mask for mask in each.masks if mask.numel() == each.numel]
+        masks = [mask for mask in each.masks if mask.numel() == each.numel and each.single is not False]
         if each.classes:
             continue
         if each.terms is None and not masks:
@@ -246,7 +249,8 @@ def saved(node: Any, name: str) -> Any:
 
 def number(x: Tensor | float) -> float:
     """Of one element on the host. Of a number that autograd keeps item() raises under a counter of FLOPs."""
-    return float(x.tolist() if isinstance(x, Tensor) and x.ndim == 0 else x)
+    value: Any = x.tolist() if isinstance(x, Tensor) and x.ndim == 0 else x
+    return float(value)
 
 
 def labelled(node: Any) -> Tensor | None:
@@ -259,26 +263,17 @@ def divisors(node: Any) -> tuple[list[float | None], bool]:
     """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
     whether it is seen to be a mean."""
     found, mean = list[float | None](), False
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) is None or node in visited:
-            continue
-        visited.add(node)
-        name, other = node.name(), None
-        mean |= name.startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
+    for each in under(node, lambda _, shape: prod(shape) == 1):
+        name, other = each.name(), None
+        mean |= name.startswith("MeanBackward") or getattr(each, "_saved_reduction", 0) == 1
         if name.startswith(("DivBackward", "MulBackward")):
             with suppress(RuntimeError):  # it was changed in place
-                other = getattr(node, "_saved_other", None)
-                other = getattr(node, "_saved_self", None) if other is None and name[0] == "M" else other
+                other = getattr(each, "_saved_other", None)
+                other = getattr(each, "_saved_self", None) if other is None and name[0] == "M" else other
         if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
             found.append(None)
         elif other is not None and (by := number(other)):
             found.append(by if name[0] == "D" else 1 / by)
-        waiting += [
-            below
-            for below, at in node.next_functions
-            if below is not None and at < len(shapes := below._input_metadata) and prod(shapes[at].shape) == 1
-        ]
     return found, mean
 
 

@@ -374,9 +374,9 @@ class RowSums:
                 self._warned = bool(own != forward.guess) if known else type(own) is not type(forward.guess)
                 if self._warned:
                     logger.warning(
-                        f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of "
-                        "loss terms is taken from that layer, because neither labels nor an output of the model show "
-                        "it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
+                        f"ds_kfac: {call.layer.name or '(model)'} has other rows than the layer nearest to the loss. "
+                        "The number of loss terms is taken from that layer, because neither labels nor an output of "
+                        "the model show it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
                     )
             terms = forward.guess
         # A's and G's rows are the same terms, and one of both is made

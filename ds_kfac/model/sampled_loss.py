@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.loss import logits_of, outputs_of, returned_prediction
-from ds_kfac.model.prediction import class_dim
+from ds_kfac.model.prediction import class_place
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
 """(prediction, batch, generator) -> scalar loss with gradients to the prediction.
@@ -54,7 +54,7 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
     """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
     logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
     logits = prediction_tensor(output)
-    dim = class_dim(logits)
+    dim = class_place(logits).dim
     logits = logits if dim is None else logits.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():

@@ -374,7 +374,7 @@ class LayerWarner:
                     continue
                 self._warned.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: their norm exceeds 1e15, which "
-                    "Adam's second moment would not recover from. Its weights were not touched in these steps; "
-                    '"gradient_clipping" in the DeepSpeed config bounds gradients'
+                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so far: their norm exceeds "
+                    "1e15, which Adam's second moment would not recover from. Its weights were not touched in these "
+                    'steps; "gradient_clipping" in the DeepSpeed config bounds gradients'
                 )

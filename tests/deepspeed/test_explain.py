@@ -38,6 +38,13 @@ class Deep(nn.Module):
         return cross_entropy(x, y)
 
 
+class Own(nn.Linear):
+    """A model that is one layer."""
+
+    def forward(self, x, y):
+        return cross_entropy(super().forward(x), y)
+
+
 def asked_worker(name: str) -> list:
     """What a rank says before the first step and after the third, of the layer that rank 1 keeps."""
     engine, found = build(BY_NAME[name], 1), []
@@ -92,6 +99,7 @@ def why_worker(_) -> dict[str, str]:
 
     said("not proven", "middle", 1, model=Helped())
     said("no gradient", "first", 1, model=Zero())
+    said("the model", "(model)", 1, model=Own(13, 13))
     with patch("ds_kfac.curvature.eigen.eigh", fails):
         said("failed", "middle", 1)
     said("few rows", "middle", 1, factor={**KFAC["factor"], "rows": 1000})
@@ -140,6 +148,7 @@ SAYS = {
     "not proven": ["no basis: not proven, its rows do not make up its gradient: its gradient is not that of the rows "
                    "of 1 calls", "the next update proves again; a layer keeps its raw gradient"],
     "no gradient": ["no basis: A has taken no batch yet", "step 0, 0 rows", "step 1; next refresh: step 1"],
+    "the model": ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     "zero": ["no basis: A is zero, as all its rows are"],
     "failed": ["no basis: A could not be decomposed on rank 0 in step 0, whose log has the error"],
     "few rows": ["last batch: step 0, 12 rows, fewer than the 1000 that an update asks for (factor.rows)"],

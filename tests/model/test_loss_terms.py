@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.loss import class_place, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
@@ -384,14 +384,14 @@ IMAGES = {
 def test_three_dimensions_are_tokens_or_positions_of_a_convolution(name):
     make, expected = LAYOUTS[name]
     prediction = make(torch.randn(1 if "image" in name else 2, 3, 8))
-    assert prediction.ndim == 3 and class_dim(prediction) % 3 == expected
+    assert prediction.ndim == 3 and class_place(prediction).dim % 3 == expected
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_more_dimensions_are_images_unless_a_linear_layer_made_them(name):
     make, expected = IMAGES[name]
     prediction = make(torch.randn(2, 3, 8))
-    assert prediction.ndim > 3 and class_dim(prediction) % prediction.ndim == expected
+    assert prediction.ndim > 3 and class_place(prediction).dim % prediction.ndim == expected
 
 
 def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
@@ -425,4 +425,4 @@ def test_an_operation_with_the_name_of_a_product_and_one_operand_is_followed():
         def backward(ctx, gradient):
             return 2 * gradient
 
-    assert class_dim(ScaledMm.apply(torch.nn.Linear(4, 5)(torch.ones(2, 3, 4)))) == 2
+    assert class_place(ScaledMm.apply(torch.nn.Linear(4, 5)(torch.ones(2, 3, 4)))).dim == 2

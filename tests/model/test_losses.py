@@ -38,6 +38,7 @@ class Net(nn.Module):
         ce = F.cross_entropy(logits, y)
         values = {"ce": ce, "aux": aux, "sum": ce + 0.01 * aux, "accuracy": ce.detach(), "scale": self.scale.exp()}
         values |= {"raw": raw, "logits": logits, "hidden": h, "part": h.square().mean(), "list": [{"logits": logits}]}
+        values["losses"] = torch.stack([ce, aux])
         return {name: values[name] for name in self.returned.split()}
 
 
@@ -70,6 +71,13 @@ CASES = {
         lambda v: (torch.where(CHOSEN, torch.stack([v["ce"], v["ce"].detach()]), 0.0) * CHOSEN).sum() / 8,
         8,
     ),
+    "one of those of several ranks, cast and divided": (
+        "aux ce",
+        lambda v: torch.stack([v["ce"], v["ce"].detach()]).double().sum() / 8,
+        8,
+    ),
+    "a vector of them": ("losses", lambda v: v["losses"] @ torch.tensor([1.0, 0.1]), 1),
+    "a vector of them first": ("losses logits", lambda v: v["losses"].mean(), 1),
     "one of two, divided": ("aux ce", lambda v: v["ce"] / 8, 8),
     "their sum, returned last": ("ce aux sum", lambda v: v["sum"] / 8, 8),
     "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import class_dim, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.loss import class_place, doubt_of, output_terms, returned_prediction
 from ds_kfac.model.sampled_loss import SAMPLERS
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -179,10 +179,10 @@ def test_labels_of_examples_leave_the_mask_of_tokens_in_force(kind, loss_only):
 
 
 def test_a_split_head_keeps_its_outputs_in_the_last_of_its_dimensions():
-    assert class_dim(FIVE(X).view(N, T, 1, C)) == 3 and class_dim(SIX(X).view(N, T, 2, 3)) == 3
-    assert class_dim(MAPS(IMAGE).view(N, 2, 4, 8, 9)) == 1, "of an image as in torch's losses"
-    assert class_dim(SIX(X).view(N, T, 2, 3).permute(0, 2, 3, 1)) == 2
+    assert class_place(FIVE(X).view(N, T, 1, C)).dim == 3 and class_place(SIX(X).view(N, T, 2, 3)).dim == 3
+    assert class_place(MAPS(IMAGE).view(N, 2, 4, 8, 9)).dim == 1, "of an image as in torch's losses"
+    assert class_place(SIX(X).view(N, T, 2, 3).permute(0, 2, 3, 1)).dim == 2
     anchors = MAPS(IMAGE).view(N, 2, 4, 8, 9)
-    assert class_dim(anchors.permute(0, 1, 3, 4, 2).contiguous()) == 4, "of each anchor, channels last"
-    assert class_dim(anchors.permute(0, 3, 4, 1, 2).reshape(N, -1, 4)) == 2
-    assert class_dim(SIX(X).flatten(1).view(N, T, 6)) == 2, "of as many tokens, where the graph is of no help"
+    assert class_place(anchors.permute(0, 1, 3, 4, 2).contiguous()).dim == 4, "of each anchor, channels last"
+    assert class_place(anchors.permute(0, 3, 4, 1, 2).reshape(N, -1, 4)).dim == 2
+    assert class_place(SIX(X).flatten(1).view(N, T, 6)).dim == 2, "of as many tokens, where the graph is of no help"

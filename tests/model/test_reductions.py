@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_kfac.model import loss as of_loss
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -19,6 +20,7 @@ SCALE = 64.0
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(N, T, D, generator=GENERATOR), torch.randint(C, (N, T), generator=GENERATOR)
 Y = torch.stack([Y[n].where(torch.arange(T) < count, -100) for n, count in enumerate((5, 1, 2, 3, 1, 2))])
+ONES = torch.ones(N)
 TOTAL = int((Y >= 0).sum())
 PARTS = slice(0, 1), slice(1, 4), slice(4, 6)
 """Micro-batches with 5, 6 and 3 of 14 labels."""
@@ -50,6 +52,10 @@ def total(z: Tensor, y: Tensor, **how: float) -> Tensor:
     return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum", **how)
 
 
+def sums_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([total(a[None], b[None]) for a, b in zip(z, y, strict=True)])
+
+
 def transformers_smoother(z: Tensor, y: Tensor) -> Tensor:
     """transformers' LabelSmoother with ``num_items_in_batch``, times that number."""
     logs, padding = -z.log_softmax(-1), (y < 0)[..., None]
@@ -70,10 +76,15 @@ SUMS = {
     "where not": lambda z, y: torch.where(y < 0, 0.0, picked(z, y)).sum(),
     "sequences first": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).sum(),
     "a sum of sums": lambda z, y: sum(total(a[None], b[None]) for a, b in zip(z, y, strict=True)),
+    "a sum of a vector of sums": lambda z, y: sums_of(z, y).sum(),
+    "of weighed and chosen sums": lambda z, y: (
+        torch.where(sums_of(z, y) < 99, sums_of(z, y), 0.0).mul(ONES[: len(z)]).sum()
+    ),
     "of labelled logits": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0], reduction="sum"),
     "of one-hot labels": lambda z, y: -((z.log_softmax(-1) * F.one_hot(y.clamp(min=0), C)).sum(-1) * (y >= 0)).sum(),
     "in chunks": lambda z, y: torch.cat([each(a[None], b[None])[0] for a, b in zip(z, y, strict=True)]).sum(),
     "smoothed": lambda z, y: total(z, y, label_smoothing=0.1),
+    "of images, smoothed": lambda z, y: F.cross_entropy(z.mT, y, reduction="sum", label_smoothing=0.1),
     "smoothed by transformers": transformers_smoother,
 }
 UNKNOWN = {"in chunks"}
@@ -128,6 +139,30 @@ def test_whatever_a_sum_of_terms_is_divided_by_G_is_that_of_the_whole_batch(name
             close(found.sum_P / found.count, G[layer], sums=N * T + 2 * D, what=f"{layer}, labels {labels}")
 
 
+class Recurrent(Net):
+    """Each step's loss is made in the step: their gradients come between those of the layers."""
+
+    def forward(self, x: Tensor, y: Tensor, steps: int):  # type: ignore[override]
+        loss: float | Tensor = 0.0
+        for _ in range(steps):
+            x = torch.tanh(self.block(x))
+            loss = loss + total(self.head(x), y)
+        return loss / 1000
+
+
+def test_sums_of_many_steps_are_not_measured_anew_at_each(monkeypatch):
+    looked = []
+    measured = of_loss.measured
+    monkeypatch.setattr(of_loss, "measured", lambda mine: looked.append(len(mine)) or measured(mine))
+    recorder, steps = Recorder(Recurrent()), 100
+    made = recorder.model(X, Y.clamp(min=0), steps)
+    with recorder.capture.own_backward(made):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        made.backward()
+    assert recorder.counts("head") == [steps * N * T, N * T * steps]
+    assert len(looked) <= 8 * 5
+
+
 def test_where_labels_alone_say_that_each_number_is_a_term_they_are_asked():
     """As TRL's head, a function of its own, makes them: of the positions that have a next one."""
 
@@ -151,6 +186,14 @@ def test_where_labels_alone_say_that_each_number_is_a_term_they_are_asked():
     close(found.sum_P / found.count, G, sums=N * T + 2 * D)
 
 
+def means_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(a, b) for a, b in zip(z, y, strict=True)])
+
+
+def squares_of(z: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([a[b >= 0].square().mean() for a, b in zip(z.flip(0), y.flip(0), strict=True)])
+
+
 OTHERS = {
     "a mean": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "a mean of sequences": lambda z, y: ((picked(z, y) * (y >= 0)).sum(-1) / (y >= 0).sum(-1)).mean(),
@@ -158,6 +201,8 @@ OTHERS = {
     "weights": lambda z, y: (each(z, y) * torch.linspace(0.1, 0.9, T)).sum() / 8,
     "weights of classes": lambda z, y: F.cross_entropy(z.mT, y, weight=torch.rand(C), reduction="sum") / 8,
     "squares": lambda z, y: (z.square() * (y >= 0)[..., None]).sum() / 8,
+    "means of a vector": lambda z, y: (means_of(z, y) + 1).sum() / 8,
+    "means of squares": lambda z, y: (squares_of(z, y) + 1).sum() / 8,
     "a sum and a mean": lambda z, y: total(z, y) / 8 + z[y >= 0].square().mean(),
 }
 
@@ -181,6 +226,27 @@ def test_what_is_no_sum_of_terms_has_the_scale_of_a_mean(name):
     g, M = logits.grad.flatten(0, 1), int((Y[1:4] >= 0).sum())
     sums = recorder.sums("head").G
     close(sums.sum_P / sums.count, symmetric_pack(M * g.T @ g), sums=N * T + 2 * D)
+
+
+COUNTS = {
+    "labels that are smoothed": (lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1), TOTAL),
+    "probabilities": (lambda z, y: F.cross_entropy(z.flatten(0, 1), torch.full((N * T, C), 1 / C)), N * T),
+    "the examples' means": (lambda z, y: (means_of(z, y) + 1).sum() / 8, N * T),
+    "some of the examples' means": (lambda z, y: means_of(z, y)[y[:, 0] >= 0].sum() / 8, N * T),
+    "a part of the losses, of which some are ignored": (lambda z, y: each(z, y)[:, :-1].sum() / 8, TOTAL),
+    "probabilities of some": (lambda z, y: (-z.log_softmax(-1) / C)[y >= 0].sum() / 8, N * T),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_graph_shows_how_many_terms_there_are_or_each_prediction_is_one(name):
+    make, terms = COUNTS[name]
+    recorder = Recorder(Net())
+    loss = make(recorder.model(X)["logits"], Y)
+    with recorder.capture.own_backward(loss):
+        recorder.capture.begin_backward(torch.tensor(1.0))
+        loss.backward()
+    assert recorder.counts("head")[1] == terms
 
 
 def test_a_batch_that_says_its_divisor_is_believed():

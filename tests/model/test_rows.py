@@ -199,6 +199,8 @@ def test_hugging_face_arguments_are_recognised_by_name_and_place():
     for also in ({}, {"labels": LABELS}):  # Transformers has shifted them before it cut the sequence
         placed = read((IDS, mask), {"shift_labels": LABELS, **also})
         assert placed.rows.tolist() == [[False, True, True], [True, False, False]] and terms(placed) == 4
+    switched = read((IDS, mask), {"labels": LABELS, "shift_labels": True})  # of other models it is a switch
+    assert switched.rows.tolist() == info.rows.tolist() and terms(switched) == 3
     attended = ArgumentReader(CausalLM(), count="attended")((IDS, mask, LABELS), {})
     assert attended.rows.tolist() == mask.bool().tolist() and terms(attended) == 3
     everything = ArgumentReader(CausalLM(), count="all")((IDS, mask, LABELS), {})
