@@ -6,7 +6,6 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,6 @@ eps of the largest. Sums of CHUNK_ROWS rows at a time make it a few eps, for a m
 def packed_numel(dim: int) -> int:
     """Elements of a packed D x D symmetric matrix: D(D+1)/2."""
     return dim * (dim + 1) // 2
-
-
-def per_matrix(value: Scalar) -> Any:
-    """A number, or a tensor [] or [n], shaped to broadcast with a matrix [O, I] or with n matrices [n, O, I]."""
-    return value[..., None, None] if isinstance(value, Tensor) else value
 
 
 def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
@@ -283,7 +277,7 @@ def finish_direction_(
     if len(out_nOI) == 1:  # equal blocks, or the groups of a convolution, all at once
         parts, out_nOI = 1, out_nOI.view(x_nOI.shape)
     for part, out_part in enumerate(out_nOI.chunk(parts, dim=1)):
-        scales, bad, added = (per_matrix(vector[part::parts]) for vector in (scale, ~good, added_n))
+        scales, bad, added = (x[part::parts, None, None] for x in (scale, ~good, added_n))
         for out, x in in_chunks(out_part, x_nOI[part::parts]):
             y = torch.mul(x, scales, out=out if out.dtype is torch.float32 else None).masked_fill_(bad, 0.0).add_(added)
             if y is not out:

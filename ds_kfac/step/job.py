@@ -51,7 +51,7 @@ class Job:
         """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
 
         Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, K-FAC's state is as if it
-        had not been begun; gradients, which it may have overwritten, are dropped where DeepSpeed would keep them.
+        had not been begun; gradients, which it may have overwritten, are dropped.
         """
         try:
             drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
@@ -68,6 +68,7 @@ class Job:
         except BaseException:
             for kfac in self.preconditioners:
                 kfac.layout.clear()
+                kfac.layout.optimizer.zero_grad()
             self._abandon()
             raise
 

@@ -42,9 +42,9 @@ class KFACPreconditioner:
 
     Attributes:
         state: layer name -> :class:`LayerState`, of the layers this rank is a gradient worker of.
-        steps: applied steps, the clock of every schedule. It changes in :meth:`commit` only: all stages of a step see
-            the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped steps too.
-        begins: layers without moments, which use eigenbases of the first step in it, as later steps do not.
+        steps: applied steps, the clock of every schedule; changed in :meth:`commit` alone. DeepSpeed's global_steps
+            counts skipped steps, too.
+        begins: layers with empty moments, which use a new eigenbasis at once, others from the next step on.
         due: factors that the next step updates, and those that it decomposes.
         observations: what the first captured batch has shown.
         names: layer name -> its name in checkpoints.
@@ -170,8 +170,7 @@ class KFACPreconditioner:
             names, scalars = curvature.scalars(factors)
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike. No domain knows others'
         if self.layout.bound(self.layout.engine) and not self.engine_view.domain.name:
-            of_rank = self.layout.squared_norm() + self.engine_view.other_params.squared_norm()
-            draft.norm = of_rank.sqrt()
+            draft.norm = (self.layout.squared_norm() + self.engine_view.other_params.squared_norm()).sqrt()
             if not self.layout.replicated:  # the norm travels, since its square might be infinite in fp32
                 names = [[*others, ("norm", rank)] for rank, others in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
@@ -312,9 +311,8 @@ class KFACPreconditioner:
                     self.sharing.updates = count, draft.factors.missed, self.capture.seen
                 self.metrics.step_counts["factor_updates"] += 1
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
-            self.steps += 1
             self.begins.clear()
-            self.torn = False
+            self.steps, self.torn = self.steps + 1, False
         self.metrics.end(applied=applied)
         self.resume(whole=whole)
 
@@ -381,8 +379,8 @@ class KFACPreconditioner:
     @property
     def state_nbytes(self) -> int:
         """Of factors and eigenbases on this rank."""
-        bases = {id(basis): basis.nbytes for state in self.state.values() for basis in (state.A, state.G) if basis}
-        return sum(state.nbytes for state in self.curvature.factors.values()) + sum(bases.values())
+        bases = {id(x): x.nbytes for state in self.state.values() for x in (state.A, state.G) if x}.values()
+        return sum(state.nbytes for state in self.curvature.factors.values()) + sum(bases)
 
     @property
     def moments_nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 import ds_kfac
+from ds_kfac.update.state import PendingMoments
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
@@ -73,6 +75,75 @@ def test_a_forward_or_backward_that_raises_leaves_nothing_behind():
         assert not unfit, (name, backward)
         for key, weight in found[name, None][0].items():
             assert torch.equal(actual[key], weight), (name, backward, key)
+
+
+def no_memory(*_) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def left_worker(names: list[str]) -> dict:
+    """After a micro-batch whose backward raises behind a whole one; after a step of K-FAC that raises half-way; and
+    after a commit that does."""
+    found = {}
+    for name in names:
+        mode = replace(BY_NAME[name], kfac={**BY_NAME[name].kfac_block, **EVERY})
+        engine = build(mode, 2)
+        kfac = engine.kfac.preconditioner
+        x = torch.randn(3, 4, FEATURES, dtype=next(engine.module.parameters()).dtype)
+        batch = x, torch.zeros(3, 4, dtype=torch.int64)
+        for _step in range(4):
+            engine.backward(engine(*batch))
+            engine.step()
+            loss = engine(*batch)
+            loss.register_hook(no_memory)  # before DeepSpeed gets any gradient: of more it would raise itself
+            with suppress(torch.OutOfMemoryError):
+                engine.backward(loss)
+            engine.optimizer.zero_grad()
+            engine.backward(engine(*batch))
+            engine.step()
+        updates = [float(factor.updates) for factor in kfac.curvature.factors.values()]
+        found[name] = dict(kfac.proving.unfit), kfac.steps, min(updates)
+        engine.destroy()
+
+        engine = build(replace(mode, kfac={**EVERY, "report": "none"}), 1)
+        kfac, norms = engine.kfac.preconditioner, []
+        finish, calls = kfac.direction._finish, []
+
+        def fails(*args, finish=finish, calls=calls):
+            calls.append(args)
+            if len(calls) == 2:
+                no_memory()
+            return finish(*args)
+
+        for step in range(4):
+            if step == 2:
+                kfac.direction._finish = fails
+                with suppress(torch.OutOfMemoryError):
+                    train(engine, 1, steps=1, first=step)
+                kfac.direction._finish = finish
+                engine.optimizer.zero_grad()
+            train(engine, 1, steps=1, first=step)
+            norms.append(float(engine.get_global_grad_norm()))
+        found[name, "norms"] = norms, len(calls), kfac.steps
+        with patch.object(PendingMoments, "commit", side_effect=no_memory):
+            with suppress(torch.OutOfMemoryError):
+                train(engine, 1, steps=1)
+        found[name, "torn"] = error_of(lambda engine=engine: train(engine, 1, steps=1))
+        engine.kfac.job.reset()
+        train(engine, 1, steps=1)
+        engine.destroy()
+    return found
+
+
+def test_a_step_goes_on_after_what_raised_or_says_that_it_cannot():
+    names = ["adam-z2", "adam-z2-bf16-accum32", "adam-z1", "adam-z3"]
+    (found,) = run_ranks("tests.deepspeed.test_interruptions:left_worker", world=1, payload=names)
+    for name in names:
+        unfit, steps, updates = found[name]
+        assert not unfit and steps == updates == 4, (name, unfit, steps, updates)
+        norms, calls, steps = found[name, "norms"]
+        assert calls == 2 and steps == 4 and max(norms) < 2 * min(norms), (name, norms)
+        assert "K-FAC's state is that of no step" in found[name, "torn"], found[name, "torn"]
 
 
 class Lost(FusedHead):

@@ -195,6 +195,37 @@ def test_an_overflowed_step_changes_neither_weights_nor_moments():
         assert all(moved and not same for _, same, moved in applied)
 
 
+def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], list[float]]]]:
+    """Sizes of a layer's steps, and loss scales, which grow every 4 steps or never; with clipping, too."""
+    found = {}
+    for name, clip in itertools.product(names, (0.0, 1e-3)):
+        runs = found[f"{name}, clipped at {clip}"] = {}
+        for window in (4, 1000):
+            fp16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
+            engine = build(BY_NAME[name], 1, fp16=fp16, gradient_clipping=clip)
+            sizes, scales = runs[window] = [], []
+            before = weights(engine)["middle.weight"]
+            with patched(BY_NAME[name]):
+                for step in range(12):
+                    train(engine, 1, steps=1, first=step)
+                    now = weights(engine)["middle.weight"]
+                    sizes.append(float((now - before).norm()))
+                    scales.append(float(engine.kfac.preconditioner.layout.grad_scale()))
+                    before = now
+            engine.destroy()
+    return found
+
+
+def test_a_step_is_as_long_where_the_loss_scale_grows():
+    names = ["adam-z0-fp16", "adam-z2-fp16", "adam-z3-fp16"]
+    (found,) = run_ranks("tests.deepspeed.test_kfac_adamw:growth_worker", world=1, payload=names)
+    for name, runs in found.items():
+        (sizes, scales), (wanted, same) = runs[4], runs[1000]
+        assert scales[-1] >= 4 * scales[0] and same[-1] == same[0], (name, scales)
+        for step, (size, expected) in enumerate(zip(sizes, wanted, strict=True)):
+            assert 0.99 < size / expected < 1.01, (name, step, sizes, wanted)  # half of it, where it was wrong
+
+
 def first_steps_worker(_) -> float:
     """Nothing rotated, no momentum, every layer along Adam's direction at lr: exactly AdamW."""
     finals = []

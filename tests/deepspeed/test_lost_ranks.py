@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +24,12 @@ def worker(what: str) -> None:
             raise ArithmeticError("no such factor")
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if what == "raised before":  # on all ranks, which go on
+        what, plain, curvature.decompose = "raises", curvature.decompose, decompose
+        with suppress(ArithmeticError):
+            train(engine, 1, steps=3, first=1)
+        what, curvature.decompose = "dies", plain
+        train(engine, 1, steps=1, first=engine.kfac.job.steps)
     if dist.get_rank() == 1:
         curvature.decompose = decompose
     train(engine, 1, steps=3, first=1)
@@ -33,6 +40,7 @@ def worker(what: str) -> None:
     [
         ("raises", "rank 1 raised in K-FAC's step (refresh): ArithmeticError: no such factor"),
         ("dies", "rank 1 did not come"),
+        ("raised before", "rank 1 did not come"),
     ],
 )
 def test_the_other_ranks_name_the_one_that_is_lost(what, words):

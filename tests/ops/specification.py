@@ -3,11 +3,17 @@ other backends are tested against.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, in_fp32, packed_numel, per_matrix
+from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, in_fp32, packed_numel
+
+
+def per_matrix(value: Scalar) -> Any:
+    """A number, or a tensor [] or [n], shaped to broadcast with a matrix [O, I] or with n matrices [n, O, I]."""
+    return value[..., None, None] if isinstance(value, Tensor) else value
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
