@@ -66,7 +66,8 @@ HANDLE = "kfac"
 def attached(model: Any) -> "Attachment | None":
     """The attachment to a model's engine; None if there is none. For code that has the model only, as callbacks do."""
     reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
-    return reference() if reference else None
+    found = reference() if reference else None
+    return found if found and found._active else None
 
 
 class Attachment:
@@ -218,7 +219,6 @@ class Attachment:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
         self._loads.remove()
-        _ATTACHED.pop(self.engine.module, None)
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ds_kfac
+from ds_kfac.engine.attachment import attached
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, held, train, weights
@@ -94,6 +95,13 @@ def ways_worker(folder: str) -> dict:
     expected = weights(once)
     results["attached again"] = all(torch.equal(w, expected[name]) for name, w in weights(again).items())
 
+    model = make_net()  # of two Trainers, of which the first one's engine goes when the second has one
+    older, newer = (build(mode, 1, model=model, kfac=KFAC) for _ in range(2))
+    older.destroy()
+    results["newer"] = attached(model) is newer.kfac
+    newer.destroy()
+    results["newer"] &= attached(model) is None
+
     world = dist.group.WORLD
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), world)  # as init_distributed(timeout=...) does
     timed = build(mode, 1, kfac=KFAC)
@@ -122,6 +130,10 @@ def test_destroy_gives_everything_back(ways, way):
 
 def test_attaching_again_trains_as_attaching_once(ways):
     assert all(result["attached again"] for result in ways)
+
+
+def test_a_models_callbacks_find_its_newer_engine_when_an_older_one_goes(ways):
+    assert all(result["newer"] for result in ways)
 
 
 def test_our_group_has_the_timeout_of_the_job(ways):
