@@ -247,10 +247,9 @@ def saved(node: Any, name: str) -> Any:
         return None
 
 
-def number(x: Tensor | float) -> float:
+def number(x: Any) -> float:
     """Of one element on the host. Of a number that autograd keeps item() raises under a counter of FLOPs."""
-    value: Any = x.tolist() if isinstance(x, Tensor) and x.ndim == 0 else x
-    return float(value)
+    return float(x.tolist() if getattr(x, "ndim", None) == 0 else x)
 
 
 def labelled(node: Any) -> Tensor | None:

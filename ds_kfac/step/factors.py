@@ -259,7 +259,6 @@ class FactorUpdates:
         options: dict[str, Any] = {}
         if method.damps_identity:
             options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
-
         return method.decompose([request.to(device) for request in requests], **options)
 
     def _usable(self, keys: Collection[str], draft: FactorDraft) -> list[str]:

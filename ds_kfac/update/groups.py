@@ -130,6 +130,9 @@ class LayerGroup:
             self.moments, self._slices = None, []  # their memory first
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
             self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
+            for old, new in zip(moments, self._slices, strict=True):  # equal: who has the old ones frees their memory
+                for part, same in zip(vars(old).values(), vars(new).values(), strict=True):
+                    part.set_(same)
         bases = [states[name].basis for name in self.names]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         based = tuple(index for index, basis in enumerate(bases) if basis)

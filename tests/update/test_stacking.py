@@ -94,8 +94,10 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     for seed, (name, state) in enumerate(states.items()):
         basis = random_basis(5, 7, seed=seed)
         states[name] = state.rebased(A=basis.A, G=basis.G)
+    before = states["c"].moments
     LayerGroup(LAYERS[:3:2]).load(states, fresh=states)
     own = states["a"]
+    assert before.second_OI.data_ptr() == states["c"].moments.second_OI.data_ptr(), "the last step's state has it, too"
     assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
     assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
     saved = layer_payload(own)
