@@ -39,13 +39,11 @@ SAME = VIEWS | {
 """What leaves the entries of a sum what they are, in another order, or leaves some out."""
 ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "MaskedFill", "Sum", "Permute", "Transpose"}
 """What treats all outputs of a term alike."""
-EQUAL = 0.01
-"""Relative difference of gradients at several sums of one loss, such as those of chunks, by roundings."""
 
 
 class Measured(NamedTuple):
     """``seed``: the gradient that reached a sum of terms, fp32 scalar. ``sure``: bool scalar, whether each term has it;
-    not where they have weights of their own."""
+    not where terms have weights of their own."""
 
     seed: Tensor
     sure: Tensor
@@ -197,19 +195,22 @@ class Reduction:
         return bool(self.single) or (labels is not None and self.numel in (labels.numel(), shifted))
 
 
-def measured(reductions: Iterable[Reduction]) -> Measured | None:
-    """What reached the sums of one forward's terms, of all that a gradient came to. Labels that are smoothed have a sum
-    for the label and one for all C classes."""
-    reached = [x for x in reductions if x.gradient is not None]
+def measured(sums: Iterable[Reduction], means: Iterable[Reduction], terms: Tensor | int) -> Measured | None:
+    """What reached the ``sums`` of one forward's terms, of all that a gradient came to: the largest, as of a loss and a
+    smaller part beside it. Labels that are smoothed have a sum for the label and one for all C classes. Of ``means`` of
+    as many ``terms`` each has its part."""
+    reached = [x for x in sums if x.gradient is not None]
     if not reached:
         return None
     seeds = [(x.gradient * x.factor).abs().reshape(()) for x in reached if x.gradient is not None]
     plain = torch.stack([seed for seed, x in zip(seeds, reached, strict=True) if not x.classes] or seeds)
     smooth = [seed * x.classes for seed, x in zip(seeds, reached, strict=True) if x.classes]
-    groups = [plain, torch.stack(smooth)] if 0 < len(smooth) < len(seeds) else [plain]
-    tests = [group.amax() - group.amin() <= EQUAL * group.amax() for group in groups]
-    tests += [((mask == 0) | (mask == 1)).all() for x in reached for mask in x.masks if mask.dtype != torch.bool]
-    return Measured(torch.stack([group.mean() for group in groups]).sum(), torch.stack(tests).all())
+    largest = plain.amax() + (torch.stack(smooth).amax() if 0 < len(smooth) < len(seeds) else 0.0)
+    for mean in means if isinstance(terms, Tensor) or terms else ():
+        if mean.gradient is not None:
+            largest = torch.maximum(largest, mean.gradient.abs().reshape(()) / terms)
+    tests = [((mask == 0) | (mask == 1)).all() for x in reached for mask in x.masks if mask.dtype != torch.bool]
+    return Measured(largest, torch.stack(tests).all() if tests else torch.ones_like(largest, dtype=torch.bool))
 
 
 def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:

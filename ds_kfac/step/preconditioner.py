@@ -24,7 +24,6 @@ from ds_kfac.metrics import SUMMARY, Metrics
 from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
@@ -94,6 +93,7 @@ class KFACPreconditioner:
         totals = range(self.rule.numbers + len(SUMMARY) + len(self.flagged))
         self._totals = Scalars([totals] * self.channel.world, self.rank, plan.rows)
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
+        self._empty = partial(LayerState.empty, device=self.device, moments=self.moments, method=plan.method)
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
@@ -157,9 +157,6 @@ class KFACPreconditioner:
         factor's layers, not always of the first."""
         state = next(self.state[name] for name in factor.layers if name in self.state)
         return state.A if factor.is_A else state.G
-
-    def _empty(self, layer: LayerSpec) -> LayerState:
-        return LayerState.empty(layer, self.device, moments=self.moments, method=self.plan.method)
 
     def _gather(self, draft: StepDraft) -> None:
         """Fetch whole gradients of this rank's layers, and the global norm if the engine clips. New eigenbases and
@@ -312,7 +309,8 @@ class KFACPreconditioner:
                 self.metrics.step_counts["factor_updates"] += 1
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.begins.clear()
-            self.steps, self.torn = self.steps + 1, False
+            self.steps += 1
+            self.torn = False
         self.metrics.end(applied=applied)
         self.resume(whole=whole)
 

@@ -153,7 +153,7 @@ class Recurrent(Net):
 def test_sums_of_many_steps_are_not_measured_anew_at_each(monkeypatch):
     looked = []
     measured = of_loss.measured
-    monkeypatch.setattr(of_loss, "measured", lambda mine: looked.append(len(mine)) or measured(mine))
+    monkeypatch.setattr(of_loss, "measured", lambda mine, *more: looked.append(len(mine)) or measured(mine, *more))
     recorder, steps = Recorder(Recurrent()), 100
     made = recorder.model(X, Y.clamp(min=0), steps)
     with recorder.capture.own_backward(made):
@@ -331,13 +331,16 @@ def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured():
     close(found.sum_P / found.count, expected(total)["head"], sums=N * T + 2 * D)
 
 
-@pytest.mark.parametrize(("weight", "exact"), [(1.0, True), (0.1, False)])
-def test_sums_of_one_prediction_in_the_model_and_outside_are_measured_if_they_weigh_the_same(weight, exact):
-    """As a loss that the model returned, and a distillation of its logits."""
+@pytest.mark.parametrize(("weight", "mean"), [(1.0, False), (0.1, False), (0.1, True), (3.0, True)])
+def test_a_sum_of_one_prediction_in_the_model_is_measured_beside_a_loss_outside(weight, mean):
+    """As a loss that the model returned, and a distillation of its logits, summed or a mean."""
     teacher = ((Y + 1) % C).where(Y >= 0, -100)
 
+    def other(z: Tensor, t: Tensor) -> Tensor:
+        return weight * total(z, t) / ((t >= 0).sum() if mean else 1)
+
     def both(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
-        return total(z, y) + weight * total(z, t)
+        return total(z, y) + other(z, t)
 
     recorder = Recorder(Net())
     recorder.capture.read_batch = ArgumentReader(recorder.model)
@@ -345,13 +348,12 @@ def test_sums_of_one_prediction_in_the_model_and_outside_are_measured_if_they_we
     for part in PARTS:
         y, t = Y[part], teacher[part]
         output = recorder.model(X[part], labels=y, loss=lambda z, y=y: total(z, y))
-        loss = (output["loss"] + weight * total(output["logits"], t)) / 8
+        loss = (output["loss"] + other(output["logits"], t)) / 8
         with recorder.capture.own_backward(loss):
             recorder.capture.begin_backward(torch.tensor(SCALE))
             (loss * SCALE).backward()
         z = Net()(X[part])["logits"].detach().requires_grad_()
         (g,) = torch.autograd.grad(both(z, y, t), z)
-        of_mean = 1.0 if exact else float((y >= 0).sum() / 8) ** 2
-        G = G + of_mean * symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1))
+        G = G + symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1))
     found = recorder.sums("head").G
     close(found.sum_P, G, sums=N * T + 2 * D)
