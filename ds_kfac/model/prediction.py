@@ -204,6 +204,8 @@ def _product(node: Any, shape: Shape) -> LastProduct | None:
     name = node.name()
     if "Convolution" in name:
         return LastProduct(shape[1], shape, 1, convolution=True)
+    if name.startswith("TrilinearBackward"):  # of nn.Bilinear, whose outputs are last
+        return LastProduct(shape[-1], shape, len(shape) - 1, weighed=_is_parameter(node.next_functions[1][0]))
     if "mmBackward" in name or "MmBackward" in name or _is_linear(node, name):
         place = len(shape) - 1 - _from_the_left(node)
         weighed = _is_linear(node, name) or any(_is_parameter(below) for below, _ in node.next_functions)

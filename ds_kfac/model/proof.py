@@ -374,7 +374,8 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> float:
-    """Relative accuracy of products, see :data:`TF32`: on a GPU cuDNN's convolutions have it by default."""
+    """Relative accuracy of products. cuDNN's convolutions have :data:`TF32` by default; in autocast all round."""
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
     return max(eps_of(dtype), TF32 if images or device.type != "cpu" else 0.0)
 
 

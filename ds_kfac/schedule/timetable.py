@@ -216,7 +216,7 @@ def _first(reached: Callable[[int], bool], step: int) -> int:
 
 
 Keys = frozenset[str]
-Similar = Mapping[str, tuple[bool, bool]]
+Similar = Mapping[str, tuple[bool, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,8 @@ class FactorsDue:
 
 
 NOTHING = FactorsDue(frozenset(), frozenset())
+NO_BATCH = 4.0
+"""In place of a factor's similarities, where it had no batch to compare."""
 AHEAD = 1000
 """Most steps to look ahead for the next one at which anything is due."""
 
@@ -326,7 +328,8 @@ class Timetable:
         if self._unread is not None:
             (step, due, read), self._unread = self._unread, None
             codes = zip(sorted(due.capture), map(int, read()), strict=True)
-            self.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes})
+            flags = {key: None if code == NO_BATCH else (bool(code & 1), bool(code & 2)) for key, code in codes}
+            self.record(step, due, flags)
 
     def record(self, step: int, due: FactorsDue, similar: Similar | Callable[[], Sequence[float]]) -> None:
         """After each applied step: count its captures, and set the next intervals of the factors captured in it.
@@ -334,8 +337,9 @@ class Timetable:
         Args:
             due: the work that was done at ``step``: ``due(step)``, or more.
             similar: key of a captured factor -> whether it is similar to its last value, and to the one before; read
-                after the burn-in with an adaptive rule only. Or a function that reads them from the device: for each of
-                ``sorted(due.capture)`` 1 and 2 added up. It is called at the next step that might capture.
+                after the burn-in with an adaptive rule only. None of one that had no batch: it keeps its interval.
+                Or a function that reads them from the device: for each of ``sorted(due.capture)`` 1 and 2 added up, or
+                :data:`NO_BATCH`. It is called at the next step that might capture.
         """
         if callable(similar):
             self.settle()
@@ -347,8 +351,8 @@ class Timetable:
         self.skipped += sum(len(group - due.capture) for schedule, group in self._groups if schedule.due(step).capture)
         for key in due.capture:
             clock = replace(self.clocks[key], captured=step)
-            if step >= self._adaptive_from:
-                interval, previous = next_interval(clock.interval, clock.previous, *similar[key])
+            if step >= self._adaptive_from and (flags := similar[key]) is not None:
+                interval, previous = next_interval(clock.interval, clock.previous, *flags)
                 clock = replace(clock, interval=interval, previous=previous)
             self.clocks[key] = clock
         for key in due.refresh:

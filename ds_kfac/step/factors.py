@@ -22,7 +22,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.timetable import FactorsDue
+from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
 
 
@@ -53,7 +53,8 @@ class FactorDraft:
         factors, ready: new values of the attributes of :class:`FactorUpdates`.
         decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
-        similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
+        similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
+            the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
         updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorHistory`.
         unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
             if nothing was averaged.
@@ -160,6 +161,10 @@ class FactorUpdates:
         """Keys of the factors that no layer but these has."""
         return frozenset(key for key, spec in self.specs.items() if all(name in layers for name in spec.layers))
 
+    def layers_of(self, keys: Collection[str]) -> set[str]:
+        """Names of the layers that have any of these factors."""
+        return {name for key in keys for name in self.specs[key].layers}
+
     def decompose_soon(self, layers: Collection[str]) -> None:
         """Decompose the factors of these layers at their next update. A factor that other layers have used all along
         would come to these at its next refresh only."""
@@ -214,7 +219,9 @@ class FactorUpdates:
             changed = torch.where(flags[1], changed, draft.step)
             draft.updated = tuple(keys), torch.stack([*flags, counts, changed])
         draft.factors |= zip(keys, new, strict=True)
-        draft.similar = {keys[index]: flags for index, flags in similar.items()}
+        draft.similar = {
+            keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before) for at, (last, before) in similar.items()
+        }
 
     def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
         """Decompose the factors that are due.
@@ -291,7 +298,7 @@ class FactorUpdates:
             terms=self.config.preconditioner.eigenvalues == "corrected",
         )  # fmt: skip
         values: dict[Hashable, Tensor] = {("terms", name): terms for name, terms in draft.terms.items()}
-        values |= {("similar", key): flags[0] + 2.0 * flags[1] for key, flags in draft.similar.items()}
+        values |= {("similar", key): code for key, code in draft.similar.items()}
         if draft.unusual is not None:
             values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual.unbind(), strict=True)}
         for key in draft.arriving:

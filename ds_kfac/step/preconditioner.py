@@ -297,7 +297,8 @@ class KFACPreconditioner:
                 if draft.verdict.every_row:
                     every_row = self.observations.every_row | draft.verdict.every_row
                     self.observe(replace(self.observations, every_row=every_row))
-            self.warner.step(draft.local, self.proving.unfit, look=bool(due.capture))
+            captured = self.curvature.layers_of(due.capture) if due.capture else ()
+            self.warner.step(draft.local, self.proving.unfit, captured)
             draft.local.commit()
             self.state, self.peak_lr = draft.states, draft.peak_lr
             if draft.next_bases:

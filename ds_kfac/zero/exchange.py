@@ -334,7 +334,7 @@ class LocalResult:
 
 
 PATIENCE = 5
-"""Captured steps in a row in which a layer may lack a basis: below a head that begins with zeros it needs four."""
+"""Captures of a layer in a row in which it may lack a basis: below a head that begins with zeros it needs four."""
 
 
 class LayerWarner:
@@ -348,25 +348,26 @@ class LayerWarner:
         self._warned: set[str] = set()
         self._copy: HostCopy | None = None
 
-    def step(self, local: LocalResult, told: Collection[str], *, look: bool) -> None:
+    def step(self, local: LocalResult, told: Collection[str], captured: Collection[str]) -> None:
         """Call after a step that was applied.
 
         Args:
             told: layers without a basis of which the user knows.
-            look: at captured steps. Of gradients that were left out the warning is by the counts that the last look has
-                copied to the host, if they have arrived.
+            captured: layers that this step captured. If there are any, the warning of gradients that were left out is
+                by the counts that the last one has copied to the host, if they have arrived.
         """
-        if look:
-            self._without = Counter({name: self._without[name] + 1 for name in local.unprepared if name not in told})
-            if late := [name for name, steps in self._without.items() if steps == PATIENCE]:
+        if captured:
+            without = [name for name in local.unprepared if name not in told]
+            self._without = Counter({name: self._without[name] + (name in captured) for name in without})
+            if late := [name for name, n in self._without.items() if n == PATIENCE and name in captured]:
                 more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
                 logger.warning(
-                    f"ds_kfac: stepped without curvature, for {PATIENCE} updates of factors in a row: "
+                    f"ds_kfac: stepped without curvature, for {PATIENCE} updates of theirs in a row: "
                     f"{', '.join(late[:NAMED])}{more}; engine.kfac.explain(name) says why"
                 )
         if flags := local.left_out:
             self._counts = self._counts + torch.stack([flags[name] for name in self.names])
-        if look and (self._copy is None or self._copy.done):
+        if captured and (self._copy is None or self._copy.done):
             counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
             self._copy = HostCopy(self._counts)
             for name, count in counts.items():

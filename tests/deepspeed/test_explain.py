@@ -190,7 +190,7 @@ def without_worker(_) -> list[list[str]]:
 def test_layers_without_a_basis_are_named_once_after_five_updates():
     said = run_ranks("tests.deepspeed.test_explain:without_worker", world=1)[0]
     assert [len(texts) for texts in said] == [0, 0, 0, 0, 1, 1, 1]
-    assert "5 updates of factors in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain" in said[-1][0]
+    assert "5 updates of theirs in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain" in said[-1][0]
 
 
 def resumed_worker(folder: str) -> list[str]:

@@ -338,8 +338,10 @@ def zero3(x: Tensor) -> Tensor:
 
 SCALE, PIXELS = nn.Parameter(torch.ones(1, 1, 1)), nn.Conv2d(1, 4, 3, padding=1)
 SIX = nn.Linear(6, 5)
+TWO = nn.Bilinear(3, 3, 4)
 LAST, CONV, UP, IMAGE = nn.Linear(3, 4), nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(3, 4, 3), nn.Conv2d(1, 4, 2)
 LAYOUTS = {
+    "bilinear": (lambda x: TWO(x.mT, x.mT), 2),
     "linear": (lambda x: LAST(x.mT), 2), "without bias": (lambda x: F.linear(x.mT, LAST.weight), 2),
     "linear, turned": (lambda x: LAST(x.mT).mT, 1), "linear, permuted": (lambda x: LAST(x.mT).permute(0, 2, 1), 1),
     "linear after a convolution": (lambda x: F.linear(CONV(x).mT, LAST.weight.T), 2),

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from ds_kfac.schedule.timetable import NOTHING, BurnIn, FactorsDue, Schedule, Timetable, Value, next_interval
+from ds_kfac.schedule.timetable import NO_BATCH, NOTHING, BurnIn, FactorsDue, Schedule, Timetable, Value, next_interval
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
@@ -166,6 +166,16 @@ def test_a_refresh_that_was_sat_out_comes_with_the_next_capture():
     dues = walked(table, range(40), lambda step, key: (True, True))
     assert captured(dues, "a/A") == [0, 2, 5, 10, 18, 31]
     assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]  # 4, 8, 12 or 16, 20 .. 28
+
+
+def test_a_factor_without_a_batch_keeps_its_interval():
+    table = Timetable(Schedule(Value.constant(1), Value.constant(1)), ["a", "b"], adaptive=True)
+    for step in range(30):
+        due = table.due(step)
+        codes = [3.0 if key == "a" or step < 4 else NO_BATCH for key in sorted(due.capture)]
+        table.record(step, due, lambda codes=codes: codes)
+    table.settle()
+    assert table.clocks["a"].interval > 5 and table.clocks["b"].interval == 3, table.clocks
 
 
 def simulated(schedule: Schedule, similar, steps: int) -> list[tuple[bool, bool, int]]:
