@@ -18,7 +18,8 @@ After ``loss.backward()`` of a batch that went through every layer once, call on
     kfac.precondition(lr); optimizer.step()           # .grad becomes the K-FAC gradient
     kfac.adamw(lr); optimizer_of_other_params.step()  # updates the nn.Linear layers itself
 
-``tests/oracle.py`` is the algorithm with every option and layer type; tests hold the two equal.
+``tests/oracle.py`` is the algorithm with every option, ``tests/oracle_images.py`` with convolutions and norms of
+images; tests hold them equal.
 """
 
 from typing import Any

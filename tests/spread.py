@@ -87,7 +87,8 @@ def within(where: str, value: float, bound: float) -> list[str]:
 
 
 def expected(train: Callable[[Variation], Weights], initial: Weights, others: Iterable[Variation] = OTHERS) -> Expected:
-    """The result of ``train``, with its spread over other runs."""
+    """The result of ``train``, with its spread over other runs. It gets its weights from outside: what it draws itself
+    differs in the run in float64."""
     plain = train(PLAIN)
     runs = []
     for variation in others:

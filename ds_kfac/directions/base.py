@@ -53,6 +53,7 @@ class Direction:
         clips: whether :meth:`local` clips by the global norm where the engine clips. It must if the rule has no
             optimizer of its own: DeepSpeed then clips nothing.
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
+        names: of the layers, in the order of these groups.
         precision: of their products.
         recorded: what repeats the layers' step, if it is recorded.
         parameter_groups: layer name -> parameter groups of its parameters.
@@ -71,6 +72,7 @@ class Direction:
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
         order = -1 if layout.last_first else 1  # as gradients lie in memory, so that a batch of them may be a view
         self.layer_groups = [LayerGroup(layers[::order], plan.precision) for layers in groups]
+        self.names = [name for group in self.layer_groups for name in group.names]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         """Layers of one shape with equal keys may be stepped in one batch."""
@@ -89,7 +91,7 @@ class Direction:
         whose result is not: its moments are those of before, and it counts as replaced.
 
         Whoever overrides it hands a result for each layer to the outbox, once; gives ``LocalResult.numbers`` as many
-        scalars as ``UpdateRule.numbers`` says; and writes into no gradient, of which DeepSpeed may hold the memory.
+        scalars as ``UpdateRule.numbers`` says; and writes into a gradient through the outbox alone, once it was read.
 
         Args:
             gradients: layer name -> matrix, with the loss scale, in the dtype in which it is stored. Emptied: a step

@@ -37,7 +37,7 @@ DECAY = 0.95
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """What the layers' steps are but for the results.
+    """What a step computes beside its results.
 
     Attributes:
         pending: second moments, of each group that has some.

@@ -53,10 +53,10 @@ class StepTensors:
         x = evenly_spaced(parts) if len(parts) > 1 else None
         return group.matrices(parts) if x is None else x, parts[0].data_ptr()
 
-    def place(self, group: LayerGroup) -> Tensor | None:
-        """[layers, O, I], where the group's results may be written once its gradients have been read. None: they are to
-        be :meth:`put`."""
-        return self.outbox.place(group.layers)
+    def claim(self, group: LayerGroup) -> Tensor | None:
+        """[layers, O, I], to which the caller writes the group's results, once its gradients have been read. None: they
+        are to be :meth:`put`."""
+        return self.outbox.claim(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
         """Take the group's results. Call it once for each group."""
@@ -95,7 +95,7 @@ class Places:
         x = self.matrices[group]
         return x, x.data_ptr()
 
-    def place(self, group: LayerGroup) -> Tensor:
+    def claim(self, group: LayerGroup) -> Tensor:
         x = self.results[group]
         return x.view(len(group.layers), -1, x.shape[-1])
 
@@ -127,7 +127,7 @@ class RecordedStep(Recorded[T]):
         Args:
             values: settings by which it computes: other ones are recorded anew.
         """
-        # a skipped step must leave the recorded eigenbases as they were
+        # fresh eigenbases lie beside those that the recording reads, which a skipped step must leave as they were
         if not all(group.at_home for group in self.groups):
             return compute(StepTensors(gradients, outbox), **inputs)
         names = [name for group in self.groups for name in group.names]

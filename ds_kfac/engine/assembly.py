@@ -73,8 +73,7 @@ def assembled(
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
     """Build and check the backends of operations. If one that the config names cannot run on some rank, that is an
     error on all of them. A backend that it does not name, or an op that computes wrongly on some rank, is then used on
-    no
-    rank: replicas that round differently would drift apart."""
+    no rank: replicas that round differently would drift apart."""
     name, device = config.ops.backend, torch.device(engine.device).type
     error = RuntimeError if name is None else ValueError
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):

@@ -1,1 +1,1 @@
-"""One step: update, reduce, decompose, broadcast, precondition, commit."""
+"""One step: reduce, update, decompose, gather, precondition, scatter, commit."""

@@ -17,7 +17,7 @@ class Job:
 
     Args:
         preconditioners: the dense layers' first.
-        everywhere: whether any rank has more than one domain.
+        everywhere: whether the job has more than one domain.
 
     Attributes:
         channel: connects all ranks that train the model.

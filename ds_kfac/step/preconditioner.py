@@ -71,7 +71,7 @@ class KFACPreconditioner:
         self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
-        self.warner = LayerWarner([layer.name for layer in self.owned], self.device)
+        self.warner = LayerWarner(self.direction.names, self.device)
         sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
             engine_view.model,
@@ -245,7 +245,7 @@ class KFACPreconditioner:
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox = draft.local.outbox
             parts = outbox.part, self.totals(draft)
-            results, received = deliver(parts, self.channel, self.device, outbox.packed)
+            results, received = deliver(parts, self.channel, self.device, outbox.release)
             numbers, ready = self.summed(draft, self._totals.read(received))
             totals = (numbers if sums is None else sums).unbind()
             scales = self.direction.finish(self.steps, draft.local, totals, ready)
@@ -272,7 +272,8 @@ class KFACPreconditioner:
         summary = self.metrics.step_summary
         summary[: len(counts)] = counts
         if draft.factors is not None:
-            summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
+            failures = summary[[*SUMMARY].index("refresh_failures")]
+            failures.add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
             summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
         if not self.flagged:
             return numbers, {}

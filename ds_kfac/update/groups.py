@@ -113,7 +113,7 @@ class LayerGroup:
 
     @property
     def at_home(self) -> bool:
-        """Whether :attr:`rotation` is where that of the last step was."""
+        """Whether :attr:`rotation` reads the eigenbases of applied steps, not fresh ones beside them."""
         return self.rotation is self._home
 
     def load(self, states: dict[str, LayerState], *, fresh: Collection[str]) -> None:
@@ -122,8 +122,8 @@ class LayerGroup:
         take its place in ``states``: nothing is in memory twice, once the step was applied.
 
         Args:
-            fresh: layers with eigenbases that go if this step is skipped. The others' are those of applied steps, so
-                that new ones may take the places of old ones.
+            fresh: layers with eigenbases that came in this step: if it is skipped they go, so that the old ones must
+                not be overwritten.
         """
         moments = [states[name].moments for name in self.names]
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:

@@ -90,7 +90,7 @@ class GradientExchange:
         return here and self.layout.in_place and (layer.copies == 1 or self.layout.world == 1)
 
     def view(self, shard: Shard) -> Tensor:
-        """``layout.read``, which takes the host microseconds, once a step."""
+        """A shard's gradient, looked up once a step: ``layout.read`` takes the host microseconds."""
         if (view := self._views.get(shard)) is None:
             view = self._views[shard] = self.layout.read(shard)
         return view
@@ -101,7 +101,7 @@ class GradientExchange:
 
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
         """Whole gradients of :attr:`owned`, [O, I] on the device, in the dtype in which they are stored. Where a whole
-        parameter lies here they are DeepSpeed's own memory: do not write to them."""
+        parameter lies here they are DeepSpeed's own memory: write to them through the outbox alone."""
         self._views.clear()  # of a step that raised
         self.layout.staged.clear()
         flats: dict[int, Tensor] = {}
@@ -190,7 +190,7 @@ class Outbox:
         groups: what stays here, too, of layers that have their results in one tensor of theirs: these layers, the
             tensor, and its parts.
         part: what other ranks get.
-        packed: to be called when ``part`` is in a message: frees it.
+        release: to be called when ``part`` is in a message: frees it.
     """
 
     def __init__(self, exchange: GradientExchange) -> None:
@@ -198,23 +198,23 @@ class Outbox:
         self.here: Shards = {}
         self.groups: list[tuple[Sequence[LayerSpec], Tensor, Sequence[Tensor]]] = []
         self._sent = sent = dict[tuple[int, Span], Tensor]()
-        self.packed = sent.clear
+        self.release = sent.clear
         # without self: a circle of references would keep a step's results until the next garbage collection
         self.part = MessagePart(
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 
-    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor], group: Tensor | None = None) -> None:
+    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor], together: Tensor | None = None) -> None:
         """Take results in. Their gradients may be overwritten by them.
 
         Args:
             matrices: of each layer, of its shape. A parameter that was frozen since attach gets zeros.
-            group: the tensor of which they are all parts, in the dtype in which they are to be stored, if that tensor
-                stays as it is until they are written; it is overwritten then.
+            together: the tensor of which they are all parts, in the dtype in which they are to be stored, if it stays
+                as it is until they are written; it is overwritten then.
         """
         exchange, layout = self.exchange, self.exchange.layout
-        if group is not None and all(map(self._takes_whole, layers)):
-            self.groups.append((layers, group, matrices))
+        if together is not None and all(map(self._takes_whole, layers)):
+            self.groups.append((layers, together, matrices))
             return
         targets, sources = list[Tensor](), list[Tensor]()
         parts = [
@@ -249,9 +249,9 @@ class Outbox:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def place(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """[n, O, I], the memory of these layers' gradients: results that are written there need not be added. None if
-        it is not one tensor, or not where results stay."""
+    def claim(self, layers: Sequence[LayerSpec]) -> Tensor | None:
+        """[n, O, I], the memory of these layers' gradients, for the caller to write their results to in place of adding
+        them. None if it is not one tensor, or not where results stay."""
         exchange = self.exchange
         params = [param for layer in layers for param in exchange.plan.of_layer[layer.name]]
         if len(params) > len(layers) or not all(map(self._takes_whole, layers)):
@@ -287,7 +287,8 @@ class LocalResult:
         unprepared: layers that are stepped as without curvature, since they have no eigenbasis or inverse.
         unused: how many layers' gradients were exactly zero, where the direction asks.
         limited: how many layers' gradients were scaled down for their running second moment.
-        left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
+        left_out: bool [layers], in the order of :attr:`Direction.names`, whose gradients were too large for their
+            moments; None where the direction does not ask.
         pending: what moments of ``states`` take in once the step was applied.
         norm: of all gradients, where the engine clips.
         clip: factor that clipped the gradients in the results.
@@ -300,7 +301,7 @@ class LocalResult:
         self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
         self.norm: Tensor | None = None
         self.clip: Tensor | float = 1.0
-        self.left_out: dict[str, Tensor] = {}
+        self.left_out: Tensor | None = None
         self.pending: list[PendingMoments | PendingEigenvalues] = []
 
     def commit(self) -> None:
@@ -326,8 +327,8 @@ class LocalResult:
             )
         unprepared, failures = (self.replaced.new_full((), n) for n in (len(self.unprepared), failed))
         left_out = torch.zeros_like(self.replaced)
-        if self.left_out:
-            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
+        if self.left_out is not None:
+            left_out = self.left_out.sum(dtype=left_out.dtype)
         limited, *empty = self.replaced.new_zeros(3) if unusual is None else unusual.to(self.replaced.dtype)
         counts = self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited
         return [*self.numbers, *counts, *empty]
@@ -339,7 +340,11 @@ PATIENCE = 5
 
 class LayerWarner:
     """Warns, once each, of this rank's layers that have no basis for long, and of those whose gradients were left out
-    because moments could not have held them."""
+    because moments could not have held them.
+
+    Args:
+        names: of the layers, in the order of :attr:`Direction.names`.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
@@ -365,8 +370,8 @@ class LayerWarner:
                     f"ds_kfac: stepped without curvature, for {PATIENCE} updates of theirs in a row: "
                     f"{', '.join(late[:NAMED])}{more}; engine.kfac.explain(name) says why"
                 )
-        if flags := local.left_out:
-            self._counts = self._counts + torch.stack([flags[name] for name in self.names])
+        if local.left_out is not None:
+            self._counts = self._counts + local.left_out
         if captured and (self._copy is None or self._copy.done):
             counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
             self._copy = HostCopy(self._counts)

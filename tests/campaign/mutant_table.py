@@ -798,7 +798,7 @@ _ROWS = {
         ("a commit that did not end is forgotten", "self.torn = applied", "pass"),
         ("a layer without rows loses its moments", "draft.states[name].given_up(none)", "none")],
     ("zero/exchange.py", "tests/deepspeed/test_memory.py"): [
-        ("results are kept beside their message", "self.packed = sent.clear", "self.packed = dict")],
+        ("results are kept beside their message", "self.release = sent.clear", "self.release = dict")],
     ("directions/places.py", "tests/deepspeed/test_memory.py"): [
         ("gradients are kept beside results", "parts = [self.gradients.pop(name)", "parts = [self.gradients[name]")],
     ("step/factors.py", "tests/deepspeed/test_memory.py"): [

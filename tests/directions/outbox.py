@@ -2,7 +2,7 @@
 
 
 class Results(dict):
-    def place(self, layers) -> None:
+    def claim(self, layers) -> None:
         return None
 
     def add(self, layers, matrices) -> None:

@@ -44,7 +44,7 @@ class Rank0:
         if 0 in workers:
             self.outbox.add([LAYER], [self.result.clone()])
         self.sent = [self.outbox.part.piece(move) for move in self.outbox.part.plan.moves if move.source == 0]
-        self.outbox.packed()
+        self.outbox.release()
 
     def step(self, *received: torch.Tensor) -> None:
         arrivals = [(Move(0, 0, len(values), 1, 0), values) for values in received]

@@ -77,7 +77,7 @@ A smaller one loses digits, and is 0 below about 3e-32."""
 
 @dataclass(frozen=True)
 class LayerSteps:
-    """What the layers' steps are but for the results.
+    """What a step computes beside its results.
 
     Attributes:
         pending: of each group.
@@ -106,30 +106,29 @@ class AdamDirection(Direction):
         self.optimizer, self.batches, self.pending_dtype = optimizer, plan.batched, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
         layers = [layer for group in self.layer_groups for layer in group.layers]
-        self.names = [layer.name for layer in layers]
         options, vector = self.config.adam, partial(torch.tensor, device=exchange.device)
-        steps, first, device = dict[str, GroupStep](), 0, exchange.device
+        self.steps, first = list[GroupStep](), 0
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
-            steps[group.names[0]] = GroupStep(group, places, options, optimizer.adam_ratio, device)
+            self.steps.append(GroupStep(group, places, options, optimizer.adam_ratio, exchange.device))
+        each = iter(self.steps)  # chunks are of groups in the same order
         taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
-        self.chunks = [[steps[layers[0].name] for layers in chunk] for chunk in taken]
-        self.steps = [step for chunk in self.chunks for step in chunk]
+        self.chunks = [[next(each) for _ in chunk] for chunk in taken]
         self.root = vector([layer.numel**0.5 for layer in layers], dtype=torch.float32)
         still = [adam_factor(options, layer, optimizer.adam_ratio) <= 0 for layer in layers]
         self.bound = torch.full_like(self.root, math.inf).masked_fill_(vector(still, dtype=torch.bool), 0.0)
         self.ranges = vector(RANGES, dtype=torch.float64)[:, None]
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float64)
         if layers:
-            self.target = torch.cat([x.target for x in steps.values()])
-            self.full = torch.cat([x.full for x in steps.values()])
-            self.normalized = vector([x.normalized for x in steps.values() for _ in x.target], dtype=torch.bool)
+            self.target = torch.cat([x.target for x in self.steps])
+            self.full = torch.cat([x.full for x in self.steps])
+            self.normalized = vector([x.normalized for x in self.steps for _ in x.target], dtype=torch.bool)
         users = getattr(getattr(optimizer, "users", None), "param_groups", ())
         split = [(numbers[0], other) for group in users if (numbers := group.taken[1]) for other in numbers[1:]]
         self.parts = [(key, *pair) for key in ("lr", "weight_decay") for pair in split]
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         inputs = {"unscale": vector(1.0, dtype=torch.float64), "void": vector(False)}
-        self.recorded = recorded_step(plan, [step.group for step in self.steps], exchange, inputs)
+        self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
@@ -162,7 +161,7 @@ class AdamDirection(Direction):
             found = self.recorded.step(self._directions, gradients, local.outbox, inputs, options)
         local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
         local.replaced, local.unused = found.replaced, found.unused
-        local.left_out = dict(zip(self.names, found.left_out.unbind(), strict=True))
+        local.left_out = found.left_out
         return local
 
     def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> LayerSteps:
@@ -178,8 +177,9 @@ class AdamDirection(Direction):
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
-        # A direction gone wrong must not reach the weights: a norm is to be below this. At adam_lr 0 layers stand
-        # still, without decay. An overflowed gradient must reach DeepSpeed's check: what is in its place has its norm.
+        # A direction gone wrong must not reach the weights: its norm is to be below this, infinity where it may be used
+        # and else 0. At adam_lr 0 layers stand still, without decay. An overflowed gradient must reach DeepSpeed's
+        # check: what is in its place has its norm.
         bound = self.bound.masked_fill(~usable, 0.0)
         overflowed = ~finite & (length != 0)
         replacement = (length / self.root).masked_fill_(~overflowed, 0.0).float()
@@ -192,7 +192,7 @@ class AdamDirection(Direction):
                 pending.append(self._adam(step, tensors, unscale, usable[step.places]))
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
-                place = tensors.place(step.group)
+                place = tensors.claim(step.group)
                 norms.append(self._finish(step, place, bound[step.places], replacement[step.places]))
                 sizes.append(step.sizes[0] if step.normalized else step.full)
                 if place is None:
