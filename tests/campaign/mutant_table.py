@@ -329,6 +329,9 @@ _ROWS = {
     ("model/reductions.py", "tests/model/test_reductions.py"): [
         ("sums: what weighs terms is a mask", "((mask == 0) | (mask == 1)).all()", "torch.tensor(True)"),
         ("sums: what divides terms is not read", "(x.gradient * x.factor)", "x.gradient"),
+        ("sums: the smallest weight counts", "plain.amax()", "plain.amin()"),
+        ("sums: a mean of the same prediction is not looked at", "largest = torch.maximum(largest,",
+         "_ = torch.maximum(largest,"),
         ("sums: of means, too", 'return kind == "Sum" and at == last', "continue"),
         ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
         ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",

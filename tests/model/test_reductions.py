@@ -318,7 +318,8 @@ def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured():
     class Mixture(Net):
         def forward(self, x: Tensor, labels: Tensor):  # type: ignore[override]
             output = super().forward(x)
-            return {"loss": total(output["logits"], labels) / 1000 + 0.01 * output["aux_loss"], **output}
+            balance = self.router(x).logsumexp(-1).square().mean()  # behind the head: its gradient comes before
+            return {"loss": total(output["logits"], labels) / 1000 + balance, **output}
 
     recorder = Recorder(Mixture())
     recorder.capture.read_batch = ArgumentReader(recorder.model)
