@@ -10,7 +10,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ class Attachment:
         self._wrap("destroy", self._destroy)
         self.by_hand = True  # whether it is no checkpoint that the optimizer's state is loaded from
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
-        self._loads = kfac.engine_view.inner.register_load_state_dict_post_hook(told)
+        self._loads: Any = None
+        with suppress(AttributeError):  # of one that makes no torch.optim.Optimizer of itself, as timm's Lookahead
+            self._loads = kfac.engine_view.inner.register_load_state_dict_post_hook(told)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
@@ -218,7 +220,8 @@ class Attachment:
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        self._loads.remove()
+        if self._loads is not None:
+            self._loads.remove()
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)
