@@ -10,7 +10,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Attachment:
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._warned = True, set[str]()
-        self._reports, self._monitored = given.report != "none", False
+        self._reports, self._monitored, self.by_hand = given.report != "none", False, True
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
@@ -105,9 +105,10 @@ class Attachment:
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
-        self.by_hand = True  # whether it is no checkpoint that the optimizer's state is loaded from
-        told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
-        self._loads = kfac.engine_view.inner.register_load_state_dict_post_hook(told)
+        self._loads: Any = None
+        with suppress(AttributeError):  # of one that makes no torch.optim.Optimizer of itself, as timm's Lookahead
+            loads = kfac.engine_view.inner.register_load_state_dict_post_hook
+            self._loads = loads(lambda optimizer: warn(BY_HAND) if self.by_hand else None)  # else from a checkpoint
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
@@ -218,7 +219,8 @@ class Attachment:
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        self._loads.remove()
+        if self._loads is not None:
+            self._loads.remove()
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)

@@ -256,10 +256,9 @@ class Forward:
         if now[0] is self._taken[0] and now[1] == self._taken[1]:
             return
         self._taken, labels = now, self.info.labelled
-        sums = [x for x in mine if x.of_terms(labels)]
         of_terms = count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
-        self.sums = measured(sums, [x for x in mine if x not in sums], self.count) if of_terms else None
-        shown = (of_terms and len(sums) == len(mine)) or sum(not x.classes for x in mine) == 1
+        self.sums = measured(mine, labels, self.count) if of_terms else None
+        shown = (of_terms and all(x.of_terms(labels) for x in mine)) or sum(not x.classes for x in mine) == 1
         if count and labels is None and shown and (terms := terms_in(mine)) is not None:
             self.terms, self.doubt = terms, ""
 

@@ -61,6 +61,7 @@ class Reduction:
         terms: how many entries count, where the graph shows it.
         joined: whether entries come from several places, of which one is followed.
         classes: C, of a sum over the outputs of a term, too, all alike, as what smooths labels is; else 0.
+        mean: whether it is one, without weights of classes.
         passed: sequence numbers of the nodes from there down to the product that it is made of.
         gradient: that reached it in a backward.
     """
@@ -73,6 +74,7 @@ class Reduction:
     terms: Tensor | int | None = None
     joined: bool = False
     classes: int = 0
+    mean: bool = False
     passed: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
 
@@ -89,6 +91,7 @@ class Reduction:
 
     def _read(self, node: Any) -> None:
         kind, summed = kind_of(node), 0
+        self.mean = kind == "Mean" or (getattr(node, "_saved_reduction", 0) == 1 and saved(node, "weight") is None)
         below, shape = operand(node, ())
         if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:
             if kind in LOSSES:
@@ -186,6 +189,17 @@ class Reduction:
         self.terms = self.terms if self.single and self.terms is not None else labels
         return None
 
+    @property
+    def weight(self) -> Tensor:
+        """Of an entry in the loss of a backward."""
+        assert self.gradient is not None
+        return (self.gradient * self.factor).abs().reshape(())
+
+    def shown(self) -> Tensor | int | None:
+        """How many entries count; None: the graph does not show it."""
+        masks = [mask for mask in self.masks if mask.numel() == self.numel and self.single is not False]
+        return masks[0].count_nonzero() if masks else self.terms
+
     def of_terms(self, labels: Tensor | None) -> bool:
         """Whether it is a sum of terms: of as many as there are labels, where the graph does not show it, or without
         the last or the first of each example's."""
@@ -195,35 +209,39 @@ class Reduction:
         return bool(self.single) or (labels is not None and self.numel in (labels.numel(), shifted))
 
 
-def measured(sums: Iterable[Reduction], means: Iterable[Reduction], terms: Tensor | int) -> Measured | None:
-    """What reached the ``sums`` of one forward's terms, of all that a gradient came to: the largest, as of a loss and a
-    smaller part beside it. Labels that are smoothed have a sum for the label and one for all C classes. Of ``means`` of
-    as many ``terms`` each has its part."""
-    reached = [x for x in sums if x.gradient is not None]
-    if not reached:
+def measured(reductions: Iterable[Reduction], labels: Tensor | None, terms: Tensor | int) -> Measured | None:
+    """What reached the sums of one forward's ``terms``, of all that a gradient came to: the root mean square of the
+    terms' weights, at most the largest, as where each has one in a loss and a smaller one beside it. Labels that are
+    smoothed have a sum for the label and one for all C classes. Of a mean each term has its part; what is neither may
+    not weigh more."""
+    reached = [x for x in reductions if x.gradient is not None]
+    sums = [x for x in reached if x.of_terms(labels)]
+    smooth = [x for x in sums if x.classes]
+    plain = [x for x in sums if not x.classes] or (smooth if len(smooth) == len(reached) else [])
+    if not plain:
         return None
-    seeds = [(x.gradient * x.factor).abs().reshape(()) for x in reached if x.gradient is not None]
-    plain = torch.stack([seed for seed, x in zip(seeds, reached, strict=True) if not x.classes] or seeds)
-    smooth = [seed * x.classes for seed, x in zip(seeds, reached, strict=True) if x.classes]
-    largest = plain.amax() + (torch.stack(smooth).amax() if 0 < len(smooth) < len(seeds) else 0.0)
-    for mean in means if isinstance(terms, Tensor) or terms else ():
-        if mean.gradient is not None:
-            largest = torch.maximum(largest, mean.gradient.abs().reshape(()) / terms)
-    tests = [((mask == 0) | (mask == 1)).all() for x in reached for mask in x.masks if mask.dtype != torch.bool]
-    return Measured(largest, torch.stack(tests).all() if tests else torch.ones_like(largest, dtype=torch.bool))
+    others = [x for x in reached if x not in sums]
+    counts = [x.numel if (n := x.shown()) is None else n for x in plain]
+    many = terms if isinstance(terms, Tensor) or terms else sum(counts)
+    weights = torch.stack([x.weight / many if x.mean else x.weight for x in plain + others]).nan_to_num()
+    seed = largest = weights.amax()
+    tests = [((mask == 0) | (mask == 1)).all() for x in sums for mask in x.masks if mask.dtype != torch.bool]
+    if len(weights) > 1:
+        counts += [many if x.mean else 0 for x in others]
+        numbers = torch.stack([n if isinstance(n, Tensor) else largest.new_full((), n) for n in counts])
+        part = (weights / largest.clamp(min=1e-38)).square().mul(numbers).sum() / numbers.sum().clamp(max=many)
+        seed = largest * part.sqrt().nan_to_num(nan=1.0).clamp(max=1.0)  # nan: without a term
+        tests += [w <= seed for x, w in zip(others, weights[len(plain) :], strict=True) if not x.mean]
+    if plain is not smooth and smooth:
+        seed = seed + torch.stack([x.weight * x.classes for x in smooth]).amax()
+    return Measured(seed, torch.stack(tests).all() if tests else torch.ones_like(seed, dtype=torch.bool))
 
 
 def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
     """How many terms have a label or are not masked; None: it is not known of all."""
-    several: list[Tensor | int] = []
-    for each in reductions:
-        masks = [mask for mask in each.masks if mask.numel() == each.numel and each.single is not False]
-        if each.classes:
-            continue
-        if each.terms is None and not masks:
-            return None
-        several.append(each.terms if not masks else masks[0].count_nonzero())  # type: ignore[arg-type]
-    return sum(several) if several else None
+    several = [each.shown() for each in reductions if not each.classes]
+    known = [number for number in several if number is not None]
+    return sum(known) if known and len(known) == len(several) else None
 
 
 def operand(node: Any, result: Shape) -> tuple[Any, Shape]:

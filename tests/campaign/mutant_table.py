@@ -328,10 +328,8 @@ _ROWS = {
         ("sums: terms without a label are counted", 'self.terms, self.doubt = terms, ""', "pass")],
     ("model/reductions.py", "tests/model/test_reductions.py"): [
         ("sums: what weighs terms is a mask", "((mask == 0) | (mask == 1)).all()", "torch.tensor(True)"),
-        ("sums: what divides terms is not read", "(x.gradient * x.factor)", "x.gradient"),
-        ("sums: the smallest weight counts", "plain.amax()", "plain.amin()"),
-        ("sums: a mean of the same prediction is not looked at", "largest = torch.maximum(largest,",
-         "_ = torch.maximum(largest,"),
+        ("sums: what divides terms is not read", "(self.gradient * self.factor)", "self.gradient"),
+        ("sums: the smallest weight counts", "seed = largest = weights.amax()", "seed = largest = weights.amin()"),
         ("sums: of means, too", 'return kind == "Sum" and at == last', "continue"),
         ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
         ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",
@@ -339,7 +337,9 @@ _ROWS = {
         ("sums: each output has a term", " and each.single is not False", ""),
         ("sums: those of the first example are all labels", "labels = None if several else labelled(node)",
          "labels = labelled(node)"),
-        ("sums: smoothed labels are twice a term", "if 0 < len(smooth) < len(seeds)", "if False")],
+        ("sums: smoothed labels have less than a term", "if plain is not smooth and smooth:", "if False:"),
+        ("sums: the largest of different terms counts", "seed = largest * part.sqrt()", "_ = largest * part.sqrt()"),
+        ("sums: what is neither a sum of terms nor a mean is not asked", "tests += [w <= seed", "_ = [w <= seed")],
     ("model/prediction.py", "tests/model/test_losses.py"): [
         ("loss terms: a matrix and a vector", "LastProduct(shape[0] if matrix else 1,", "LastProduct(1,")],
     ("model/rows.py", "tests/model/test_calls.py"): [

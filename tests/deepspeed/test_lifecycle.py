@@ -167,6 +167,41 @@ def test_an_engine_without_an_optimizer_is_left_alone_unless_it_is_named():
     assert all('add an "optimizer" block' in text for text in (found[1], found[3])), found
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has another's groups and calls no initialiser of torch's, as timm's Lookahead."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    def step(self, closure=None) -> None:
+        self.base.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def wrapped_worker(_) -> list[float]:
+    model = make_net()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "kfac": KFAC,
+    }
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
+    train(engine, 1, steps=1)
+    moved = [float((weight - before[name]).abs().max()) for name, weight in weights(engine).items()]
+    engine.destroy()
+    return moved
+
+
+def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped():
+    (moved,) = run_ranks("tests.deepspeed.test_lifecycle:wrapped_worker", world=1)
+    assert max(moved) > 0
+
+
 def undestroyed_worker(names: list[str]) -> dict:
     """Engines that nobody destroys, as those of several Trainers in one process; ZeRO's are never collected."""
     results = {}

@@ -194,6 +194,10 @@ def squares_of(z: Tensor, y: Tensor) -> Tensor:
     return torch.stack([a[b >= 0].square().mean() for a, b in zip(z.flip(0), y.flip(0), strict=True)])
 
 
+def log_sums(z: Tensor, y: Tensor) -> Tensor:
+    return (z.logsumexp(-1) * (y >= 0)).sum()
+
+
 OTHERS = {
     "a mean": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "a mean of sequences": lambda z, y: ((picked(z, y) * (y >= 0)).sum(-1) / (y >= 0).sum(-1)).mean(),
@@ -204,6 +208,12 @@ OTHERS = {
     "means of a vector": lambda z, y: (means_of(z, y) + 1).sum() / 8,
     "means of squares": lambda z, y: (squares_of(z, y) + 1).sum() / 8,
     "a sum and a mean": lambda z, y: total(z, y) / 8 + z[y >= 0].square().mean(),
+    "a smoothed mean": lambda z, y: total(z, y, label_smoothing=0.1) / (y >= 0).sum() + 1e-4 * log_sums(z, y),
+    "a torch smoothed mean": lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1) + 1e-4 * log_sums(z, y),
+    "weights of classes and a small sum": lambda z, y: (
+        F.cross_entropy(z.mT, y, weight=torch.rand(C), reduction="sum") / 8 + 1e-4 * log_sums(z, y)
+    ),
+    "squares and a small sum": lambda z, y: (z.square() * (y >= 0)[..., None]).sum() / 8 + 1e-4 * log_sums(z, y),
 }
 
 
@@ -330,6 +340,24 @@ def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured():
             (loss * SCALE).backward()
     found = recorder.sums("head").G
     close(found.sum_P / found.count, expected(total)["head"], sums=N * T + 2 * D)
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_of_sums_over_different_terms_the_root_mean_square_weight_counts(place):
+    """As of the means of a batch's sequences, made in a loop, of which the shortest has the largest weight."""
+
+    def make(z: Tensor, y: Tensor) -> Tensor:
+        return sum(total(a[None], b[None]) / (b >= 0).sum() for a, b in zip(z, y, strict=True)) / len(z)
+
+    G: Tensor | float = 0.0
+    for part in PARTS:
+        z = Net()(X[part])["logits"].detach().requires_grad_()
+        (g,) = torch.autograd.grad(make(z, Y[part]), z)
+        counts = (Y[part] >= 0).sum(-1)
+        square = (1 / counts / len(counts) ** 2).sum() / counts.sum()
+        G = G + symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1)) / square
+    found = captured(make, 1.0, place, labels=True).sums("head").G
+    close(found.sum_P, G, sums=N * T + 2 * D)
 
 
 @pytest.mark.parametrize(("weight", "mean"), [(1.0, False), (0.1, False), (0.1, True), (3.0, True)])
