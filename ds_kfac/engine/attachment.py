@@ -107,9 +107,9 @@ class Attachment:
         self._wrap("destroy", self._destroy)
         self.by_hand = True  # whether it is no checkpoint that the optimizer's state is loaded from
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
-        self._loads: Any = None
+        self._loads = ExitStack()
         with suppress(AttributeError):  # of one that makes no torch.optim.Optimizer of itself, as timm's Lookahead
-            self._loads = kfac.engine_view.inner.register_load_state_dict_post_hook(told)
+            self._loads.callback(kfac.engine_view.inner.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
@@ -220,8 +220,7 @@ class Attachment:
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        if self._loads is not None:
-            self._loads.remove()
+        self._loads.close()
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)
