@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +26,9 @@ def _count(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    try:
+    with suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
 
 

@@ -105,10 +105,10 @@ class Attachment:
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
-        self._loads: Any = None
+        told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
+        self._loads = ExitStack()
         with suppress(AttributeError):  # of one that makes no torch.optim.Optimizer of itself, as timm's Lookahead
-            loads = kfac.engine_view.inner.register_load_state_dict_post_hook
-            self._loads = loads(lambda optimizer: warn(BY_HAND) if self.by_hand else None)  # else from a checkpoint
+            self._loads.callback(kfac.engine_view.inner.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
@@ -219,8 +219,7 @@ class Attachment:
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        if self._loads is not None:
-            self._loads.remove()
+        self._loads.close()
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)

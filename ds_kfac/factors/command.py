@@ -130,8 +130,7 @@ def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) 
     tokens: list[int] = []
     for text in _texts(Path(arguments.data)):
         tokens += text if isinstance(text, list) else tokenizer(text)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            tokens.append(tokenizer.eos_token_id)
+        tokens += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if arguments.limit and len(tokens) >= arguments.limit * arguments.length:
             break
     count = min(len(tokens) // arguments.length, arguments.limit or len(tokens))

@@ -243,9 +243,8 @@ class Passes:
         outputs: list[Any] = []
         handle = self.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:
-            value: Any = None
             if self.loss is not None:
-                value = self.loss(self.model, batch)
+                value: Any = self.loss(self.model, batch)
             elif isinstance(batch, Mapping):
                 value = returned_loss(self.model(**batch))
             else:

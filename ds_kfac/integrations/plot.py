@@ -9,6 +9,7 @@ import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,12 +137,10 @@ def _text(path: Path) -> str:
 
 def _history(path: Path) -> list[dict[str, Any]]:
     """Of the Trainer's state."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, IndexError):
         history = json.loads(_text(path))["log_history"]
         if all(isinstance(entry["step"], int) for entry in history):
             return history
-    except (ValueError, KeyError, TypeError, IndexError):
-        pass
     what = 'its "log_history" is no list of objects with a "step" each'
     raise ValueError(f"{path}: {what}; take the file out, or mend it")
 

@@ -5,6 +5,7 @@ returned losses the caller's loss is made. Shape suffixes: N examples, T positio
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -223,10 +224,8 @@ class Forward:
     def uses(self, tensors: Collection[Value]) -> None:
         """The caller's loss is made of these of the returned tensors: :attr:`terms` are those of the first of them."""
         self._predictions = [value for value in self._predictions if value in tensors] or self._predictions
-        for value, of_prediction in self._terms.items():
-            if value in tensors:
-                self.terms, self.doubt = of_prediction
-                return
+        for value in [value for value in self._terms if value in tensors][:1]:
+            self.terms, self.doubt = self._terms[value]
 
     def _arrived(self, value: Value, beside: Iterable[Any], gradients: tuple[Tensor | None, ...]) -> None:
         """A loss's gradient came. ``beside``: nodes of the tensors that no returned loss is made of."""
@@ -272,8 +271,7 @@ def logits_of(output: Any, name: str = "logits") -> Tensor | None:
 def _values(output: Any) -> Iterator[Tensor]:
     """Floating-point tensors of a model's output, ``logits`` first."""
     if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
+        yield from [output] if output.is_floating_point() else []
         return
     if (logits := logits_of(output)) is not None:
         yield logits
@@ -373,7 +371,7 @@ def output_terms(
 ) -> Tensor | int | None:
     """M of a loss outside of the model: a term per prediction that the mask does not leave out; None: no prediction.
     It is made of ``prediction``; None: of the likeliest."""
-    if prediction is None and (prediction := next(iter(predictions_in(output)), None)) is None:
+    if (prediction := returned_prediction(output) if prediction is None else prediction) is None:
         return None
     shape = list(prediction.shape)
     if len(shape) > 1:
@@ -390,7 +388,6 @@ def output_terms(
 def runs(node: Any) -> bool:
     """Whether the running backward runs a node; of a parameter's, whether it adds to its gradient, as autograd.grad and
     other ``inputs`` do not."""
-    try:
+    with suppress(RuntimeError):  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
-        return False
+    return False

@@ -75,8 +75,7 @@ def class_place(prediction: Tensor) -> Place:
         dims, end = _followed(product)
     if dims:
         wide = [dim for dim in dims if shape[dim] > 1] or dims
-        if last in wide:  # also of a convolution's that were turned, as anchors times classes
-            usual = last
+        usual = last if last in wide else usual  # also of a convolution's that were turned, as anchors times classes
         return Place(usual if usual in wide and product.convolution else wide[-1])
     if end == GONE:
         return Place(None, doubt=product.outputs == 1 and last == 1 and shape[1] > 1)
@@ -98,9 +97,7 @@ def _followed(product: LastProduct) -> tuple[list[int], str]:
     lost = GONE if single else PICKED
     dims, end = ([], lost) if product.place is None else ([product.place], "")
     for number, (node, before, after) in enumerate(product.steps):
-        kind = node.name().split("Backward")[0]
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            kind = ""
+        kind = kind_of(node)
         reshaped = kind in VIEWS and [size for size in after if size > 1] != [size for size in before if size > 1]
         if not dims:
             if kind in ("Stack", "Cat") and end == lost:
@@ -122,10 +119,8 @@ def moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) ->
         kept = [*_viewed(dims, before, after)]
         return kept, "" if kept else PICKED if prod(before[dim] for dim in dims) == 1 else UNKNOWN
     if kind in ("Transpose", "Permute", "T"):
-        order = [*range(len(before))]
-        if kind == "Permute":
-            order = _saved(node, "_saved_dims", len(before))
-        else:
+        order = _saved(node, "_saved_dims", len(before)) if kind == "Permute" else [*range(len(before))]
+        if kind != "Permute":
             ends = [0, -1] if kind == "T" else [node._saved_dim0, node._saved_dim1]
             one, other = (signed(end) % len(before) for end in ends)
             order[one], order[other] = other, one
@@ -181,8 +176,7 @@ def last_product(prediction: Tensor) -> LastProduct | None:
 def product_below(node: Any, shape: Shape) -> LastProduct | None:
     """The product that is nearest to a node's result, of ``shape``, along the first of :func:`operands`; if that leads
     to none, as a residual stream to its embeddings, along the next. None: there is none."""
-    seen, waiting = set[Any](), list[tuple[Any, Shape, Any]]()
-    waiting.append((node, shape, None))
+    seen, waiting = set[Any](), list[tuple[Any, Shape, Any]]([(node, shape, None)])
     while waiting:
         node, shape, steps = waiting.pop()
         if node is None or node in seen:
@@ -219,10 +213,15 @@ def _product(node: Any, shape: Shape) -> LastProduct | None:
 def _is_linear(node: Any, name: str) -> bool:
     """Whether a node is torch's linear layer, or a custom autograd function with a linear layer's name and a weight
     beside its input, such as those of DeepSpeed's ZeRO-3, Megatron and TransformerEngine."""
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+    if kind_of(node):
         return name.startswith("LinearBackward")
     named = "linear" in name.lower() and not any(word in name.lower() for word in ("bilinear", "nonlinear"))
     return named and len(node.next_functions) > 1
+
+
+def kind_of(node: Any) -> str:
+    """A node's name without "Backward"; "" of a function of a user's."""
+    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name().split("Backward")[0]
 
 
 def inputs_of(node: Any) -> Iterator[tuple[Any, int, Shape]]:

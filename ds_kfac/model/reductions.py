@@ -22,6 +22,7 @@ from ds_kfac.model.prediction import (
     VIEWS,
     LastProduct,
     Shape,
+    kind_of,
     moved,
     operands,
     product_below,
@@ -42,8 +43,7 @@ ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "Mask
 
 
 class Measured(NamedTuple):
-    """``seed``: the gradient that reached a sum of terms, fp32 scalar. ``sure``: bool scalar, whether each term has it;
-    not where terms have weights of their own."""
+    """``seed``: the gradient that reached a term, fp32 scalar. ``sure``: bool scalar, whether all weights are known."""
 
     seed: Tensor
     sure: Tensor
@@ -153,10 +153,10 @@ class Reduction:
             return False
         if isinstance(other, Tensor) and other.numel() != 1:
             self.masks.append(other)
-            return True
-        if isinstance(other, Tensor):
-            other = number(other) if other.is_cpu else other.detach().float().reshape(())
-        self.factor = self.factor * other if kind == "Mul" else self.factor / other
+        else:
+            if isinstance(other, Tensor):
+                other = number(other) if other.is_cpu else other.detach().float().reshape(())
+            self.factor = self.factor * other if kind == "Mul" else self.factor / other
         return True
 
     def _outputs(self, product: LastProduct) -> bool | None:
@@ -192,7 +192,6 @@ class Reduction:
     @property
     def weight(self) -> Tensor:
         """Of an entry in the loss of a backward."""
-        assert self.gradient is not None
         return (self.gradient * self.factor).abs().reshape(())
 
     def shown(self) -> Tensor | int | None:
@@ -210,10 +209,9 @@ class Reduction:
 
 
 def measured(reductions: Iterable[Reduction], labels: Tensor | None, terms: Tensor | int) -> Measured | None:
-    """What reached the sums of one forward's ``terms``, of all that a gradient came to: the root mean square of the
-    terms' weights, at most the largest, as where each has one in a loss and a smaller one beside it. Labels that are
-    smoothed have a sum for the label and one for all C classes. Of a mean each term has its part; what is neither may
-    not weigh more."""
+    """What reached the sums of one forward's ``terms``: the root mean square of the terms' weights, at most the
+    largest, as where each has a smaller one beside it. Smoothed labels have a sum for the label and one for all C
+    classes. Of a mean each term has its part; what is neither may not weigh more."""
     reached = [x for x in reductions if x.gradient is not None]
     sums = [x for x in reached if x.of_terms(labels)]
     smooth = [x for x in sums if x.classes]
@@ -249,21 +247,15 @@ def operand(node: Any, result: Shape) -> tuple[Any, Shape]:
     return next(iter(operands(node, result)), (None, ()))
 
 
-def kind_of(node: Any) -> str:
-    """A node's name without "Backward"; "" of a function of a user's."""
-    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name().split("Backward")[0]
-
-
 def saved(node: Any, name: str) -> Any:
     """What a node keeps; None if nothing, if it was changed in place, or if unpacking it would compute it again, as in
     a checkpoint."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
         return None
-    try:
+    with suppress(RuntimeError):
         return getattr(node, f"_saved_{name}")
-    except RuntimeError:
-        return None
+    return None
 
 
 def number(x: Any) -> float:

@@ -84,14 +84,12 @@ def scan(
         raise ValueError(f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before")
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
     for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
-        for pattern in patterns:
-            if not any(re.search(pattern, name) for name in scanner.modules):
-                raise ValueError(
-                    f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
-                    + ", ".join(list(scanner.modules)[:6])
-                )
-    layers: list[LayerSpec] = []
-    skipped = []
+        for pattern in (x for x in patterns if not any(re.search(x, name) for name in scanner.modules)):
+            raise ValueError(
+                f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
+                + ", ".join(list(scanner.modules)[:6])
+            )
+    layers, skipped = list[LayerSpec](), list[Skipped]()
     for name, module in scanner.modules.items():
         layers_or_reason = scanner.layers_of(name, module)
         if isinstance(layers_or_reason, list):
@@ -215,8 +213,7 @@ class _Scanner:
             layouts["weight"] = MatrixLayout(False, stack=borrowed)
         shapes = {name: layout.shape(parameter_shape(module._parameters[name])) for name, layout in layouts.items()}
         stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
-        layers: list[LayerSpec] = []
-        reason = ""
+        layers, reason = list[LayerSpec](), ""
         for parameter, shape in shapes.items():
             if len(shape) not in (2, 3):
                 continue

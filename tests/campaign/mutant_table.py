@@ -79,7 +79,7 @@ _ROWS = {
         ("loss terms: of scores the first side's", "if not product.weighed:", "if False:"),
         ("loss terms: a view of part of the outputs", "not begin % first and", ""),
         ("loss terms: the weights of an average make it", "(pair[1] != result, len(pair[1])", "(len(pair[1])"),
-        ("loss terms: anchors in place of classes", "if last in wide:", "if False:"),
+        ("loss terms: anchors in place of classes", "last if last in wide else usual", "usual"),
         ("loss terms: a residual stream has none", "reversed(operands(node, shape))", "operands(node, shape)[:1]")],
     ("model/loss.py", _TERMS): [
         ("loss terms: answers are told of", 'prediction is logits_of(output, "start_logits")', "False"),
@@ -334,7 +334,7 @@ _ROWS = {
         ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
         ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",
          "prod(after) < prod(before) and not outputs"),
-        ("sums: each output has a term", " and each.single is not False", ""),
+        ("sums: each output has a term", " and self.single is not False", ""),
         ("sums: those of the first example are all labels", "labels = None if several else labelled(node)",
          "labels = labelled(node)"),
         ("sums: smoothed labels have less than a term", "if plain is not smooth and smooth:", "if False:"),
