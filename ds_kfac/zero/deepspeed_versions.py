@@ -323,8 +323,11 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Drop gradients outside of ``averaged_gradients``, see :func:`flat_partition`."""
-    getattr(optimizer, "all_grad_tensors", {}).clear()
+    """Drop gradients outside of ``averaged_gradients``, see :func:`flat_partition`; and with offload begin anew to
+    count backwards: to gradients of an earlier one DeepSpeed would add the next."""
+    for name in ("all_grad_tensors", "_offload_accumulated_param_ids"):
+        getattr(optimizer, name, set()).clear()
+    optimizer.micro_step_id = -1
 
 
 def accumulated(optimizer: Any) -> list[Any]:

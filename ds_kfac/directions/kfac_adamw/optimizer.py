@@ -146,11 +146,8 @@ class KFACAdamWStep:
                     torch._foreach_mul_(in_use, amount)
                     amount = 1.0
                 torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
-            rate = group["lr"] * torch.as_tensor(
-                self.direction_scale(),
-                dtype=torch.float32,
-                device=parameters[0].device,  # which is offloaded
-            )
+            scale, device = self.direction_scale(), parameters[0].device  # which may be offloaded
+            rate = group["lr"] * torch.as_tensor(scale, dtype=torch.float32, device=device)
             steps = torch._foreach_mul([x.to(y.dtype) for x, y in zip(gradients, parameters, strict=True)], rate)
             torch._foreach_sub_(parameters, steps)
 
