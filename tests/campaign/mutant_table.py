@@ -334,7 +334,7 @@ _ROWS = {
         ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
         ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",
          "prod(after) < prod(before) and not outputs"),
-        ("sums: each output has a term", " and self.single is not False", ""),
+        ("sums: each output has a term", "== self.numel and self.single is not False", "== self.numel"),
         ("sums: those of the first example are all labels", "labels = None if several else labelled(node)",
          "labels = labelled(node)"),
         ("sums: smoothed labels have less than a term", "if plain is not smooth and smooth:", "if False:"),
