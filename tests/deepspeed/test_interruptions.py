@@ -136,7 +136,7 @@ def left_worker(names: list[str]) -> dict:
 
 
 def test_a_step_goes_on_after_what_raised_or_says_that_it_cannot():
-    names = ["adam-z2", "adam-z2-bf16-accum32", "adam-z1", "adam-z3"]
+    names = ["adam-z2", "adam-z2-bf16-accum32", "adam-z1", "adam-z3", "adam-z2-offload"]
     (found,) = run_ranks("tests.deepspeed.test_interruptions:left_worker", world=1, payload=names)
     for name in names:
         unfit, steps, updates = found[name]
