@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.distributed.bytes import measure_bytes
 from benchmarks.distributed.cases import MODEL, TINY, byte_cases
-from benchmarks.distributed.ranks import on_ranks
+from benchmarks.distributed.ranks import PRELOAD, SERVER, on_ranks
 from benchmarks.distributed.report import report
 from benchmarks.distributed.simulation import MODELS, WORLDS, simulate
 from benchmarks.distributed.times import measure_times, over_ranks, time_modes
@@ -164,6 +164,7 @@ def circumstances(argv: list[str]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    SERVER.set_forkserver_preload([PRELOAD])
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.phases:
         if (phase := PHASES[name]) is not None:

@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["benchmarks.distributed.preload"])  # importing DeepSpeed takes seconds, once is enough
+PRELOAD = "benchmarks.distributed.preload"
+"""Importing DeepSpeed takes seconds, once is enough. Programs ask for it, not this module: tests have a server, too."""
 
 
 def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 3600) -> list[Any]:
