@@ -256,10 +256,10 @@ class Forward:
             return
         self._taken, labels = now, self.info.labelled
         of_terms = count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
-        self.sums = measured(mine, labels, self.count) if of_terms else None
         shown = (of_terms and all(x.of_terms(labels) for x in mine)) or sum(not x.classes for x in mine) == 1
         if count and labels is None and shown and (terms := terms_in(mine)) is not None:
             self.terms, self.doubt = terms, ""
+        self.sums = measured(mine, labels, self.count) if of_terms else None
 
 
 def logits_of(output: Any, name: str = "logits") -> Tensor | None:

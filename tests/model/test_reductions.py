@@ -86,6 +86,8 @@ SUMS = {
     "smoothed": lambda z, y: total(z, y, label_smoothing=0.1),
     "of images, smoothed": lambda z, y: F.cross_entropy(z.mT, y, reduction="sum", label_smoothing=0.1),
     "smoothed by transformers": transformers_smoother,
+    "with a z-loss": lambda z, y: total(z, y) + 0.5 * (z.logsumexp(-1).square() * (y >= 0)).sum(),
+    "with one of picked logits": lambda z, y: total(z, y) + 0.5 * z[y >= 0].logsumexp(-1).square().sum(),
 }
 UNKNOWN = {"in chunks"}
 """Where only labels say how many terms there are."""
