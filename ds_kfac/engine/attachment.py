@@ -34,8 +34,8 @@ from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
+from ds_kfac.model.divisors import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.reductions import micro_batches
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected

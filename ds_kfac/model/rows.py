@@ -395,6 +395,6 @@ class RowSums:
         if told is not None:
             return told[:, 1] / seed
         gain = (divisor if self._divided and divisor is not None else terms) / seed
-        if (sums := forward.sums) is None or not self._divided or not returned:
+        if (weight := forward.term_weight) is None or not (self._divided and returned):
             return gain
-        return torch.where(sums.sure & (sums.seed != 0), 1 / sums.seed, gain)  # whatever the sum of terms is divided by
+        return torch.where(weight.sure & (weight.value != 0), 1 / weight.value, gain)  # whatever a sum is divided by
