@@ -305,11 +305,12 @@ _ROWS = {
         ("loss terms: several sizes are not told", "if levels:", "if False:")],
     ("model/graph.py", "tests/model/test_losses.py"): [
         ("loss terms: a tensor behind another one is used", "if edge not in ends:", "if True:")],
+    ("model/output.py", "tests/model/test_returned.py"): [
+        ("loss terms: those of a condition", "return prediction is not None and returned_loss(output) is None",
+         "return False")],
     ("model/output.py", "tests/model/test_losses.py"): [
         ("loss terms: the parts of a loss are a prediction", "if vectors and returned_loss(output) is not None:",
          "if False:"),
-        ("loss terms: those of a condition", "return prediction is not None and returned_loss(output) is None",
-         "return False"),
         ("loss terms: those of a target", "not named and x.grad_fn is None", "False"),
         ("a loss of shape [1] is none", "(value.ndim == 0 or is_scalar(value))", "(value.ndim == 0)"),
         ("loss terms: those of a task without a row", "(not x.numel(), ", "(False, "),
