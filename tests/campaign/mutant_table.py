@@ -88,7 +88,7 @@ _ROWS = {
         ("loss terms: answers are told of", 'prediction is logits_of(output, "start_logits")', "False"),
         ("loss terms: a loss of shape [1, 1] is a prediction", " and not is_scalar(value)", "")],
     ("model/batch.py", "tests/model/test_rows.py"): [
-        ("batch: labels of examples throw the mask away", "return mask.shape == labelled.shape", "return True"),
+        ("batch: labels of examples throw the mask away", "else rows.shape == labelled.shape", "else True"),
         ("batch: a switch is labels", "placed if isinstance(placed, Tensor) else None", "placed"),
         ("batch: shift_labels are shifted again", "self.shifted and placed is None", "self.shifted"),
         ("batch: a mask of choices is none", "mask.flatten(0, 1) if mask.shape in shapes else mask", "mask"),
