@@ -149,7 +149,7 @@ class LossSampling:
         prediction = self._predictions.pop(forward)
         info = forward.info
         if forward.terms is None:
-            forward.terms = terms_of(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing).count
+            forward.terms = terms_of(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing).number
         self._generator.manual_seed(SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank)
         self._drawn += 1
         return self.sampler(prediction, info, self._generator).float()

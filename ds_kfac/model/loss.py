@@ -145,13 +145,18 @@ class Forward:
         if rows.piece is None and (self.most is None or shape[:-1].numel() > self.most[1][:-1].numel()):
             self.most = rows, shape
 
-    def tokens(self, weight_sharing: str) -> Tensor | int:
-        """How many rows of :attr:`most` count; with "reduce", how many examples have such a row."""
-        assert self.most is not None
-        rows, shape = self.most
-        if rows.mask is not None:
-            return counted(rows.mask, weight_sharing if len(shape) > 2 else "expand", rows.examples)
-        return shape[rows.examples] if weight_sharing == "reduce" and len(shape) > 2 else shape[:-1].numel()
+    def guessed_by(self, rows: Tensor | int, *, whole: bool, weight_sharing: str) -> Tensor | int:
+        """:attr:`guess`, set by the first layer that asks: how many of its ``rows`` count, or where they are not the
+        ``whole`` batch's, of those of :attr:`most`; with "reduce", how many examples have such a row."""
+        if self.guess is None:
+            self.guess = rows
+            if not whole and self.most is not None:
+                its_rows, shape = self.most
+                weight_sharing = weight_sharing if len(shape) > 2 else "expand"
+                self.guess = shape[its_rows.examples] if weight_sharing == "reduce" else shape[:-1].numel()
+                if its_rows.mask is not None:
+                    self.guess = counted(its_rows.mask, weight_sharing, its_rows.examples)
+        return self.guess
 
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """Set :attr:`terms` from the model's ``output``, unless labels did, and watch the losses in it."""
@@ -181,9 +186,9 @@ class Forward:
         for at, x in enumerate(predictions_in(output)):
             terms, by_labels = terms_of(output, self.info, weight_sharing=weight_sharing, prediction=x), False
             if levels:
-                terms = Terms(terms.count, LEVELS)
+                terms = Terms(terms.number, LEVELS)
             if x.grad_fn is not None:
-                if by_labels := labelled is not None and of_examples(terms.count, self.info):
+                if by_labels := labelled is not None and of_examples(terms.number, self.info):
                     terms = Terms(labelled)
                 self._terms[edge_of(x)] = terms
             if by_labels or not at:

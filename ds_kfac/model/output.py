@@ -118,10 +118,10 @@ def of_examples(terms: Tensor | int | None, info: BatchInfo) -> bool:
 
 
 class Terms(NamedTuple):
-    """``count``: M, of a loss outside of the model; None: there is no prediction. ``doubt``: why it may be another one,
+    """``number``: M, of a loss outside of the model; None: no prediction. ``doubt``: why it may be another one,
     and for which loss, or ""."""
 
-    count: Tensor | int | None = None
+    number: Tensor | int | None = None
     doubt: str = ""
 
 

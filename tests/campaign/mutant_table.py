@@ -62,10 +62,9 @@ _ROWS = {
         ("loss terms: a linear layer of somebody's own is followed", "return named and len", "return False and len"),
         ("loss terms: what has linear in its name is one", ' and not any(word in name.lower()', ' and any(len(name)')],
     ("model/rows.py", "tests/model/test_loss_terms.py"): [
-        ("loss terms: tokens of the last expert", "own = forward.tokens(self.weight_sharing)", "pass"),
         ("a loss times 0 is no number", "torch.where(seed == 0, torch.inf, seed)", "seed"),
         ("items not read", "forward.seed, items", "forward.seed, None"),
-        ("another M in every layer", "terms = forward.terms", "terms = None")],
+        ("another M in every layer", "(terms := forward.terms)", "(terms := None)")],
     ("model/prediction.py", _TERMS): [
         ("loss terms: transposed logits are not", "shape[place] == product.outputs]", "True]"),
         ("loss terms: of equal sizes the first has the outputs", "in (usual, *range(prediction.ndim))",
@@ -254,6 +253,7 @@ _ROWS = {
         ("the first dimension is the stack's", "front = output.ndim - len(place.shape) + stack[0]",
          "front = stack[0]")],
     ("model/loss.py", "tests/model/test_loss_terms.py"): [
+        ("loss terms: tokens of the last expert", "if not whole and self.most is not None:", "if False:"),
         ("items that the model ignored divide", "self.info = replace(self.info, items=None)", "pass")],
     ("model/divisors.py", "tests/model/test_losses.py"): [
         ("every loss is divided", "for by in found) or not mean", "for by in found) or True"),

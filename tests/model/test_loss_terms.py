@@ -44,17 +44,17 @@ MASK[1, 2:], MASK[3] = False, False
     ],
 )
 def test_a_prediction_tells_how_many_terms_a_loss_outside_has(output, expand, reduce):
-    assert terms_of(output, BatchInfo(), weight_sharing="expand").count == expand
-    assert terms_of(output, BatchInfo(), weight_sharing="reduce").count == reduce
+    assert terms_of(output, BatchInfo(), weight_sharing="expand").number == expand
+    assert terms_of(output, BatchInfo(), weight_sharing="reduce").number == reduce
 
 
 def test_padded_predictions_are_no_terms():
     info = BatchInfo(rows=MASK)
     for prediction in (WIDE, WIDE.transpose(0, 1), WIDE.flatten(0, 1)):
-        assert float(terms_of(prediction, info, weight_sharing="expand").count) == 2 * T + 2
+        assert float(terms_of(prediction, info, weight_sharing="expand").number) == 2 * T + 2
     for prediction in (WIDE, WIDE.transpose(0, 1)):
-        assert float(terms_of(prediction, info, weight_sharing="reduce").count) == 3
-    assert terms_of(torch.zeros(N, C), info, weight_sharing="expand").count == N
+        assert float(terms_of(prediction, info, weight_sharing="reduce").number) == 3
+    assert terms_of(torch.zeros(N, C), info, weight_sharing="expand").number == N
 
 
 def test_prediction_and_loss_are_found_in_what_models_return():

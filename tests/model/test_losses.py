@@ -198,7 +198,7 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
 def test_numbers_to_look_at_and_targets_are_no_predictions():
     values = Net("ce logits")(*batch())
     terms = [
-        terms_of(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand").count
+        terms_of(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand").number
         for name in ("with its parts", "a target first")
     ]
     assert terms == [None, N]
@@ -236,7 +236,7 @@ def test_a_value_of_one_example_is_no_loss(name):
 
 
 def test_a_prediction_is_found_in_a_dataclass():
-    assert terms_of(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand").count == N * T
+    assert terms_of(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand").number == N * T
 
 
 T = 3
@@ -303,7 +303,7 @@ def test_a_small_vector_that_is_squared_over_and_over_is_walked_once():
 ])  # fmt: skip
 def test_a_vector_is_one_row_s_outputs_or_a_term_for_each_example(make, terms):
     """As an agent has it that acts on one state."""
-    assert terms_of(make(batch()[0]), BatchInfo(), weight_sharing="expand").count == terms
+    assert terms_of(make(batch()[0]), BatchInfo(), weight_sharing="expand").number == terms
 
 
 class Pyramid(nn.Module):

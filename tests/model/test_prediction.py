@@ -73,21 +73,21 @@ OPEN = {
 
 @pytest.mark.parametrize("name", EACH)
 def test_each_token_is_a_term_however_its_outputs_were_left_out(name):
-    assert terms_of(EACH[name](), BatchInfo(), weight_sharing="expand").count == N * T
+    assert terms_of(EACH[name](), BatchInfo(), weight_sharing="expand").number == N * T
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_predictions_have_the_terms_that_their_graph_shows_and_no_doubt(name):
     make, terms = OTHERS[name]
     found = terms_of(make(), BatchInfo(), weight_sharing="expand")
-    assert found.count == terms and (not found.doubt or name in ("of one example", "none"))
+    assert found.number == terms and (not found.doubt or name in ("of one example", "none"))
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_what_a_graph_leaves_open_is_a_doubt_that_says_what_was_taken(name):
     make, terms = OPEN[name]
     found = terms_of(make(), BatchInfo(), weight_sharing="expand")
-    assert found.count == terms
+    assert found.number == terms
     assert ("and each is taken" if terms == N * T else "and each example is taken") in found.doubt
 
 
@@ -105,8 +105,8 @@ def test_answers_of_transformers_are_positions_without_a_doubt():
 def test_padded_tokens_are_no_terms_of_values():
     mask = torch.arange(T) < torch.tensor([6, 2, 4, 1])[:, None]
     info = BatchInfo(rows=mask)
-    assert float(terms_of(ONE(X).squeeze(-1), info, weight_sharing="expand").count) == 13
-    assert terms_of(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce").count == N
+    assert float(terms_of(ONE(X).squeeze(-1), info, weight_sharing="expand").number) == 13
+    assert terms_of(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce").number == N
 
 
 def test_a_loss_of_another_shape_is_no_prediction():
