@@ -85,6 +85,7 @@ class Capture(StepSums):
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self._inside = self._captures_G = False  # whether the model's forward runs; whether gradients are captured
         self._means, self.several = set[Forward](), False  # forwards that this backward went through
+        self._passed = set[Forward]()  # that others of the step did
         self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
         self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
@@ -136,6 +137,8 @@ class Capture(StepSums):
         if self.active:
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
+            self._passed.clear()
+            self.rows.counted.clear()
             self.inputs.begin_step()
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
@@ -176,6 +179,8 @@ class Capture(StepSums):
             self.leave()
             if retain_graph:
                 self.arrived.clear()
+            if parts > 1:  # its loss is a part of a mean over them: again the whole forward's terms
+                self.rows.counted.clear()
             self.end_backward()
 
     def begin_backward(self, seed: Tensor) -> None:
@@ -187,17 +192,19 @@ class Capture(StepSums):
         self._running = forward
 
     def end_backward(self, *, last: bool = False) -> None:
-        """Close the micro-batch: the next rows are new loss terms, not another use of the same ones. ``last``: of the
+        """Close the micro-batch: the next call of a layer is not another use of the same rows. ``last``: of the
         step; then each sum has a count of its own."""
         # one backward through several means: G's scale is only right if it was measured at losses the model returned
         unknown = [f.seed is None and f.term_weight is None and f.info.divisor is None for f in self._means]
         self.several |= sum(unknown) > 1
-        self._means.clear()
-        if self.divided and unknown not in ([], [True]):
+        if self.divided and self._means and self._means <= self._passed:
+            self.divided.pop()  # another loss of the same forward, as a critic's beside an actor's, is no micro-batch
+        elif self.divided and unknown not in ([], [True]):
             self.divided[-1][1].clear()
+        self._passed |= self._means
+        self._means.clear()
         self.seed, self.losses, self._running, self.reductions = None, None, None, []
         self._inside = False  # still set if the forward raised
-        self.rows.counted.clear()
         for call in self.arrived:
             call.x = None
         self.arrived.clear()
@@ -215,6 +222,7 @@ class Capture(StepSums):
                 self.add(call, gradient)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
+        self.rows.counted.clear()
         self.end_backward()
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
@@ -237,7 +245,7 @@ class Capture(StepSums):
         if torch._C._current_graph_task_id() != -1:
             return
         self.leave()  # still entered if the last forward raised
-        if self.rows.counted:  # after a plain loss.backward(), which nothing closes
+        if self._means:  # after a plain loss.backward(), which nothing closes
             self.end_backward()
         self._inside, info = True, self.read_batch(arguments, keywords)
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))

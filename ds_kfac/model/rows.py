@@ -225,7 +225,7 @@ class RowSums:
 
     Attributes:
         turn: the step.
-        counted: whether a layer's loss terms are, since the last backward; maybe a bool scalar on the device.
+        counted: whether a layer's loss terms of a forward are, in the step; maybe a bool scalar on the device.
         experts: name of an expert -> that of its siblings, whose loss terms count together (``Siblings``).
     """
 

@@ -356,3 +356,34 @@ def parts_worker(stages: list[int]) -> dict:
 def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once():
     found = run_ranks("tests.deepspeed.test_kfac_adamw:parts_worker", world=1, payload=[0, 2, 3])[0]
     assert found == {case: int(case[2]) for case in found} and len(found) == 9
+
+
+def reset_worker(stages: list[int]) -> dict:
+    """How many gradients the layers' moments have after four steps, something, and one step more."""
+    found = {}
+    for stage in stages:
+        engine, optimizer, _ = start(config(zero_optimization={"stage": stage}))
+        middle = engine.module.middle.weight
+        for what in ("nothing", "clear", "pop", "load"):
+            train(engine, 1, steps=4)
+            if what == "clear":
+                optimizer.state.clear()
+            elif what == "pop" and not stage:
+                optimizer.state[middle] = {}
+            elif what == "load" and not stage:
+                optimizer.load_state_dict(optimizer.state_dict())
+            train(engine, 1, steps=1)
+            states = engine.kfac.preconditioner.state
+            found[stage, what] = {name: float(state.moments.updates) for name, state in states.items()}
+        engine.destroy()
+    return found
+
+
+def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero():
+    """Those of the layer, or of all where DeepSpeed's parameters are flat."""
+    for found in run_ranks("tests.deepspeed.test_kfac_adamw:reset_worker", world=2, payload=[0, 2, 3]):
+        for (stage, what), counts in found.items():
+            since = {"nothing": 5, "clear": 1, "pop": 6, "load": 11}[what]  # steps since the last reset of all
+            for name, count in counts.items():
+                of_one = {"pop": 1, "load": 6}.get(what, since) if name == "middle" and not stage else since
+                assert count == of_one, (stage, what, name)

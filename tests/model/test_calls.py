@@ -292,3 +292,31 @@ def test_hooks_of_others_come_after_ours():
     rows = (outputs[0].grad * N * T).reshape(-1, WIDTH)
     packed = (rows.T @ rows / (N * T))[tuple(torch.tril_indices(WIDTH, WIDTH))]
     close(found["inner"][1], packed, sums=1000)
+
+
+class ActorCritic(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, y=None):
+        z = torch.tanh(self.inner(x))
+        return self.head(z), self.value(z).squeeze(-1)
+
+
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_the_terms_of_a_forward_count_once_in_a_step_of_several_losses_of_it(divisor):
+    """Backward one after the other, in a step that the caller ends, whatever he divides them by."""
+    recorder, model, (x, y) = Recorder(ActorCritic(), LINEAR), ActorCritic(), batch()
+    found = []
+    model.inner.register_forward_hook(lambda module, inputs, output: output.register_hook(found.append) and None)
+    for net in (model, recorder.model):
+        policy, value = net(x)
+        for loss in (F.cross_entropy(policy.mT, y) / divisor, 0.5 * F.mse_loss(value, x[..., 0]) / divisor):
+            with recorder.capture.own_backward(loss, retain_graph=True) if net is recorder.model else nullcontext():
+                recorder.capture.begin_backward(torch.tensor(1.0))
+                loss.backward(retain_graph=True)
+    recorder.capture.end_backward(last=True)
+    assert recorder.counts("inner") == recorder.counts("head") == recorder.counts("value") == [N * T, N * T]
+    G = sum(N * T * g.flatten(0, 1).T @ g.flatten(0, 1) for g in found[:2])[tuple(torch.tril_indices(WIDTH, WIDTH))]
+    close(recorder.means()["inner"][1], G, sums=1000)

@@ -49,7 +49,7 @@ from ds_kfac.directions.kfac_adamw.group_step import (
     row_blocks,
     same_sides,
 )
-from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
+from ds_kfac.directions.kfac_adamw.optimizer import IN_USE, NoStates
 from ds_kfac.directions.places import Places, StepTensors, recorded_step
 from ds_kfac.log import say
 from ds_kfac.model.layers import LayerSpec
@@ -149,6 +149,9 @@ class AdamDirection(Direction):
         if not self.names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
             return local
+        if (marked := [*map(type, self.optimizer.state.values())].count(NoStates)) < self.optimizer.marked:
+            self._begin_anew(states)
+        self.optimizer.marked = marked
         for step in self.steps:
             step.group.load(states, fresh=context.fresh)
         inputs: dict[str, Any] = {"unscale": local.clip / self.layout.grad_scale(), "void": void}
@@ -217,6 +220,14 @@ class AdamDirection(Direction):
             unused=(length == 0).sum().float(),
             left_out=finite & ~fits,
         )
+
+    def _begin_anew(self, states: Mapping[str, LayerState]) -> None:
+        """A program took away what ``optimizer.state`` has for a layer's weight, or, where DeepSpeed's parameters are
+        flat, for any: as Adam's would, its moments begin at zero."""
+        kept = {id(p) for p, state in self.optimizer.state.items() if type(state) is NoStates}
+        for name in self.names:
+            if id(self.exchange.params[name][0]) not in kept:
+                torch._foreach_zero_([*vars(states[name].moments).values()])
 
     def _tell_of_parts(self, key: str) -> None:
         """Warn once that parts of one of the user's groups have come to have different rates, as by a program that sets

@@ -56,7 +56,8 @@ def no_state(key: str) -> NoReturn:
 
 
 class NoStates(dict[str, Any]):
-    """In ``optimizer.state``, where AdamW would have moments."""
+    """In ``optimizer.state``, where AdamW would have moments. Where a program takes one away, as to begin anew after
+    a restart of a schedule, the layer's moments begin at zero."""
 
     def __missing__(self, key: str) -> NoReturn:
         no_state(key)
@@ -69,11 +70,13 @@ class KFACAdamWStep:
         direction_scale: gives what undoes the scale at which a direction was put into the gradient; None while no
             K-FAC is attached.
         adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set one rate for all.
+        marked: how many :class:`NoStates` there were in the last step.
         users: the optimizer with the groups as the user knows them.
     """
 
     direction_scale: Callable[[], Tensor | float] | None = staticmethod(lambda: 1.0)
     adam_ratio: float = 1.0
+    marked = 0
     users: Any = None
     param_groups: list[dict[str, Any]]
 
@@ -125,6 +128,7 @@ class KFACAdamWStep:
         ours = {index for group in state_dict["param_groups"] if group.get(FLAG) for index in group["params"]}
         state = {index: value for index, value in state_dict["state"].items() if index not in ours}
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
+        self.marked = 0
 
     def _apply(self, group: dict[str, Any]) -> None:
         if self.direction_scale is None:
