@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import Direction, StepContext, UpdateRule
+from ds_kfac.directions.base import Direction, LocalResult, StepContext, UpdateRule
 from ds_kfac.directions.places import Places, StepTensors, kept_bytes, recorded_step
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
@@ -28,7 +28,7 @@ from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments, PendingEigenvalues
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 DECAY = 0.95
@@ -64,10 +64,9 @@ class KFACGradient(Direction):
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult(states, self.exchange)
-        self.set_clip(context, local)
+        local = LocalResult(self.exchange.outbox(), states)
         if not self.rank_layers:
-            local.numbers = [torch.zeros_like(local.replaced)]
+            local.numbers = [torch.zeros((), device=self.exchange.device, dtype=torch.float32)]
             return local
         for group in self.layer_groups:
             group.load(states, fresh=context.fresh)
@@ -76,11 +75,12 @@ class KFACGradient(Direction):
         # where a weight's and its bias' rates differ the sum is made of their parts
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
-        if context.norm is not None:
-            inputs["clip"] = local.clip
+        if context.clip is not None:
+            inputs["clip"] = context.clip
         if self.config.preconditioner.eigenvalues == "corrected":  # of raw gradients, as factors are
             terms = torch.stack([states[layer.name].terms for layer in self.rank_layers])
-            inputs["terms"] = terms / (self.layout.grad_scale() * local.clip) ** 2
+            clip = 1.0 if context.clip is None else context.clip
+            inputs["terms"] = terms / (self.layout.grad_scale() * clip) ** 2
         how = tuple(ready), split
         compute = partial(self._directions, states, *how)
         if self.recorded is None:

@@ -387,11 +387,11 @@ def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
     preconditioned clipped ones, and kl-clip bounds its step; other parameters' are clipped here, by the same factor.
     """
     engine = kfac.layout.engine
-    if draft.norm is None:
+    if draft.norm is None or draft.clip is None:
         with norm_of_stored(engine.optimizer):
             yield
         return
-    kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, dtype=torch.float32, device=kfac.device))
+    kfac.engine_view.other_params.multiply(draft.clip)
     norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
     with kfac.layout.unclipped(), norm_of_stored(engine.optimizer):
         yield

@@ -136,7 +136,8 @@ def _memory(kfac: KFACPreconditioner) -> str:
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]
         # where gradients are replicated under ZeRO, a rank steps its slice only
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
-        text += f"; moments {kfac.moments_nbytes:,} in eigenbases and {others:,} in the optimizer"
+        moments = sum(state.moments.nbytes for state in kfac.state.values() if state.moments is not None)
+        text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
     device, in_place = kfac.device.type, kfac.layout.in_place
     if kept := kfac.rule.kept(kfac.plan, kfac.owned, device, in_place=in_place):
         text += f"; {kept:,} for steps as one CUDA graph, and what a step takes stays reserved"

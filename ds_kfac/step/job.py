@@ -38,8 +38,7 @@ class Job:
         domains differ in their offsets and in what the adaptive rule skips. Collective."""
         here = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
         dense, offsets = self.preconditioners[0], set().union(*gathered(here))
-        schedules = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
-        dense.accompanies = lambda step: any(schedule.due(step).capture for schedule in schedules)
+        dense.companions = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
         dense.resume()
 
     @property

@@ -118,6 +118,7 @@ def counting(sides: Mapping[str, FactorSpec]) -> str:
 UNUSUAL = ("limited", "empty", "missed")
 """Kinds of a factor's batch that are counted. limited: scaled down, as it was far above the average. empty: without a
 row. missed: empty, but not all ranks contributed, so another rank may have had rows."""
+NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.directions.base import Direction, StepContext
+from ds_kfac.directions.base import Direction, LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.group_step import (
     GroupStep,
     adam_factor,
@@ -60,7 +60,7 @@ from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.rotation import lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
@@ -83,7 +83,7 @@ class LayerSteps:
         pending: of each group.
         numbers: of ``LocalResult``.
         replaced, unused: counts, fp32 scalars.
-        left_out: bool [layers].
+        left_out: fp32 [layers].
     """
 
     pending: list[PendingMoments]
@@ -135,7 +135,7 @@ class AdamDirection(Direction):
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult(states, self.exchange)
+        local = LocalResult(self.exchange.outbox(), states)
         for key, first, other in self.parts:
             value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
             if not isinstance(value, Tensor) and value != others:
@@ -143,15 +143,16 @@ class AdamDirection(Direction):
                 break
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
+        clip: Tensor | float = 1.0
         if context.norm is not None:
             void = ~(context.norm.float() < math.inf)
-            local.norm, local.clip = context.norm, self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
+            local.norm, clip = context.norm, self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
             return local
         for step in self.steps:
             step.group.load(states, fresh=context.fresh)
-        inputs: dict[str, Any] = {"unscale": local.clip / self.layout.grad_scale(), "void": void}
+        inputs: dict[str, Any] = {"unscale": clip / self.layout.grad_scale(), "void": void}
         if self.recorded is None:
             tensors = StepTensors(gradients, local.outbox)
             found = self._directions(tensors, **inputs)
@@ -215,7 +216,7 @@ class AdamDirection(Direction):
             numbers=(squares / self.copies).sum(dim=1).float().unbind(),
             replaced=(usable & ~good | ~finite).sum().float(),
             unused=(length == 0).sum().float(),
-            left_out=finite & ~fits,
+            left_out=(finite & ~fits).float(),
         )
 
     def _tell_of_parts(self, key: str) -> None:
