@@ -645,7 +645,7 @@ _ROWS = {
     ("zero/exchange.py", _COPIES): [
         ("copies keep the unrounded result", "copied = layer.copies > 1 and layout.world > 1", "copied = False")],
     ("comm/reduce.py", "tests/comm/test_reduction.py"): [
-        ("an owner's own rows are not rounded", "whole.to(self.dtype) if kind", "whole if kind")],
+        ("an owner's own rows are not rounded", "whole.to(self.layout.dtype) if kind", "whole if kind")],
     ("plan/common.py", "tests/plan/test_plan.py"): [
         ("copies have their A from a shard's plan", "layer.G.block == 0, layer.copies)", "layer.G.block == 0)"),
         ("a common A has the rows of one expert",
