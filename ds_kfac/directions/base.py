@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, final
 
@@ -35,8 +35,7 @@ class StepContext:
         norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         peak_lr: parameter group -> largest learning rate so far.
         fresh: layers with eigenbases that arrived in this step, and go if it is skipped.
-        clip: what gradients are to be multiplied by, a device scalar; None unless the engine clips, and where it clips
-            the results, those of a rule with an optimizer of its own.
+        clip: device scalar that clips gradients; None unless the engine clips, and for a rule with an optimizer.
     """
 
     step: int
@@ -64,12 +63,12 @@ class LocalResult:
 
     outbox: Outbox
     states: dict[str, LayerState]
-    numbers: list[Tensor] = field(default_factory=list)
+    numbers: tuple[Tensor, ...] = ()
     replaced: Tensor | float = 0.0
     unused: Tensor | float = 0.0
     limited: Tensor | float = 0.0
     left_out: Tensor | float = 0.0
-    pending: list[PendingMoments] | list[PendingEigenvalues] = field(default_factory=list)
+    pending: Sequence[PendingMoments | PendingEigenvalues] = ()
     norm: Tensor | None = None
 
 
@@ -81,7 +80,7 @@ class Direction:
 
     Attributes:
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
-        names: of the layers, in the order of these groups.
+        layers, names: these layers, in the order of the groups.
         precision: of their products.
         recorded: what repeats the layers' step, if it is recorded.
         parameter_groups: layer name -> parameter groups of its parameters.
@@ -99,7 +98,8 @@ class Direction:
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
         order = -1 if layout.last_first else 1  # as gradients lie in memory, so that a batch of them may be a view
         self.layer_groups = [LayerGroup(layers[::order], plan.precision) for layers in groups]
-        self.names = [name for group in self.layer_groups for name in group.names]
+        self.layers = [layer for group in self.layer_groups for layer in group.layers]
+        self.names = [layer.name for layer in self.layers]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         """Layers of one shape with equal keys may be stepped in one batch."""

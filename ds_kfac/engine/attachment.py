@@ -9,7 +9,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -79,14 +79,11 @@ class Attachment:
         report: text that describes what was attached; the key ``report`` decides how much of it is printed.
     """
 
-    def __init__(
-        self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
-    ) -> None:
+    def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan, experts: ExpertRows | None) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._warned = True, set[str]()
         self._reports, self._monitored, self.by_hand = given.report != "none", False, True
-        self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
-        self._share = share_of(engine.module, self._found)
+        self._found, self._share = found, share_of(engine.module, found)
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         if experts is not None:
@@ -116,7 +113,7 @@ class Attachment:
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self._hooked: set[str] | None = self._with_hooks()
-        self.report = report(job.preconditioners, scans, given)
+        self.report = report(job.preconditioners, found, given)
 
     def __repr__(self) -> str:
         rule, kfac = self.preconditioner.rule, self.preconditioner

@@ -301,8 +301,9 @@ class KFACPreconditioner:
                     every_row = self.observations.every_row | draft.verdict.every_row
                     self.observe(replace(self.observations, every_row=every_row))
             self.left_out = self.left_out + draft.local.left_out
-            while draft.local.pending:
-                draft.local.pending.pop().commit()
+            for pending in draft.local.pending:
+                pending.commit()
+            draft.local.pending = ()  # frees gradients
             self.state, self.peak_lr = draft.states, draft.peak_lr
             if draft.next_bases:
                 self._rebase(self.state, draft.next_bases)

@@ -34,7 +34,6 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,24 +74,6 @@ RANGES = (2.0**-130, 2.0**60)
 A smaller one loses digits, and is 0 below about 3e-32."""
 
 
-@dataclass(frozen=True)
-class LayerSteps:
-    """What a step computes beside its results.
-
-    Attributes:
-        pending: of each group.
-        numbers: of ``LocalResult``.
-        replaced, unused: counts, fp32 scalars.
-        left_out: fp32 [layers].
-    """
-
-    pending: list[PendingMoments]
-    numbers: tuple[Tensor, ...]
-    replaced: Tensor
-    unused: Tensor
-    left_out: Tensor
-
-
 class AdamDirection(Direction):
     """See the module's docstring. Vectors are of this rank's layers in the order of ``layer_groups``, unless they are
     of a group's maps.
@@ -105,8 +86,7 @@ class AdamDirection(Direction):
         super().__init__(plan, layout, exchange)
         self.optimizer, self.batches, self.pending_dtype = optimizer, plan.batched, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
-        layers = [layer for group in self.layer_groups for layer in group.layers]
-        options, vector = self.config.adam, partial(torch.tensor, device=exchange.device)
+        layers, options, vector = self.layers, self.config.adam, partial(torch.tensor, device=exchange.device)
         self.steps, first = list[GroupStep](), 0
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
@@ -135,7 +115,7 @@ class AdamDirection(Direction):
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult(self.exchange.outbox(), states)
+        outbox = self.exchange.outbox()
         for key, first, other in self.parts:
             value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
             if not isinstance(value, Tensor) and value != others:
@@ -146,28 +126,24 @@ class AdamDirection(Direction):
         clip: Tensor | float = 1.0
         if context.norm is not None:
             void = ~(context.norm.float() < math.inf)
-            local.norm, clip = context.norm, self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
+            clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
-            local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
-            return local
+            zeros = torch.zeros(3, device=self.exchange.device, dtype=torch.float32)
+            return LocalResult(outbox, states, zeros.unbind(), norm=context.norm)
         for step in self.steps:
             step.group.load(states, fresh=context.fresh)
         inputs: dict[str, Any] = {"unscale": clip / self.layout.grad_scale(), "void": void}
         if self.recorded is None:
-            tensors = StepTensors(gradients, local.outbox)
-            found = self._directions(tensors, **inputs)
+            found = self._directions(StepTensors(gradients, outbox), **inputs)
         else:
             groups = self.layout.optimizer.param_groups
             options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
-            found = self.recorded.step(self._directions, gradients, local.outbox, inputs, options)
-        local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
-        local.replaced, local.unused = found.replaced, found.unused
-        local.left_out = found.left_out
-        return local
+            found = self.recorded.step(self._directions, gradients, outbox, inputs, options)
+        return LocalResult(outbox, states, norm=context.norm, **found)
 
-    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> LayerSteps:
+    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> dict[str, Any]:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
-        moments stay as they are.
+        moments stay as they are. Returns more of :class:`LocalResult`.
 
         Args:
             unscale: brings gradients to their size, clipped.
@@ -211,13 +187,13 @@ class AdamDirection(Direction):
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         squares = torch.cat([squared[None], length.square() * self.ranges])
-        return LayerSteps(
-            pending=pending,
-            numbers=(squares / self.copies).sum(dim=1).float().unbind(),
-            replaced=(usable & ~good | ~finite).sum().float(),
-            unused=(length == 0).sum().float(),
-            left_out=(finite & ~fits).float(),
-        )
+        return {
+            "pending": pending,
+            "numbers": (squares / self.copies).sum(dim=1).float().unbind(),
+            "replaced": (usable & ~good | ~finite).sum().float(),
+            "unused": (length == 0).sum().float(),
+            "left_out": (finite & ~fits).float(),
+        }
 
     def _tell_of_parts(self, key: str) -> None:
         """Warn once that parts of one of the user's groups have come to have different rates, as by a program that sets
