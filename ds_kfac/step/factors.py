@@ -15,7 +15,7 @@ from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
-from ds_kfac.curvature.factor import History, KroneckerFactor, updated, usable
+from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated, usable
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
@@ -152,9 +152,14 @@ class FactorUpdates:
         self.history: FactorHistory = state.get("history", FactorHistory())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
+        empty = KroneckerFactor.empty(spec.side, self.device)
+        return self.factor(spec.side, empty.packed_P, empty.updates)
+
+    def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
+        """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
-        empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
+        new = KroneckerFactor(side, packed_P, updates.to(self.device)).to(self.home)
+        return replace(new, history=History(side, *values).to(self.home)) if self.plan.adaptive else new
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
@@ -291,10 +296,7 @@ class FactorUpdates:
 
     def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor | float]]:
         """By rank, names of the scalars that it sends to all others in this step; this rank's, name -> scalar."""
-        names = scalar_names(
-            self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels,
-            terms=self.config.preconditioner.eigenvalues == "corrected",
-        )  # fmt: skip
+        names = scalar_names(self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels)
         values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in draft.terms.items()}
         values |= {("similar", key): code for key, code in draft.similar.items()}
         values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual, strict=True)}

@@ -61,7 +61,8 @@ class KFACPreconditioner:
         self.observations = Observations()
         self.layers, self.layout = plan.layers, engine_view.layout
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        self.saved = {layer.name for layer in self.layers if engine_view.domain.saves(layer)}
+        first = engine_view.domain.shard[0] == 0  # of those that have copies of a layer
+        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or first}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(self.device, engine.timers if engine.wall_clock_breakdown() else None)

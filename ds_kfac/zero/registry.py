@@ -70,10 +70,6 @@ class Domain:
                 return ".".join([experts, str(first + int(number)), *([rest] if rest else [])])
         return layer.name
 
-    def saves(self, layer: LayerSpec) -> bool:
-        """Whether this domain writes the layer into checkpoints: if several have copies of it, the first one does."""
-        return layer.copies == 1 or self.shard[0] == 0
-
 
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError if checkpoints would hold two layers under one name: at attach, not at the first save."""

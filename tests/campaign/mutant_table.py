@@ -869,7 +869,7 @@ _ROWS = {
     ("checkpoint/load.py", _SAVED): [
         ("resume: peak rate forgotten", '"peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},',
          '"peak_lr": {},'),
-        ("resume: history forgotten", "History(saved, *had)", "History(saved)"),
+        ("resume: history forgotten", 'had.get("last"), had.get("before"))', "None, None)"),
         ("resume: steps forgotten", '"steps": header["steps"],', '"steps": 0,'),
         ("resume: terms forgotten", 'LayerState(payload["terms"].to(device),',
          "LayerState(torch.ones((), device=device),"),
