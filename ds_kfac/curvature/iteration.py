@@ -26,12 +26,14 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import (
     TOLERANCE,
-    Eigenbasis,
+    Place,
     Refreshed,
     Request,
-    batches,
+    blocks_at,
+    calls,
     fp32_products,
     grouped,
+    joined,
     probe,
     refresh_all,
 )
@@ -43,9 +45,6 @@ FLOPS = 4 + 2 * (2 + 1 / 3 + 1)
 OFF = 0.5
 """|off-diagonal of Q'^T C Q'| / |C| above which one step was not enough."""
 EPS = torch.finfo(torch.float32).eps
-
-Place = tuple[int, int]
-"""(index of a request, index of a group of equal blocks in its factor)"""
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
@@ -114,25 +113,15 @@ def _fits(request: Request) -> bool:
     return side.block > 1 and last is not None and [v.shape[:2] for v in last.vectors] == [*map(tuple, side.groups)]
 
 
-def _batches(requests: dict[int, Request]) -> list[list[Place]]:
-    places = [(index, group) for index, x in requests.items() for group in range(len(x.factor.side.groups))]
-    shapes = [requests[index].factor.side.groups[group] for index, group in places]
-    alone = {number for number, (index, _) in enumerate(places) if requests[index].alone}
-    return [[places[number] for number in call] for call in batches(shapes, alone=alone)]
-
-
 def _iterated(requests: dict[int, Request]) -> dict[int, Refreshed]:
     """Results by index; a basis of None if any of the factor's blocks fails a check."""
     solved: dict[Place, tuple[Tensor, Tensor]] = {}
     flags: dict[Place, Tensor] = {}
-    for batch in _batches(requests):
-        factors, groups = [requests[index].factor for index, _ in batch], [group for _, group in batch]
-        lasts = [basis for index, _ in batch if (basis := requests[index].last) is not None]
-        C_nbb = torch.cat([x.side.group(x.packed_P, group) for x, group in zip(factors, groups, strict=True)])
-        Q_nbb = torch.cat([last.vectors[group] for last, group in zip(lasts, groups, strict=True)])
-        counts = [x.side.groups[group][0] for x, group in zip(factors, groups, strict=True)]
-        parts = (part.split(counts) for part in orthogonal_iteration(C_nbb, Q_nbb))
-        for place, values, vectors, valid in zip(batch, *parts, strict=True):
+    for call in calls(requests):
+        blocks = [blocks_at(requests, place) for place in call]
+        Q_nbb = torch.cat([last.vectors[group] for index, group in call if (last := requests[index].last) is not None])
+        parts = (part.split([*map(len, blocks)]) for part in orthogonal_iteration(torch.cat(blocks), Q_nbb))
+        for place, values, vectors, valid in zip(call, *parts, strict=True):
             # copies: a view would keep the whole batch in memory, and in checkpoints
             solved[place], flags[place] = (values.clone(), vectors.clone()), valid.all()
     if not flags:
@@ -141,9 +130,7 @@ def _iterated(requests: dict[int, Request]) -> dict[int, Refreshed]:
     results: dict[int, Refreshed] = {}
     for index, request in requests.items():
         places = [(index, group) for group in range(len(request.factor.side.groups))]
-        if not all(usable[place] for place in places):
-            results[index] = Refreshed(None, "failed")
-            continue
-        values = torch.cat([solved[place][0].reshape(-1) for place in places])
-        results[index] = Refreshed(Eigenbasis(tuple(solved[place][1] for place in places), values), "iteration")
+        fits = all(usable[place] for place in places)
+        basis = joined([solved[place] for place in places]) if fits else None
+        results[index] = Refreshed(basis, "iteration" if fits else "failed")
     return results
