@@ -8,7 +8,7 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -29,6 +29,8 @@ BATCH_NUMEL = 1 << 26
 TOLERANCE = 1e-3
 """Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
 
+Place = tuple[int, int]
+"""(index of a request, index of a group of equal blocks in its factor)"""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
 
@@ -128,34 +130,47 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     On a CPU each block is decomposed by itself, so that its result does not depend on what else is decomposed. On a GPU
     small blocks of one width share a call.
     """
+    joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
+    solved: dict[Place, BlockEigh] = {}
+    for call in calls(requests, widest=BATCHED_UP_TO if joint else 0):
+        parts = blocks_of(requests, call)
+        solved |= zip(call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True)
+    return joined(requests, solved, "eigh")
+
+
+def calls(requests: Sequence[Request], *, widest: float = math.inf) -> list[list[Place]]:
+    """The blocks of all requests as they share calls of a solver, see :func:`batches`; diagonals have none."""
     sides = [request.factor.side for request in requests]
-    places = [
-        (number, group)
-        for number, side in enumerate(sides)
-        for group in range(len(side.groups) if side.block > 1 else 0)
-    ]
-    solved: dict[tuple[int, int], BlockEigh] = {}
-    joint = bool(places) and grouped(requests[0].factor.packed_P.device)
-    shapes = [sides[number].groups[group] for number, group in places]
-    alone = {index for index, (number, _) in enumerate(places) if requests[number].alone}
-    for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0, alone=alone):
-        members = [places[index] for index in batch]
-        blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
-        solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
+    places = [(index, group) for index, side in enumerate(sides) if side.block > 1 for group in range(len(side.groups))]
+    shapes = [sides[index].groups[group] for index, group in places]
+    alone = {number for number, (index, _) in enumerate(places) if requests[index].alone}
+    return [[places[number] for number in call] for call in batches(shapes, widest=widest, alone=alone)]
+
+
+def blocks_of(requests: Sequence[Request], call: Sequence[Place]) -> list[Tensor]:
+    """The blocks [n, b, b] of each place of a call."""
+    factors = [(requests[index].factor, group) for index, group in call]
+    return [factor.side.group(factor.packed_P, group) for factor, group in factors]
+
+
+def joined(
+    requests: Sequence[Request], solved: Mapping[Place, BlockEigh], how: Literal["eigh", "iteration"]
+) -> list[Refreshed]:
+    """The results of requests from those of their blocks."""
     results: list[Refreshed] = []
-    for number, (request, side) in enumerate(zip(requests, sides, strict=True)):
+    for index, request in enumerate(requests):
+        side, packed_P = request.factor.side, request.factor.packed_P
         if side.block < 2:  # no solver
-            packed_P = request.factor.packed_P
             values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))
             continue
-        groups = [solved[number, group] for group in range(len(side.groups))]
+        groups = [solved[index, group] for group in range(len(side.groups))]
         retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
         if len(pairs) < len(groups):
             results.append(Refreshed(None, "failed", retries))
             continue
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
-        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), "eigh", retries))
+        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries))
     return results
 
 
