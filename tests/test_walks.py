@@ -40,12 +40,12 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (381, 59),
-    "plain step": (95, 23),
-    "capturing step": (140, 31),
-    "with a refresh": (154, 31),
+    "plain step": (90, 21),
+    "capturing step": (138, 31),
+    "with a refresh": (153, 31),
     "refresh": (19, 5),
     "activation to factor": (87, 19),
-    "gradient to weight": (52, 13),
+    "gradient to weight": (49, 13),
     "save": (39, 13),
     "load": (58, 17),
 }

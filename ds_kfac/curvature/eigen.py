@@ -29,6 +29,8 @@ BATCH_NUMEL = 1 << 26
 TOLERANCE = 1e-3
 """Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
 
+Place = tuple[int, int]
+"""(index of a request, index of a group of equal blocks in its factor)"""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
 
@@ -128,60 +130,57 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     On a CPU each block is decomposed by itself, so that its result does not depend on what else is decomposed. On a GPU
     small blocks of one width share a call.
     """
-    solvable = {number: request for number, request in enumerate(requests) if request.factor.side.block > 1}
+    joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
     solved: dict[Place, BlockEigh] = {}
-    joint = bool(solvable) and grouped(requests[0].factor.packed_P.device)
-    for call in calls(solvable, widest=BATCHED_UP_TO if joint else 0):
-        blocks = [blocks_at(solvable, place) for place in call]
-        solved |= zip(call, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
-    results: list[Refreshed] = []
-    for number, request in enumerate(requests):
-        side, packed_P = request.factor.side, request.factor.packed_P
-        if number not in solvable:
-            values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
-            results.append(Refreshed(Eigenbasis((), values), "diagonal"))
-            continue
-        groups = [solved[number, group] for group in range(len(side.groups))]
-        retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
-        failed = len(pairs) < len(groups)
-        results.append(Refreshed(None if failed else joined(pairs), "failed" if failed else "eigh", retries))
-    return results
+    for call, parts in calls(requests, widest=BATCHED_UP_TO if joint else 0):
+        solved |= zip(call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True)
+    return joined(requests, solved, "eigh")
 
 
-Place = tuple[int, int]
-"""(number of a request, number of a group of equal blocks in its factor)"""
-
-
-def calls(requests: Mapping[int, Request], *, widest: float = math.inf) -> list[list[Place]]:
-    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most.
+def calls(requests: Sequence[Request], *, widest: float = math.inf) -> Iterator[tuple[list[Place], list[Tensor]]]:
+    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most; diagonals have none.
+    Yields their places and, [n, b, b], the blocks of each.
 
     Args:
         widest: wider blocks share no call.
     """
     made: list[list[Place]] = []
     filling: dict[int, list[Place]] = {}  # width -> the call that is not full yet
-    for number, request in requests.items():
-        for group, (count, width) in enumerate(request.factor.side.groups):
+    for index, request in enumerate(requests):
+        side = request.factor.side
+        for group, (count, width) in enumerate(side.groups if side.block > 1 else ()):
             call = filling.get(width, [])
             blocks = count + sum(requests[other].factor.side.groups[its][0] for other, its in call)
             if not call or width > widest or request.alone or blocks * width**2 > BATCH_NUMEL:
                 call = []
                 made.append(call)
-            call.append((number, group))
+            call.append((index, group))
             if not request.alone:
                 filling[width] = call
-    return made
+    for call in made:
+        factors = [(requests[index].factor, group) for index, group in call]
+        yield call, [factor.side.group(factor.packed_P, group) for factor, group in factors]
 
 
-def blocks_at(requests: Mapping[int, Request], place: Place) -> Tensor:
-    """[n, b, b]"""
-    factor = requests[place[0]].factor
-    return factor.side.group(factor.packed_P, place[1])
-
-
-def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> Eigenbasis:
-    """Of (values, vectors) of each of a factor's groups of blocks."""
-    return Eigenbasis(tuple(vectors for _, vectors in pairs), torch.cat([values.reshape(-1) for values, _ in pairs]))
+def joined(
+    requests: Sequence[Request], solved: Mapping[Place, BlockEigh], how: Literal["eigh", "iteration"]
+) -> list[Refreshed]:
+    """The results of requests from those of their blocks."""
+    results: list[Refreshed] = []
+    for index, request in enumerate(requests):
+        side, packed_P = request.factor.side, request.factor.packed_P
+        if side.block < 2:  # no solver
+            values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
+            results.append(Refreshed(Eigenbasis((), values), "diagonal"))
+            continue
+        groups = [solved[index, group] for group in range(len(side.groups))]
+        retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
+        if len(pairs) < len(groups):
+            results.append(Refreshed(None, "failed", retries))
+            continue
+        values = torch.cat([values.reshape(-1) for values, _ in pairs])
+        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries))
+    return results
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
