@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
+from benchmarks.held import nbytes_of
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.comm.reduce import payload
 from ds_kfac.plan import plan as planning
@@ -127,7 +128,7 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     counts = {
         "bytes sent by rank 0, every step": 4 * sum(sent),
         "bytes sent by rank 0, factor update": sum(sums),
-        "K-FAC state of rank 0": kfac.state_nbytes,
+        "K-FAC state of rank 0": nbytes_of(kfac)[0],
         "gradient elements of all layers": sum(layer.numel for layer in kfac.layers),
     }
     for name, count in counts.items():

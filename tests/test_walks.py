@@ -40,25 +40,25 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (381, 59),
-    "plain step": (95, 23),
-    "capturing step": (140, 31),
-    "with a refresh": (154, 31),
+    "plain step": (90, 21),
+    "capturing step": (138, 31),
+    "with a refresh": (153, 31),
     "refresh": (19, 5),
-    "activation to factor": (85, 17),
-    "gradient to weight": (52, 13),
+    "activation to factor": (87, 19),
+    "gradient to weight": (49, 13),
     "save": (39, 13),
     "load": (58, 17),
 }
-"""Made larger twelve times: what a GPU may repeat is apart from what changes in every step; what finds slices, lost
+"""Made larger thirteen times: what a GPU may repeat is apart from what changes in every step; what finds slices, lost
 ranks and layers whose rows do not fit is part of every step, as is which of several losses is trained; DeepSpeed is
 asked through the file that knows its versions; layers of one shape and copies to the host are files of their own; a
 load asks which optimizer wrote, attach which recipe is near, which layers are experts and which of these have As of
-their own; a step's stages
-from gradient to weight are functions of their own; factors remember their last update, for ``explain``, and layers that
-stay without a basis are named; a save says in which order the optimizer has its parameters, and a load asks; where a
-step's tensors lie is one object for all rules that are recorded, which puts results one frame deeper; a
-backward that raises leaves nothing behind; what labels and
-experts are is asked at attach; a hook asks whether torch.func calls where no compiler sees it."""
+their own; a step's stages from gradient to weight are functions of their own, and so are those from a model's output to
+the scale of G, with a file for autograd's graph and one for what a model returned; factors remember their last update,
+for ``explain``, and layers that stay without a basis are named; a save says in which order the optimizer has its
+parameters, and a load asks; where a step's tensors lie is one object for all rules that are recorded, which puts
+results one frame deeper; a backward that raises leaves nothing behind; what labels and experts are is asked at attach;
+a hook asks whether torch.func calls where no compiler sees it."""
 STACK, DEEPEST = 12, 12
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

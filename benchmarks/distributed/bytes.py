@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.distributed.cases import MODELS, UPDATE, Case
 from benchmarks.distributed.plan import planned_traffic
+from benchmarks.held import nbytes_of
 from examples.gpt import VOCABULARY, GPTConfig
 
 STEPS = {"refresh": 0, "plain": 1, "update": UPDATE}
@@ -95,7 +96,7 @@ def _measure(case: Case, model: GPTConfig) -> dict[str, Any]:
                 row[name] = difference(snapshot(kfac.channel), before)
                 row[name]["wire"] = wrapped.bytes
                 row[name]["wrapped_calls"] = dict(wrapped.calls)
-    row["state"], row["adam"] = kfac.state_nbytes, kfac.moments_nbytes
+    row["state"], row["adam"] = nbytes_of(kfac)
     row["planned_state"] = kfac.plan.assignment.memory[kfac.rank]
     flows = planned_traffic(kfac.plan, kfac.layout.shards)
     row["planned"] = {kind: (flow.sent[kfac.rank], flow.received[kfac.rank]) for kind, flow in flows.items()}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.distributed.cases import STRATEGIES, workers_of
+from benchmarks.held import nbytes_of
 from examples import text
 from examples.gpt import GPT, GPTConfig
 
@@ -152,7 +153,7 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
         "counts": dict(kfac.metrics.counts),
         "captured": timetable.captured,
         "skipped": timetable.skipped,
-        "state": kfac.state_nbytes,
+        "state": nbytes_of(kfac)[0],
     }
     kfac.close()
     engine.destroy()

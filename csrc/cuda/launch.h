@@ -2,31 +2,27 @@
 //
 // An op is a struct: a table of layers, passed by value with the launch (nothing to copy to the device, nothing that
 // must outlive the call, and a CUDA graph records it), and `phase<i>(shared, block, thread)` for each of its PHASES,
-// between which the threads of a block wait for each other. Without nvcc the same source compiles to plain loops over
-// blocks and threads: the emulation that the tests run.
+// between which the threads of a block wait for each other. Without nvcc the tests' emulation.h has what is used of
+// CUDA here, and launches as loops over blocks and threads.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+constexpr int THREADS = 256;  // of a block
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#else
+#include "emulation.h"
+#endif
 #define DS_KFAC_DEVICE __device__ __forceinline__
 #define DS_KFAC_BOTH __host__ __device__ __forceinline__
-#define DS_KFAC_UNROLL _Pragma("unroll")
-#else
-#define DS_KFAC_DEVICE inline
-#define DS_KFAC_BOTH inline
-#define DS_KFAC_UNROLL
-#endif
 #define DS_KFAC_API extern "C" __attribute__((visibility("default")))
 
 namespace ds_kfac {
-
-constexpr int THREADS = 256;
 
 #ifdef DS_KFAC_LAYERS
 constexpr int LAYERS = DS_KFAC_LAYERS;  // few, for tests of several launches
@@ -85,33 +81,6 @@ template <class Op> int launch(const Op &op, int64_t blocks, void *stream) {
                             dim3(THREADS), arguments, 0, static_cast<cudaStream_t>(stream));
 }
 
-inline int fill(uint8_t *bytes, int value, int count, void *stream) {
-    return cudaMemsetAsync(bytes, value, static_cast<size_t>(count), static_cast<cudaStream_t>(stream));
-}
-
-#else
-
-inline int fill(uint8_t *bytes, int value, int count, void *) {
-    std::memset(bytes, value, static_cast<size_t>(count));
-    return 0;
-}
-
-template <int i, class Op> void run_phases(const Op &op, typename Op::Shared &shared, int block) {
-    // odd blocks backwards: an order of threads that the kernel must not rely on
-    for (int thread = 0; thread < THREADS; ++thread)
-        op.template phase<i>(shared, block, block % 2 ? THREADS - 1 - thread : thread);
-    if constexpr (i + 1 < Op::PHASES) run_phases<i + 1>(op, shared, block);
-}
-
-template <class Op> int launch(const Op &op, int64_t blocks, void *) {
-    for (int64_t block = blocks - 1; block >= 0; --block) {
-        typename Op::Shared shared;
-        std::memset(static_cast<void *>(&shared), 0xff, sizeof shared);  // NaN
-        run_phases<0>(op, shared, static_cast<int>(block));
-    }
-    return 0;
-}
-
 #endif
 
 // Launches `op` over `count` layers, in as few launches as their number allows. `layer_of(i)` describes layer i.
@@ -132,63 +101,19 @@ template <class Op, class LayerOf> int launch_layers(Op op, int count, LayerOf l
 // Numbers as they travel, fp32, bf16 or fp16, rounded to nearest even as torch does.
 enum Kind { FP32 = 0, BF16 = 1, FP16 = 2 };
 
-struct Bf16 {
-    uint16_t bits;
-};
-struct Fp16 {
-    uint16_t bits;
-};
-
-#ifdef __CUDACC__
-
-DS_KFAC_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DS_KFAC_DEVICE void store(float *to, float x) { *to = x; }
-DS_KFAC_DEVICE void store(Bf16 *to, float x) { to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-DS_KFAC_DEVICE void store(Fp16 *to, float x) { to->bits = __half_as_ushort(__float2half_rn(x)); }
+DS_KFAC_DEVICE void store(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
+DS_KFAC_DEVICE void store(__half *to, float x) { *to = __float2half_rn(x); }
 DS_KFAC_DEVICE float load(const float *from) { return *from; }
-DS_KFAC_DEVICE float load(const Bf16 *from) { return __bfloat162float(__ushort_as_bfloat16(from->bits)); }
-DS_KFAC_DEVICE float load(const Fp16 *from) { return __half2float(__ushort_as_half(from->bits)); }
+DS_KFAC_DEVICE float load(const __nv_bfloat16 *from) { return __bfloat162float(*from); }
+DS_KFAC_DEVICE float load(const __half *from) { return __half2float(*from); }
 
 // Never fused into a multiply-add, so that sums are torch's, bit for bit.
 DS_KFAC_DEVICE float add(float x, float y) { return __fadd_rn(x, y); }
 DS_KFAC_DEVICE float multiply(float x, float y) { return __fmul_rn(x, y); }
 DS_KFAC_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
 
-#else  // the emulation's; compiled with -ffp-contract=off
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-inline void store(float *to, float x) { *to = x; }
-inline void store(Bf16 *to, float x) {
-    const uint32_t bits = bits_of(x);
-    to->bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
-}
-inline void store(Fp16 *to, float x) {
-    const _Float16 half = static_cast<_Float16>(x);
-    std::memcpy(&to->bits, &half, sizeof half);
-}
-inline float load(const float *from) { return *from; }
-inline float load(const Bf16 *from) {
-    const uint32_t bits = static_cast<uint32_t>(from->bits) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-inline float load(const Fp16 *from) {
-    _Float16 half;
-    std::memcpy(&half, &from->bits, sizeof half);
-    return static_cast<float>(half);
-}
-inline float add(float x, float y) { return x + y; }
-inline float multiply(float x, float y) { return x * y; }
-inline float divide(float x, float y) { return x / y; }
-
-#endif
-
-DS_KFAC_DEVICE bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+DS_KFAC_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
 // Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at row(row+1)/2 + column.
 //

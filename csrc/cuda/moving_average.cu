@@ -35,7 +35,7 @@ struct CheckSums {
         const Average &layer = table.layers[index];
         const int64_t first = first_element(table, index, block, thread);
         bool finite = true;
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
             finite &= first + i * THREADS >= layer.numel || is_finite(layer.sum[first + i * THREADS]);
         if (!finite) used[layer.index] = 0;
@@ -84,13 +84,13 @@ struct TakeIn {
         const float count = *layer.count < 1.0f ? 1.0f : *layer.count;
         const int64_t first = first_element(table, index, block, thread);
         float averages[ITEMS], sums[ITEMS];
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const bool inside = first + i * THREADS < layer.numel;
             averages[i] = inside ? layer.average[first + i * THREADS] : 0.0f;
             sums[i] = inside ? layer.sum[first + i * THREADS] : 0.0f;
         }
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
             if (first + i * THREADS < layer.numel)
                 layer.average[first + i * THREADS] =
@@ -113,21 +113,17 @@ DS_KFAC_API int ds_kfac_cuda_ema_update(uint8_t *used, float *weights, int count
             static_cast<float *>(averages[i]), static_cast<const float *>(sums[i]), numels[i],
             static_cast<const float *>(counts[i]), static_cast<float *>(updates[i]), decays[i], i};
     };
-    if (const int error = fill(used, 1, count, stream)) return error;
+    if (const int error = cudaMemsetAsync(used, 1, static_cast<size_t>(count), static_cast<cudaStream_t>(stream)))
+        return error;
     if (const int error = launch_layers(CheckSums{used, {}}, count, layer_of, stream)) return error;
     if (const int error = launch_layers(CountBatches{used, weights, {}}, count, layer_of, stream)) return error;
     return launch_layers(TakeIn{used, weights, {}}, count, layer_of, stream);
 }
 
 // What a returned cudaError_t is called.
-#ifdef __CUDACC__
 DS_KFAC_API const char *ds_kfac_cuda_error_name(int error) {
     return cudaGetErrorName(static_cast<cudaError_t>(error));
 }
 DS_KFAC_API const char *ds_kfac_cuda_error_text(int error) {
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
-#else
-DS_KFAC_API const char *ds_kfac_cuda_error_name(int) { return "emulation"; }
-DS_KFAC_API const char *ds_kfac_cuda_error_text(int) { return "the emulation has no errors"; }
-#endif

@@ -29,14 +29,14 @@ template <class Number> struct Pack {
         if (first >= numel) return;
         Cursor cursor(first);
         float values[ITEMS];
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const bool inside = first + i * THREADS < numel;
             values[i] = inside ? layer.matrix[cursor.row * layer.stride + cursor.column] : 0.0f;
             cursor.advance(THREADS);
         }
         Number *to = packed + layer.start + first;
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
             if (first + i * THREADS < numel) store(to + i * THREADS, values[i]);
     }
@@ -77,12 +77,12 @@ template <class Number> struct Unpack {
         const Number *from = packed + layer.start + packed_numel(row) + column;
         float *to = layer.matrix + row * layer.stride + column;
         float values[TILE / STEP];
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < TILE / STEP; ++i) {
             const int d = i * STEP;
             values[i] = r + d < dim && c <= r + d ? load(from + d * (2 * r + d + 1) / 2) : 0.0f;
         }
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < TILE / STEP; ++i) {
             const int d = i * STEP;
             if (r + d < dim && c <= r + d) to[d * stride] = values[i];
@@ -96,7 +96,7 @@ template <class Number> struct Unpack {
         const int r = static_cast<int>(row), c = static_cast<int>(column), stride = static_cast<int>(layer.stride);
         if (column >= layer.dim) return;
         float *to = layer.matrix + row * layer.stride + column;
-        DS_KFAC_UNROLL
+        #pragma unroll
         for (int i = 0; i < TILE / STEP; ++i) {
             const int d = i * STEP;
             if (r + d < c) to[d * stride] = shared.tile[x][y + d];
@@ -110,10 +110,11 @@ int over_triangles(void *packed, int kind, int count, void *const *matrices, con
     const auto layer_of = [&](int i) {
         return Triangle{static_cast<float *>(matrices[i]), strides[i], starts[i], dims[i]};
     };
+    using Bf16 = __nv_bfloat16;
     switch (kind) {
         case FP32: return launch_layers(Op<float>{static_cast<float *>(packed), {}}, count, layer_of, stream);
         case BF16: return launch_layers(Op<Bf16>{static_cast<Bf16 *>(packed), {}}, count, layer_of, stream);
-        default: return launch_layers(Op<Fp16>{static_cast<Fp16 *>(packed), {}}, count, layer_of, stream);
+        default: return launch_layers(Op<__half>{static_cast<__half *>(packed), {}}, count, layer_of, stream);
     }
 }
 

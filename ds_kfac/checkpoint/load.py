@@ -12,7 +12,7 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.checkpoint.moments import take_adamws
 from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.curvature.factor import History, KroneckerFactor, Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
@@ -190,13 +190,8 @@ def _load_factor(
     diagonal = saved.diagonal_of(payload["packed"])
     if bool((diagonal < 0).any()):
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
-    curvature, device = kfac.curvature, kfac.device
-    history = History(saved) if kfac.plan.adaptive else None
-    if history is not None and payload["history"] is not None:
-        values = (payload["history"][name] for name in ("last", "before"))
-        had = [None if value is None else value.to(curvature.home) for value in values]
-        history = History(saved, *had)
-    return KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device), history)
+    had = payload["history"] or {}
+    return kfac.curvature.factor(saved, payload["packed"], payload["updates"], had.get("last"), had.get("before"))
 
 
 def _load_layer(

@@ -296,11 +296,10 @@ def saved_groups(
     if engine.load_universal_checkpoint():
         path = tag_of(load_dir, tag, "latest_universal") / "zero" / "optimizer_state.pt"
         return (torch.load(path, weights_only=False)["param_groups"], {}) if path.is_file() else (None, {})
-    path = tag_of(load_dir, tag) / "mp_rank_00_model_states.pt"
     wrapped = stage_0.form(engine.optimizer) is not None
-    if engine.zero_optimization() or wrapped == (engine.optimizer is engine.basic_optimizer) or not path.is_file():
+    if engine.zero_optimization() or wrapped == (engine.optimizer is engine.basic_optimizer):
         return None, {}
-    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    saved = model_states(tag_of(load_dir, tag)) or {}
     state = saved.get("optimizer")
     if not isinstance(state, Mapping) or (stage_0.form(state) is not None) != wrapped:
         return None, {}

@@ -333,9 +333,12 @@ class Scalars:
         ]
         return RelayoutPlan(len(self.names), tuple(moves))
 
-    def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> MessagePart:
-        """The message part with this rank's scalars: fp32, on the device."""
-        scalars = [values[name].float().reshape(()) for name in self.names[self.rank]]
+    def part(self, values: Mapping[Hashable, Tensor | float], device: torch.device) -> MessagePart:
+        """The message part with this rank's scalars, tensors or what the host knows: fp32, on the device."""
+        mine = [values[name] for name in self.names[self.rank]]
+        known = {x for x in mine if not isinstance(x, Tensor)}  # a fill of each: numbers from a list would be copied
+        filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in known}
+        scalars = [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in mine]
         self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 

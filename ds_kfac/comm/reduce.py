@@ -153,42 +153,6 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
     return RelayoutPlan(world, tuple(counts)), RelayoutPlan(world, tuple(elements))
 
 
-class Reduction:
-    """One message on its way. Collective: made on every rank, in the same order. ``sums``: factor key -> this rank's
-    sum, for the slots that it contributes to or owns."""
-
-    def __init__(
-        self, bucket: Bucket, sums: Mapping[str, BatchSum], channel: Channel, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        def of(move: Move) -> BatchSum:
-            return sums[bucket[move.param].slot.factor]
-
-        self.bucket, self.rank, self.dtype = bucket, channel.rank, dtype
-        counts, elements = plans(bucket, channel.rank, channel.world)
-        parts = (
-            MessagePart("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
-            MessagePart("factors", elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
-        )
-        self._message = Message(parts, channel, device)
-
-    def add_to(self, sums: Mapping[str, BatchSum]) -> None:
-        """Wait; then this rank's sums of the slots that it owns become those of all contributors, in rank order."""
-        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}  # (count or elements, piece) -> rank -> its part
-        for kind, arrivals in enumerate(self._message.wait()):
-            for move, part in arrivals:
-                arrived.setdefault((kind, move.param), {})[move.source] = part
-        for (kind, index), parts in arrived.items():
-            piece = self.bucket[index]
-            batch = sums[piece.slot.factor]
-            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.count.reshape(1)
-            if self.rank in piece.slot.contributors:  # rounded like the others', else the sum would depend on the owner
-                parts[self.rank] = whole.to(self.dtype) if kind else whole
-            total, *others = (parts[rank].float() for rank in sorted(parts))
-            for part in others:
-                total = total + part
-            whole.copy_(total)
-
-
 class Reducer:
     """Reduces the batch sums of the factors that are due.
 
@@ -209,22 +173,55 @@ class Reducer:
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
         """Sums over all contributors, for the factors that this rank averages. Collective. ``sums``: this rank's, by
         factor key, which are overwritten and freed; for a missing factor zeros travel."""
-        rank, running = self.channel.rank, list[Reduction]()
+        rank, running = self.channel.rank, list[tuple[Bucket, Message]]()
         for bucket in self._buckets:
             if len(running) == IN_FLIGHT:
-                running.pop(0).add_to(sums)
+                self.add(*running.pop(0), sums)
             for slot in (piece.slot for piece in bucket):
                 if slot.factor not in sums and rank in (slot.owner, *slot.contributors):
                     sums[slot.factor] = BatchSum.empty(slot.numel, self.device)
-            running.append(Reduction(bucket, sums, self.channel, self.device, self.layout.dtype))
+            running.append((bucket, self.send(bucket, sums)))
             for piece in bucket:
                 if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
                     sums.pop(piece.slot.factor, None)  # all its pieces are in messages
-        for reduction in running:
-            reduction.add_to(sums)
+        for bucket, message in running:
+            self.add(bucket, message, sums)
         for slot in self._slots:
             if slot.owner == rank:
                 if slot.factor not in sums:
                     sums[slot.factor] = BatchSum.empty(slot.numel, self.device)
                 sums[slot.factor].ranks = len(slot.contributors)
         return sums
+
+    def send(self, bucket: Bucket, sums: Mapping[str, BatchSum]) -> Message:
+        """Collective. ``sums``: this rank's, for the slots that it contributes to or owns."""
+
+        def of(move: Move) -> BatchSum:
+            return sums[bucket[move.param].slot.factor]
+
+        def elements_of(move: Move) -> Tensor:
+            return of(move).sum_P.narrow(0, move.start, move.numel)
+
+        counts, elements = plans(bucket, self.channel.rank, self.channel.world)
+        parts = (
+            MessagePart("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
+            MessagePart("factors", elements, elements_of, self.layout.dtype),
+        )
+        return Message(parts, self.channel, self.device)
+
+    def add(self, bucket: Bucket, message: Message, sums: Mapping[str, BatchSum]) -> None:
+        """Wait; then this rank's sums of the slots that it owns become those of all contributors, in rank order."""
+        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}  # (count or elements, piece) -> rank -> its part
+        for kind, arrivals in enumerate(message.wait()):
+            for move, part in arrivals:
+                arrived.setdefault((kind, move.param), {})[move.source] = part
+        for (kind, index), parts in arrived.items():
+            piece = bucket[index]
+            batch = sums[piece.slot.factor]
+            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.count.reshape(1)
+            if self.channel.rank in piece.slot.contributors:  # rounded as others', or the sum would depend on the owner
+                parts[self.channel.rank] = whole.to(self.layout.dtype) if kind else whole
+            total, *others = (parts[rank].float() for rank in sorted(parts))
+            for part in others:
+                total = total + part
+            whole.copy_(total)

@@ -8,7 +8,7 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -29,6 +29,8 @@ BATCH_NUMEL = 1 << 26
 TOLERANCE = 1e-3
 """Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
 
+Place = tuple[int, int]
+"""(index of a request, index of a group of equal blocks in its factor)"""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
 """((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
 
@@ -128,59 +130,57 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     On a CPU each block is decomposed by itself, so that its result does not depend on what else is decomposed. On a GPU
     small blocks of one width share a call.
     """
-    sides = [request.factor.side for request in requests]
-    places = [
-        (number, group)
-        for number, side in enumerate(sides)
-        for group in range(len(side.groups) if side.block > 1 else 0)
-    ]
-    solved: dict[tuple[int, int], BlockEigh] = {}
-    joint = bool(places) and grouped(requests[0].factor.packed_P.device)
-    shapes = [sides[number].groups[group] for number, group in places]
-    alone = {index for index, (number, _) in enumerate(places) if requests[number].alone}
-    for batch in batches(shapes, widest=BATCHED_UP_TO if joint else 0, alone=alone):
-        members = [places[index] for index in batch]
-        blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in members]
-        solved |= zip(members, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
+    joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
+    solved: dict[Place, BlockEigh] = {}
+    for call, parts in calls(requests, widest=BATCHED_UP_TO if joint else 0):
+        solved |= zip(call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True)
+    return joined(requests, solved, "eigh")
+
+
+def calls(requests: Sequence[Request], *, widest: float = math.inf) -> Iterator[tuple[list[Place], list[Tensor]]]:
+    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most; diagonals have none.
+    Yields their places and, [n, b, b], the blocks of each.
+
+    Args:
+        widest: wider blocks share no call.
+    """
+    made: list[list[Place]] = []
+    filling: dict[int, list[Place]] = {}  # width -> the call that is not full yet
+    for index, request in enumerate(requests):
+        side = request.factor.side
+        for group, (count, width) in enumerate(side.groups if side.block > 1 else ()):
+            call = filling.get(width, [])
+            blocks = count + sum(requests[other].factor.side.groups[its][0] for other, its in call)
+            if not call or width > widest or request.alone or blocks * width**2 > BATCH_NUMEL:
+                call = []
+                made.append(call)
+            call.append((index, group))
+            if not request.alone:
+                filling[width] = call
+    for call in made:
+        factors = [(requests[index].factor, group) for index, group in call]
+        yield call, [factor.side.group(factor.packed_P, group) for factor, group in factors]
+
+
+def joined(
+    requests: Sequence[Request], solved: Mapping[Place, BlockEigh], how: Literal["eigh", "iteration"]
+) -> list[Refreshed]:
+    """The results of requests from those of their blocks."""
     results: list[Refreshed] = []
-    for number, (request, side) in enumerate(zip(requests, sides, strict=True)):
+    for index, request in enumerate(requests):
+        side, packed_P = request.factor.side, request.factor.packed_P
         if side.block < 2:  # no solver
-            packed_P = request.factor.packed_P
             values = packed_P.clamp(min=0) if side.block else packed_P.new_ones(side.dim)
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))
             continue
-        groups = [solved[number, group] for group in range(len(side.groups))]
+        groups = [solved[index, group] for group in range(len(side.groups))]
         retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
         if len(pairs) < len(groups):
             results.append(Refreshed(None, "failed", retries))
             continue
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
-        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), "eigh", retries))
+        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries))
     return results
-
-
-def batches(
-    shapes: Sequence[tuple[int, int]], *, widest: float = math.inf, alone: Collection[int] = ()
-) -> list[list[int]]:
-    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most.
-
-    Args:
-        shapes: (n, b) of each group of blocks.
-        widest: wider blocks share no call.
-        alone: indices of groups that share no call.
-    """
-    calls: list[list[int]] = []
-    filling: dict[int, list[int]] = {}  # width -> the call that is not full yet
-    for index, (count, width) in enumerate(shapes):
-        call = filling.get(width, [])
-        blocks = count + sum(shapes[other][0] for other in call)
-        if not call or width > widest or index in alone or blocks * width**2 > BATCH_NUMEL:
-            call = []
-            calls.append(call)
-        call.append(index)
-        if index not in alone:
-            filling[width] = call
-    return calls
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:

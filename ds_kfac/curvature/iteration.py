@@ -24,17 +24,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import (
-    TOLERANCE,
-    Eigenbasis,
-    Refreshed,
-    Request,
-    batches,
-    fp32_products,
-    grouped,
-    probe,
-    refresh_all,
-)
+from ds_kfac.curvature import eigen
+from ds_kfac.curvature.eigen import TOLERANCE, BlockEigh, Place, Refreshed, Request, fp32_products, grouped, probe
 
 EXACT_EVERY = 10
 """One refresh in so many is by eigh."""
@@ -44,19 +35,15 @@ OFF = 0.5
 """|off-diagonal of Q'^T C Q'| / |C| above which one step was not enough."""
 EPS = torch.finfo(torch.float32).eps
 
-Place = tuple[int, int]
-"""(index of a request, index of a group of equal blocks in its factor)"""
-
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
     """As :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the iteration for requests on a GPU that have
     a last basis. If a step fails its checks, eigh follows, counted as a retry. Synchronises once more.
     """
-    results = dict[int, Refreshed]()
-    if requests and grouped(requests[0].factor.packed_P.device):
-        results |= _iterated({index: request for index, request in enumerate(requests) if _fits(request)})
+    fit = [index for index, x in enumerate(requests) if grouped(x.factor.packed_P.device) and _fits(x)]
+    results = dict(zip(fit, _iterated([requests[index] for index in fit]), strict=True))
     others = [index for index in range(len(requests)) if index not in results or results[index].basis is None]
-    exact = refresh_all([requests[index] for index in others])
+    exact = eigen.refresh_all([requests[index] for index in others])
     for index, result in zip(others, exact, strict=True):
         results[index] = replace(result, retries=result.retries + (index in results))
     return [results[index] for index in range(len(requests))]
@@ -114,36 +101,18 @@ def _fits(request: Request) -> bool:
     return side.block > 1 and last is not None and [v.shape[:2] for v in last.vectors] == [*map(tuple, side.groups)]
 
 
-def _batches(requests: dict[int, Request]) -> list[list[Place]]:
-    places = [(index, group) for index, x in requests.items() for group in range(len(x.factor.side.groups))]
-    shapes = [requests[index].factor.side.groups[group] for index, group in places]
-    alone = {number for number, (index, _) in enumerate(places) if requests[index].alone}
-    return [[places[number] for number in call] for call in batches(shapes, alone=alone)]
-
-
-def _iterated(requests: dict[int, Request]) -> dict[int, Refreshed]:
-    """Results by index; a basis of None if any of the factor's blocks fails a check."""
-    solved: dict[Place, tuple[Tensor, Tensor]] = {}
-    flags: dict[Place, Tensor] = {}
-    for batch in _batches(requests):
-        factors, groups = [requests[index].factor for index, _ in batch], [group for _, group in batch]
-        lasts = [basis for index, _ in batch if (basis := requests[index].last) is not None]
-        C_nbb = torch.cat([x.side.group(x.packed_P, group) for x, group in zip(factors, groups, strict=True)])
-        Q_nbb = torch.cat([last.vectors[group] for last, group in zip(lasts, groups, strict=True)])
-        counts = [x.side.groups[group][0] for x, group in zip(factors, groups, strict=True)]
-        parts = (part.split(counts) for part in orthogonal_iteration(C_nbb, Q_nbb))
-        for place, values, vectors, valid in zip(batch, *parts, strict=True):
-            # copies: a view would keep the whole batch in memory, and in checkpoints
-            solved[place], flags[place] = (values.clone(), vectors.clone()), valid.all()
-    if not flags:
-        return {}
-    usable = dict(zip(flags, torch.stack([*flags.values()]).tolist(), strict=True))
-    results: dict[int, Refreshed] = {}
-    for index, request in requests.items():
-        places = [(index, group) for group in range(len(request.factor.side.groups))]
-        if not all(usable[place] for place in places):
-            results[index] = Refreshed(None, "failed")
-            continue
-        values = torch.cat([solved[place][0].reshape(-1) for place in places])
-        results[index] = Refreshed(Eigenbasis(tuple(solved[place][1] for place in places), values), "iteration")
-    return results
+def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
+    """In the order of the requests; a basis of None if any of the factor's blocks fails a check."""
+    steps: dict[Place, tuple[Tensor, Tensor, Tensor]] = {}
+    for call, blocks in eigen.calls(requests):
+        lasts = [last.vectors[group] for index, group in call if (last := requests[index].last) is not None]
+        parts = (part.split([*map(len, blocks)]) for part in orthogonal_iteration(torch.cat(blocks), torch.cat(lasts)))
+        # copies: a view would keep the whole batch in memory, and in checkpoints
+        copies = ((values.clone(), vectors.clone(), valid.all()) for values, vectors, valid in zip(*parts, strict=True))
+        steps |= zip(call, copies, strict=True)
+    usable = torch.stack([valid for *_, valid in steps.values()]).tolist() if steps else []
+    solved: dict[Place, BlockEigh] = {
+        place: ((values, vectors) if good else None, 0)
+        for (place, (values, vectors, _)), good in zip(steps.items(), usable, strict=True)
+    }
+    return eigen.joined(requests, solved, "iteration")

@@ -21,8 +21,8 @@ from ds_kfac.model.scan import LayerChoice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
 from ds_kfac.update.rotation import AT_ONCE
-from ds_kfac.update.state import LayerState, Moments
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.update.state import LayerState, Moments, PendingEigenvalues, PendingMoments
+from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -35,12 +35,41 @@ class StepContext:
         norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         peak_lr: parameter group -> largest learning rate so far.
         fresh: layers with eigenbases that arrived in this step, and go if it is skipped.
+        clip: device scalar that clips gradients; None unless the engine clips, and for a rule with an optimizer.
     """
 
     step: int
     norm: Tensor | None
     peak_lr: Mapping[int, Any]
     fresh: Collection[str] = ()
+    clip: Tensor | None = None
+
+
+@dataclass
+class LocalResult:
+    """What a rank computed for its layers in a step. Counts are device scalars, of which the host does not wait.
+
+    Attributes:
+        outbox: results, until they are sent.
+        states: layer name -> state after this step.
+        numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
+        replaced: how many layers' results were not finite.
+        unused: how many layers' gradients were exactly zero, where the direction asks.
+        limited: how many layers' gradients were scaled down for their running second moment.
+        left_out: fp32 [layers] by :attr:`Direction.names`: 1 where a gradient was too large for moments, where it asks.
+        pending: what moments of ``states`` take in once the step was applied.
+        norm: of all gradients, where the engine clips.
+    """
+
+    outbox: Outbox
+    states: dict[str, LayerState]
+    numbers: tuple[Tensor, ...] = ()
+    replaced: Tensor | float = 0.0
+    unused: Tensor | float = 0.0
+    limited: Tensor | float = 0.0
+    left_out: Tensor | float = 0.0
+    pending: Sequence[PendingMoments | PendingEigenvalues] = ()
+    norm: Tensor | None = None
 
 
 class Direction:
@@ -50,10 +79,8 @@ class Direction:
     A subclass has :meth:`layer`, and maybe :meth:`finish`; one that steps layers together has :meth:`local` instead.
 
     Attributes:
-        clips: whether :meth:`local` clips by the global norm where the engine clips. It must if the rule has no
-            optimizer of its own: DeepSpeed then clips nothing.
         layer_groups: this rank's layers, those of one shape that are stepped in one batch, the largest first.
-        names: of the layers, in the order of these groups.
+        layers, names: these layers, in the order of the groups.
         precision: of their products.
         recorded: what repeats the layers' step, if it is recorded.
         parameter_groups: layer name -> parameter groups of its parameters.
@@ -61,7 +88,6 @@ class Direction:
             the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
     """
 
-    clips = True
     recorded: RecordedStep | None = None
     last: tuple[Tensor, Any] | None = None
 
@@ -72,7 +98,8 @@ class Direction:
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
         order = -1 if layout.last_first else 1  # as gradients lie in memory, so that a batch of them may be a view
         self.layer_groups = [LayerGroup(layers[::order], plan.precision) for layers in groups]
-        self.names = [name for group in self.layer_groups for name in group.names]
+        self.layers = [layer for group in self.layer_groups for layer in group.layers]
+        self.names = [layer.name for layer in self.layers]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         """Layers of one shape with equal keys may be stepped in one batch."""
@@ -98,12 +125,12 @@ class Direction:
                 holds a gradient or its result.
             states: layer name -> state, replaced by that of after the step.
         """
-        local = LocalResult(states, self.exchange)
-        if self.clips:
-            self.set_clip(context, local)
+        local = LocalResult(self.exchange.outbox(), states)
         scale = self.layout.grad_scale()
         for layer in self.exchange.owned:
-            state, gradient = states[layer.name], gradients.pop(layer.name).float() * local.clip
+            state, gradient = states[layer.name], gradients.pop(layer.name).float()
+            if context.clip is not None:
+                gradient = gradient * context.clip
             result = gradient
             if state.preconditioner is not None:
                 stepped, moments = self.layer(context, layer, gradient / scale, state.preconditioner, state.moments)
@@ -135,7 +162,7 @@ class Direction:
         that wants it to stand still multiplies by ``(gradient != 0).any()``. Nothing here may wait for the device.
 
         Args:
-            gradient: fp32 of ``layer.shape``, without the loss scale, clipped if :attr:`clips`.
+            gradient: fp32 of ``layer.shape``, without the loss scale, clipped as :attr:`StepContext.clip` says.
             basis: rotates into the eigenbasis and restores. Of a method that keeps none, which only a rule meets that
                 does not need one, what ``Method.of_layer`` gives.
             moments: those of :meth:`UpdateRule.moments`.
@@ -144,12 +171,6 @@ class Direction:
         gradient; and new moments, not the old ones changed, since a skipped step drops them.
         """
         raise NotImplementedError
-
-    def set_clip(self, context: StepContext, local: LocalResult) -> None:
-        """The factor by which the engine would clip. A norm that is no number is left to DeepSpeed's own check."""
-        if context.norm is not None:
-            factor = self.layout.clip_factor(context.norm).float()
-            local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def finish(
         self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]

@@ -9,7 +9,6 @@ Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import Direction, StepContext, UpdateRule
+from ds_kfac.directions.base import Direction, LocalResult, StepContext, UpdateRule
 from ds_kfac.directions.places import Places, StepTensors, kept_bytes, recorded_step
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
@@ -28,27 +27,11 @@ from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments, PendingEigenvalues
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 DECAY = 0.95
 """Weight of the past in corrected eigenvalues, per step."""
-
-
-@dataclass(frozen=True)
-class Preconditioned:
-    """What a step computes beside its results.
-
-    Attributes:
-        pending: second moments, of each group that has some.
-        dots: <V, gradient> of each layer, or of each of its parameters; 0 of a layer that has no eigenbasis.
-        replaced, limited: counts, fp32 scalars.
-    """
-
-    pending: list[PendingEigenvalues]
-    dots: Tensor
-    replaced: Tensor
-    limited: Tensor
 
 
 class KFACGradient(Direction):
@@ -58,56 +41,54 @@ class KFACGradient(Direction):
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         super().__init__(plan, layout, exchange)
         self.clip_lr, self.metrics = plan.clip_lr, metrics
-        self.rank_layers = [layer for group in self.layer_groups for layer in group.layers]
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
-        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.rank_layers))}
+        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult(states, self.exchange)
-        self.set_clip(context, local)
-        if not self.rank_layers:
-            local.numbers = [torch.zeros_like(local.replaced)]
-            return local
+        outbox = self.exchange.outbox()
+        if not self.layers:
+            return LocalResult(outbox, states, (torch.zeros((), device=self.exchange.device, dtype=torch.float32),))
         for group in self.layer_groups:
             group.load(states, fresh=context.fresh)
-        ready = [states[layer.name].preconditioner is not None for layer in self.rank_layers]
+        ready = [states[name].preconditioner is not None for name in self.names]
         rates = self._rates(context)
         # where a weight's and its bias' rates differ the sum is made of their parts
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
-        if context.norm is not None:
-            inputs["clip"] = local.clip
+        if context.clip is not None:
+            inputs["clip"] = context.clip
         if self.config.preconditioner.eigenvalues == "corrected":  # of raw gradients, as factors are
-            terms = torch.stack([states[layer.name].terms for layer in self.rank_layers])
-            inputs["terms"] = terms / (self.layout.grad_scale() * local.clip) ** 2
+            terms = torch.stack([states[name].terms for name in self.names])
+            clip = 1.0 if context.clip is None else context.clip
+            inputs["terms"] = terms / (self.layout.grad_scale() * clip) ** 2
         how = tuple(ready), split
         compute = partial(self._directions, states, *how)
         if self.recorded is None:
-            found = compute(StepTensors(gradients, local.outbox), **inputs)
+            dots, found = compute(StepTensors(gradients, outbox), **inputs)
         else:
-            found = self.recorded.step(compute, gradients, local.outbox, inputs, how)
-        local.pending, local.replaced, local.limited = list(found.pending), found.replaced, found.limited
+            dots, found = self.recorded.step(compute, gradients, outbox, inputs, how)
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
-        local.numbers = [weighted_by_rates(found.dots, entries) / self.layout.grad_scale() ** 2]
-        return local
+        number = weighted_by_rates(dots, entries) / self.layout.grad_scale() ** 2
+        return LocalResult(outbox, states, (number,), **found)
 
     def _rates(self, context: StepContext) -> list[list[Any]]:
         """Of each layer's parameters, those that kl-clip goes by."""
         groups = self.layout.optimizer.param_groups
         of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
-        return [[of_group[group] for group in self.parameter_groups[layer.name]] for layer in self.rank_layers]
+        return [[of_group[group] for group in self.parameter_groups[name]] for name in self.names]
 
     def _directions(
         self, states: Mapping[str, LayerState], ready: Sequence[bool], split: bool,
         tensors: StepTensors | Places, damping: float | Tensor, clip: Tensor | None = None, terms: Tensor | None = None,
-    ) -> Preconditioned:  # fmt: skip
-        """Every group's results, each put where it belongs as soon as it is there.
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+        """Every group's results, each put where it belongs as soon as it is there. Returns <V, gradient> of each layer,
+        or of each of its parameters, 0 of a layer that has no eigenbasis; and more of :class:`LocalResult`.
 
         Args:
             states: whose inverses are read; eigenbases are read from the groups.
             ready: which layers have an eigenbasis or inverses.
-            split: whether ``dots`` are of each parameter.
+            split: whether <V, gradient> is of each parameter.
             clip: multiplies all gradients.
             terms: see :meth:`CorrectedEigenvalues.divide`.
         """
@@ -134,7 +115,7 @@ class KFACGradient(Direction):
             dots.append(self._dots(group, ready[places], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
-        return Preconditioned(pending, torch.cat(dots), replaced, limited)
+        return torch.cat(dots), {"pending": pending, "replaced": replaced, "limited": limited}
 
     def _precondition(
         self, group: LayerGroup, inverses: Any, gradient: Tensor, on: Tensor | None,

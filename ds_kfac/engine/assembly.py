@@ -18,6 +18,7 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.log import warn
 from ds_kfac.model.expert_rows import ExpertRows
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
@@ -32,8 +33,8 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 def assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule, experts: ExpertRows | None
-) -> tuple[Job, tuple[Scan, ...]]:
-    """The job of an engine, self-tested, and the scan of each of its domains. Collective. Raises on every rank:
+) -> tuple[Job, Scan]:
+    """The job of an engine, self-tested, and its layers and what was skipped. Collective. Raises on every rank:
     ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
@@ -46,9 +47,8 @@ def assembled(
     agreeing = together if several else nullcontext
     with agreeing():
         scanned = scan(engine.module, rule.scanned(config), optimized=optimized)
-        scanned = replace(scanned, layers=rule.cut(config, scanned.layers))
-        pairs = _by_domain(scanned, parts)
-        views = [_engine_view(engine, domain, part, rule, experts) for domain, part in pairs]
+        of_domains = _by_domain(rule.cut(config, scanned.layers), parts)
+        views = [_engine_view(engine, domain, layers, rule, experts) for domain, layers in of_domains]
         plans = [
             make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
             for view, budget in zip(views, _budgets(views, config), strict=True)
@@ -57,7 +57,7 @@ def assembled(
             rule.check_groups(view.model, view.layers, view.layout, view.other_params)
     _check_copies(views, plans)
     preconditioners = [KFACPreconditioner(view, plan) for view, plan in zip(views, plans, strict=True)]
-    job = Job(preconditioners, everywhere=several)
+    job = Job(preconditioners)
     try:
         with agreeing():
             for kfac in preconditioners:
@@ -67,7 +67,7 @@ def assembled(
     except Exception:
         job.close()
         raise
-    return job, tuple(part for _, part in pairs)
+    return job, replace(scanned, layers=tuple(layer for kfac in preconditioners for layer in kfac.layers))
 
 
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
@@ -86,15 +86,17 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         warn(f"plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _engine_view(engine: Any, domain: Domain, part: Scan, rule: UpdateRule, experts: ExpertRows | None) -> EngineView:
+def _engine_view(
+    engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, experts: ExpertRows | None
+) -> EngineView:
     """A domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
-    ours = [named[name] for name in parameter_names(part.layers)]
+    ours = [named[name] for name in parameter_names(layers)]
     our_ids = {id(parameter) for parameter in ours}
     return EngineView(
         model=engine.module,
-        layers=part.layers,
-        layout=shard_layout(engine, ours, domain.group, pieces_of(part.layers)),
+        layers=layers,
+        layout=shard_layout(engine, ours, domain.group, pieces_of(layers)),
         other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group),
         inner=engine.basic_optimizer,
         rule=rule,
@@ -146,17 +148,16 @@ def _costs(device: torch.device) -> CostModel:
     return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 
-def _by_domain(scanned: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
-    """The domains that have layers, each with its part of the scan; the first one's has all skipped modules."""
-    pairs: list[tuple[Domain, Scan]] = []
-    for domain in domains:
-        layers, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
-        for layer in (layer for layer in scanned.layers if layer.weight in domain.names):
-            cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
-            layers.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
-        if layers:
-            pairs.append((domain, Scan(tuple(layers), () if pairs else scanned.skipped)))
-    return pairs
+def _by_domain(layers: Sequence[LayerSpec], domains: Sequence[Domain]) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
+    """The domains that have layers, each with its own."""
+
+    def held(layer: LayerSpec, shards: int) -> LayerSpec:
+        """On one of so many tensor-parallel ranks, each with a part of it or a copy."""
+        cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
+        return replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards)
+
+    pairs = [(x, tuple(held(own, x.shard[1]) for own in layers if own.weight in x.names)) for x in domains]
+    return [(domain, own) for domain, own in pairs if own]
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:

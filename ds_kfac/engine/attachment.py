@@ -9,7 +9,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -34,8 +34,8 @@ from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
+from ds_kfac.model.divisors import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.reductions import micro_batches
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
@@ -79,14 +79,11 @@ class Attachment:
         report: text that describes what was attached; the key ``report`` decides how much of it is printed.
     """
 
-    def __init__(
-        self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
-    ) -> None:
+    def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan, experts: ExpertRows | None) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._warned = True, set[str]()
         self._reports, self._monitored, self.by_hand = given.report != "none", False, True
-        self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
-        self._share = share_of(engine.module, self._found)
+        self._found, self._share = found, share_of(engine.module, found)
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         if experts is not None:
@@ -116,7 +113,7 @@ class Attachment:
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self._hooked: set[str] | None = self._with_hooks()
-        self.report = report(job.preconditioners, scans, given)
+        self.report = report(job.preconditioners, found, given)
 
     def __repr__(self) -> str:
         rule, kfac = self.preconditioner.rule, self.preconditioner
@@ -256,8 +253,8 @@ class Attachment:
         self._put(name, wrapped)
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kfac, engine = self.job.preconditioners[0], self.engine
-        captures = any(capture.active for capture in self._captures)
+        kfac, engine = self.preconditioner, self.engine
+        captures = self.job.active
         monitored = captures and engine.monitor.enabled and engine.global_rank == 0
         if self.sampling is not None:
             self.sampling.check()
@@ -343,7 +340,7 @@ class Attachment:
             warn(text, here=any(kfac.rank == 0 for kfac in kfacs))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
+        if not torch.is_grad_enabled() or not self.job.active:
             return original(*args, **kwargs)
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -356,7 +353,7 @@ class Attachment:
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
         scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-        captures = any(capture.active for capture in self._captures) and loss.requires_grad
+        captures = self.job.active and loss.requires_grad
         gas = self.engine.gradient_accumulation_steps()  # a caller who switches that off may have divided by it
         divisor = 1 if scale_wrt_gas or not captures else micro_batches(loss.grad_fn, gas)
         parts = gas if scale_wrt_gas else int(divisor)
@@ -387,11 +384,11 @@ def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
     preconditioned clipped ones, and kl-clip bounds its step; other parameters' are clipped here, by the same factor.
     """
     engine = kfac.layout.engine
-    if draft.norm is None:
+    if draft.norm is None or draft.clip is None:
         with norm_of_stored(engine.optimizer):
             yield
         return
-    kfac.engine_view.other_params.multiply(torch.as_tensor(draft.local.clip, dtype=torch.float32, device=kfac.device))
+    kfac.engine_view.other_params.multiply(draft.clip)
     norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
     with kfac.layout.unclipped(), norm_of_stored(engine.optimizer):
         yield

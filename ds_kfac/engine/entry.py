@@ -264,12 +264,12 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
     experts = ExpertRows(engine.module) if engine.has_moe_layers else None
     try:
-        job, scans = assembled(engine, config, answers, rule, experts)
+        job, found = assembled(engine, config, answers, rule, experts)
     except Exception:
         if experts is not None:
             experts.remove()
         raise
-    attachment, _unattached = Attachment(engine, given, job, scans, experts), None
+    attachment, _unattached = Attachment(engine, given, job, found, experts), None
     return attachment
 
 

@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, Node
 from ds_kfac.log import logger
 from ds_kfac.model.batch import own_hook
 from ds_kfac.model.layers import tensors_of
-from ds_kfac.model.loss import Forward, output_terms
+from ds_kfac.model.loss import Forward
+from ds_kfac.model.output import terms_of
 from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -148,7 +149,7 @@ class LossSampling:
         prediction = self._predictions.pop(forward)
         info = forward.info
         if forward.terms is None:
-            forward.terms = output_terms(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing)
+            forward.terms = terms_of(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing).number
         self._generator.manual_seed(SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank)
         self._drawn += 1
         return self.sampler(prediction, info, self._generator).float()

@@ -33,21 +33,17 @@ LOW_SHARE = 0.8
 """Of the trained matrix parameters: where K-FAC steps less of them, the summary says what is left out."""
 
 
-def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KFACConfig) -> str:
+def report(kfacs: Sequence[KFACPreconditioner], found: Scan, given: KFACConfig) -> str:
     """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job says as much of it as
     ``kfac.report`` wants, and so does the first one of each pipeline stage. ``given``: the config as it was given."""
     first, layout = kfacs[0], kfacs[0].layout
     warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
-    found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
     where = f", {first.engine_view.domain.name}" if first.engine_view.domain.name else ""
-    mode, plans, optimizer = (
-        f"{_mode(first)}{where}",
-        [kfac.plan for kfac in kfacs],
-        type(first.engine_view.inner).__name__,
-    )
-    ratio = getattr(first.engine_view.inner, "adam_ratio", 1.0)
+    mode, plans, inner = f"{_mode(first)}{where}", [kfac.plan for kfac in kfacs], first.engine_view.inner
+    optimizer, ratio = type(inner).__name__, getattr(inner, "adam_ratio", 1.0)
     brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings, ratio)
-    details = [line for kfac, part in zip(kfacs, scans, strict=True) for line in _details(kfac, part)]
+    skipped = skipped_lines(found, whole=first.config.report == "full")
+    details = [line for kfac in kfacs for line in (*_details(kfac), *(skipped if kfac is first else []))]
     # of a summary that is too long, the rest of its warnings
     text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
     if given.report != "none" and first.rank == 0 and first.engine_view.domain.shard[0] == 0:
@@ -89,10 +85,10 @@ def summary(
     return [*lines, *warnings]
 
 
-def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
+def _details(kfac: KFACPreconditioner) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
     config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
-    ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.precision
+    ours, precision = sum(layer.numel for layer in kfac.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
     several, batched = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
@@ -102,7 +98,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
             f"{sum(map(basis_bytes, several)):,} bytes of eigenvectors in them"
         )
     where: dict[str, tuple[str, ...]] = {}
-    for layer in scan.layers if whole else ():
+    for layer in kfac.layers if whole else ():
         own = kfac.curvature.of_layer.get(layer.name, {})
         eigen_workers = ", ".join(f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items())
         where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), eigen_workers)
@@ -122,8 +118,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         *(["  chosen: " + ", ".join(plan.answers)] if plan.answers else []),
         *(f"  plan: {reason}" for reason in plan.reasons),
         "",
-        *layer_lines(scan, config, rule, where),
-        *skipped_lines(scan, whole=whole),
+        *layer_lines(kfac.layers, config, rule, where),
     ]
 
 
@@ -136,7 +131,8 @@ def _memory(kfac: KFACPreconditioner) -> str:
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]
         # where gradients are replicated under ZeRO, a rank steps its slice only
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
-        text += f"; moments {kfac.moments_nbytes:,} in eigenbases and {others:,} in the optimizer"
+        moments = sum(state.moments.nbytes for state in kfac.state.values() if state.moments is not None)
+        text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
     device, in_place = kfac.device.type, kfac.layout.in_place
     if kept := kfac.rule.kept(kfac.plan, kfac.owned, device, in_place=in_place):
         text += f"; {kept:,} for steps as one CUDA graph, and what a step takes stays reserved"
@@ -163,14 +159,14 @@ Row = tuple[str, ...]
 
 
 def layer_lines(
-    scan: Scan, config: KFACConfig, rule: UpdateRule, where: Mapping[str, Sequence[str]] | None = None
+    layers: Sequence[LayerSpec], config: KFACConfig, rule: UpdateRule, where: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """The preconditioned layers. ``where``: layer name -> gradient workers and eigen workers, for a row for each layer;
     None: equal layers in a row."""
-    choices = [rule.choice(config, layer) for layer in scan.layers]
+    choices = [rule.choice(config, layer) for layer in layers]
     step = any(choice is not None for choice in choices)
     rows = []
-    for layer, choice in zip(scan.layers, choices, strict=True):
+    for layer, choice in zip(layers, choices, strict=True):
         ranks = where[layer.name] if where else ()
         sides = (f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
         own = layer.name or "(model)", layer.kind, *sides, "yes" if layer.bias else "no"

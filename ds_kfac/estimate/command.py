@@ -304,4 +304,4 @@ def check(arguments: argparse.Namespace) -> str:
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
-    return "\n".join([*lines, "", *layer_lines(scanned, config, rule), *skipped_lines(scanned)])
+    return "\n".join([*lines, "", *layer_lines(scanned.layers, config, rule), *skipped_lines(scanned)])

@@ -150,8 +150,8 @@ class Estimate:
 
     def _gather(self, captured: Keys, arriving: Keys) -> Message:
         """The message to gradient workers: gradients, new eigenbases or inverses, and the exchanged scalars."""
-        delivery, corrected = self.delivery, self.plan.config.preconditioner.eigenvalues == "corrected"
-        names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels, terms=corrected)
+        delivery = self.delivery
+        names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels)
         norm = self.subject.context.clips and not self.subject.replicated
         moves = zip(delivery.kinds, delivery.plans(arriving), delivery.dtypes, strict=True)
         delivered = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]

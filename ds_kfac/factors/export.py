@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.curvature.factor import History, KroneckerFactor
 from ds_kfac.factors.files import INDEX, Factors, FactorsError, described, write_index, write_shard
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -95,7 +94,7 @@ def begin_from(job: Job, factors: Factors) -> None:
     headline = f"ds_kfac: factors of {factors.folder}"
     with failing_together(headline, job.channel.group, FactorsError):
         for kfac in job.preconditioners:
-            held, home, device = {}, kfac.curvature.home, kfac.device
+            held = {}
             for key, spec in kfac.curvature.specs.items():
                 layer, side = kfac.names[spec.layers[0]], key[-1]
                 if (found := factors.side(layer, side)) != spec.side:
@@ -103,12 +102,8 @@ def begin_from(job: Job, factors: Factors) -> None:
                 if side == "G" and fisher != kfac.config.factor.fisher:
                     raise FactorsError(f"G is of fisher {fisher!r}, this run's is {kfac.config.factor.fisher!r}")
                 if kfac.curvature.eigen_workers[key] == kfac.rank:
-                    packed, seen = (
-                        factors.packed(layer, side).to(home),
-                        torch.full((), SEEN, device=device, dtype=torch.float32),
-                    )
-                    history = History(spec.side) if kfac.plan.adaptive else None
-                    held[key] = KroneckerFactor(spec.side, packed, seen, history)
+                    seen = torch.full((), SEEN, device=kfac.device, dtype=torch.float32)
+                    held[key] = kfac.curvature.factor(spec.side, factors.packed(layer, side), seen)
             schedule = kfac.curvature.state_dict()["schedule"]
             states.append({**kfac.state_dict(), "layers": {}, "factors": {"factors": held, "schedule": schedule}})
     for kfac, state in zip(job.preconditioners, states, strict=True):

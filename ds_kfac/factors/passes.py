@@ -20,7 +20,7 @@ from ds_kfac.factors.progress import Progress
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.loss import returned_loss
+from ds_kfac.model.output import returned_loss
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.sampled_loss import Sampler
 from ds_kfac.zero.deepspeed_versions import autocast

@@ -151,12 +151,8 @@ class ArgumentReader:
         )
 
     def _positions(self, labelled: Tensor, values: Mapping[str, Any]) -> bool | None:
-        """Whether labels [N, ..] are of positions: the mask's, if there is one, else those of the model's input.
-        None: neither shows it."""
+        """Whether labels [N, ..] are of positions of the model's input, where no mask shows it; None: unknown."""
         prefix = "decoder_" if self.two_sided else ""
-        mask = values.get(prefix + "attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            return mask.shape == labelled.shape
         if labelled.shape[1] == 1:  # a column of a data set, or one position, of which each example has one
             return False
         names = [prefix + "input_ids", prefix + "inputs_embeds"]

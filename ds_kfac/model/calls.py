@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.log import logger
+from ds_kfac.model.divisors import parts_of
 from ds_kfac.model.expert_rows import Siblings
+from ds_kfac.model.graph import Edge
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward
 from ds_kfac.model.products import Uses
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.reductions import Reduction, Value, parts_of
+from ds_kfac.model.reductions import Reduction
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
@@ -198,7 +200,7 @@ class StepSums:
         self.measured: dict[str, list[int | Tensor]] | None = None
         self.counted = 0
         self.seed: Tensor | float | None = None
-        self.losses: set[Value] | None = None
+        self.losses: set[Edge] | None = None
         self.reductions: list[Reduction] = []
         self.divided: list[tuple[int, list[int]]] = []
         self.arrived: list[Call] = []

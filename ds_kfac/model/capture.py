@@ -31,14 +31,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks
 from ds_kfac.model.calls import SharedInputs, StepSums
+from ds_kfac.model.divisors import divisors, whole
 from ds_kfac.model.expert_rows import Siblings
+from ds_kfac.model.graph import runs
 from ds_kfac.model.layers import LayerSpec, key_of, tensors_of
-from ds_kfac.model.loss import Forward, losses_in, runs, trained
+from ds_kfac.model.loss import Forward, losses_in, trained
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.reductions import divisors, whole
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.slices import counted
 
 
 class Capture(StepSums):
@@ -81,7 +83,7 @@ class Capture(StepSums):
         self._announced, self.forward = False, Forward()  # whether a backward was ever announced
         self._running: Forward | None = None  # the forward whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self._inside = self._measures = False  # whether the model's forward runs; whether gradients are captured
+        self._inside = self._captures_G = False  # whether the model's forward runs; whether gradients are captured
         self._means, self.several = set[Forward](), False  # forwards that this backward went through
         self._passed = set[Forward]()  # that others of the step did
         self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
@@ -141,7 +143,7 @@ class Capture(StepSums):
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
-        self._measures = not self.sampled and not self._of_gradients.isdisjoint(self.keys)
+        self._captures_G = not self.sampled and not self._of_gradients.isdisjoint(self.keys)
         self.seen, self._forwards, self.divided = set(), [], []
         self.measured = {} if measure else None
 
@@ -163,9 +165,9 @@ class Capture(StepSums):
         a second one may follow. ``parts``: by how many micro-batches the loss is known to be divided."""
         self._announced = True
         if self.active and loss is not None and loss.grad_fn is not None:
-            made, forwards = self.reductions if self._measures else None, () if self.sampled else self._forwards
+            made, forwards = self.reductions if self._captures_G else None, () if self.sampled else self._forwards
             self.losses = trained(loss, forwards, made) if forwards else losses_in(loss, made)
-            if self._measures:  # before their numbers are freed
+            if self._captures_G:  # before their numbers are freed
                 self.divided.append((parts, whole(divisors(loss.grad_fn)[0])))
         self._backwards.append(self)
         if self.active and self._products is not None:
@@ -193,7 +195,7 @@ class Capture(StepSums):
         """Close the micro-batch: the next call of a layer is not another use of the same rows. ``last``: of the
         step; then each sum has a count of its own."""
         # one backward through several means: G's scale is only right if it was measured at losses the model returned
-        unknown = [f.seed is None and f.sums is None and f.info.divisor is None for f in self._means]
+        unknown = [f.seed is None and f.term_weight is None and f.info.divisor is None for f in self._means]
         self.several |= sum(unknown) > 1
         if self.divided and self._means and self._means <= self._passed:
             self.divided.pop()  # another loss of the same forward, as a critic's beside an actor's, is no micro-batch
@@ -245,11 +247,11 @@ class Capture(StepSums):
         self.leave()  # still entered if the last forward raised
         if self._means:  # after a plain loss.backward(), which nothing closes
             self.end_backward()
-        self._inside = True
+        self._inside, info = True, self.read_batch(arguments, keywords)
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        guessed = isinstance(self.read_batch, ArgumentReader)
-        self.forward = Forward(self.read_batch(arguments, keywords), self._measures, detached, guessed)
-        self.forward.begins(weight_sharing=self.rows.weight_sharing)
+        self.forward = Forward(info, self._captures_G, detached, isinstance(self.read_batch, ArgumentReader))
+        if info.labelled is not None:  # labelled positions, with "reduce" labelled examples
+            self.forward.terms = counted(info.labelled, self.rows.weight_sharing)
         self.inputs.begin_batch()
         self.siblings.rows = {}
         self._masks.begin((*arguments, keywords))

@@ -4,15 +4,15 @@ The graph leads from the prediction to the matrix product that made it, which kn
 From there on the dimension is followed through what the program did to the product, until it is turned, split or gone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from ds_kfac.model.graph import Shape, kind_of, operands, signed
+
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"}
 SUMS = {"Sum", "Mean", "Logsumexp", "Amax", "Amin", "Max", "Min", "Norm", "LinalgVectorNorm", "Prod", "Std", "Var"}
 LOSSES, STRANGE = {"NllLoss", "NllLoss2D"}, {"AsStrided", "Unfold", "Im2Col", "Col2Im"}
@@ -165,11 +165,6 @@ def _saved(node: Any, name: str, ndim: int) -> list[int]:
     return [signed(each) % ndim for each in values if each is not None] or [*range(ndim)]
 
 
-def signed(value: int) -> int:
-    """torch shows -1 as 2^64 - 1."""
-    return value - 2**64 if value >= 2**63 else value
-
-
 def last_product(prediction: Tensor) -> LastProduct | None:
     """The product that is nearest to a tensor in its graph; None: there is none."""
     return product_below(prediction.grad_fn, tuple(prediction.shape))
@@ -221,37 +216,6 @@ def _is_linear(node: Any, name: str) -> bool:
     return named and len(node.next_functions) > 1
 
 
-def kind_of(node: Any) -> str:
-    """A node's name without "Backward"; "" of a function of a user's."""
-    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name().split("Backward")[0]
-
-
-def inputs_of(node: Any) -> Iterator[tuple[Any, int, Shape]]:
-    """The nodes that made a node's operands, which of their outputs each is, and its shape."""
-    for below, output in node.next_functions:
-        if below is not None and output < len(metadata := getattr(below, "_input_metadata", ())):
-            yield below, output, tuple(metadata[output].shape)
-
-
-def under(node: Any, goes: Callable[[Any, Shape], bool]) -> Iterator[Any]:
-    """A node and those under it, each once, as far as ``goes``, asked with a node and its result's shape, says so."""
-    visited, waiting = set[Any](), [node]
-    while waiting:
-        if (node := waiting.pop()) is None or node in visited:
-            continue
-        visited.add(node)
-        yield node
-        waiting += [below for below, _, shape in inputs_of(node) if goes(below, shape)]
-
-
-def operands(node: Any, result: Shape) -> list[tuple[Any, Shape]]:
-    """The nodes of the operands that are neither constants nor parameters, and the operands' shapes. Those of the
-    ``result``'s shape go first, then those with as many dimensions: others are repeated, as the weights of an average.
-    """
-    found = [(below, shape) for below, _, shape in inputs_of(node) if "AccumulateGrad" not in below.name()]
-    return sorted(found, key=lambda pair: (pair[1] != result, len(pair[1]) != len(result)))
-
-
 def _from_the_left(product: Any) -> bool:
     """Whether a matrix product has its parameter on the left, W x: then outputs are rows of the result."""
     if _is_linear(product, product.name()):
@@ -267,13 +231,3 @@ def _is_parameter(node: Any) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-def is_scalar(value: Tensor) -> bool:
-    """Whether a tensor is a view of a scalar: a loss of shape [1, 1], and no prediction."""
-    node: Any = value.grad_fn if value.numel() == 1 else None
-    while node is not None and node._input_metadata and prod(node._input_metadata[0].shape) == 1:
-        if not node._input_metadata[0].shape:
-            return True
-        node = next((below for below, _ in node.next_functions if below is not None), None)
-    return False

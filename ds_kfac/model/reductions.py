@@ -2,37 +2,22 @@
 
 A loss that is a sum of terms over the labels of all micro-batches, or over a constant, is no mean over this forward's
 terms. The gradient that reaches the sum is one over that number, times all else that the caller makes of it: it is
-measured there, and no number is read from the device. By what it is divided the graph shows, too: by the labels of a
-whole step, or by its micro-batches.
+measured there, and no number is read from the device.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
-from math import isclose, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_kfac.model.prediction import (
-    LOSSES,
-    SUMS,
-    UNKNOWN,
-    VIEWS,
-    LastProduct,
-    Shape,
-    kind_of,
-    moved,
-    operands,
-    product_below,
-    signed,
-    under,
-)
+from ds_kfac.model.graph import Edge, Shape, kind_of, label_count, number, operand, saved
+from ds_kfac.model.prediction import LOSSES, SUMS, UNKNOWN, VIEWS, LastProduct, moved, product_below
 
-Value = tuple[int, int]
-"""A tensor in a graph: (its node's sequence number, index of the node's output). A node itself would hold the graph."""
 JOINED = {"Cat", "Stack"}
 SAME = VIEWS | {
     "Neg", "ToCopy", "Clone", "Alias", "Slice", "Index", "MaskedSelect", "MaskedFill", "Where", "Permute", "Transpose",
@@ -43,10 +28,10 @@ ALIKE = VIEWS | {"Neg", "LogSoftmax", "ToCopy", "Clone", "Slice", "Index", "Mask
 """What treats all outputs of a term alike."""
 
 
-class Measured(NamedTuple):
-    """``seed``: the gradient that reached a term, fp32 scalar. ``sure``: bool scalar, whether all weights are known."""
+class TermWeight(NamedTuple):
+    """``value``: of a term in the loss, fp32 scalar. ``sure``: bool scalar, whether the weights of all are known."""
 
-    seed: Tensor
+    value: Tensor
     sure: Tensor
 
 
@@ -55,7 +40,7 @@ class Reduction:
     """A scalar in a loss's graph that is made of more than scalars. It holds no graph.
 
     Attributes:
-        value: itself.
+        edge: itself.
         numel: of how many entries it is the sum, each times ``factor``; 0: it is none, or of weighed ones.
         single: whether an entry is one term, whose outputs became one number; None: the graph does not show it.
         masks: what entries are multiplied by, too.
@@ -68,7 +53,7 @@ class Reduction:
         gradient: that reached it in a backward.
     """
 
-    value: Value
+    edge: Edge
     numel: int = 0
     single: bool | None = None
     factor: Any = 1.0
@@ -85,7 +70,7 @@ class Reduction:
         """Keep the gradient that reaches ``node``, and read what it sums up."""
 
         def arrived(gradients: tuple[Tensor | None, ...]) -> None:
-            if (gradient := gradients[self.value[1]]) is not None:
+            if (gradient := gradients[self.edge[1]]) is not None:
                 self.gradient = gradient.detach().float()
 
         node.register_prehook(arrived)
@@ -98,7 +83,7 @@ class Reduction:
         (below, shape), product = operand(node, ()), None
         if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:
             if kind in LOSSES:
-                self.terms = labelled(node)
+                self.terms = label_count(node)
                 self.single = self.terms is not None
                 shape = (prod(shape) // shape[min(1, len(shape) - 1)],)
             if node._saved_reduction == 2 and self.single is not False and saved(node, "weight") is None:
@@ -179,7 +164,7 @@ class Reduction:
                     if saved(node, "weight") is not None:
                         return None
                     several = any(kind_of(later) in JOINED for later, *_ in product.steps[at:])
-                    labels = None if several else labelled(node)
+                    labels = None if several else label_count(node)
                 alike &= kind in ALIKE
                 dims, end = moved(kind, node, dims, before, after)
                 if end == UNKNOWN:
@@ -214,8 +199,8 @@ class Reduction:
         return bool(self.single) or (labels is not None and self.numel in (labels.numel(), shifted))
 
 
-def measured(reductions: Iterable[Reduction], labels: Tensor | None, terms: Tensor | int) -> Measured | None:
-    """What reached the sums of one forward's ``terms``: the root mean square of the terms' weights, at most the
+def term_weight(reductions: Iterable[Reduction], labels: Tensor | None, terms: Tensor | int) -> TermWeight | None:
+    """The weight of one forward's ``terms`` in the loss: the root mean square of the terms' weights, at most the
     largest, as where each has a smaller one beside it. Smoothed labels have a sum for the label and one for all C
     classes. Of a mean each term has its part; what is neither may not weigh more."""
     reached = [x for x in reductions if x.gradient is not None]
@@ -238,7 +223,7 @@ def measured(reductions: Iterable[Reduction], labels: Tensor | None, terms: Tens
         tests += [w <= seed for x, w in zip(others, weights[len(plain) :], strict=True) if not x.mean]
     if plain is not smooth and smooth:
         seed = seed + torch.stack([x.weight * x.classes for x in smooth]).amax()
-    return Measured(seed, torch.stack(tests).all() if tests else torch.ones_like(seed, dtype=torch.bool))
+    return TermWeight(seed, torch.stack(tests).all() if tests else torch.ones_like(seed, dtype=torch.bool))
 
 
 def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
@@ -251,78 +236,3 @@ def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
         found[each.made] = found.get(each.made, 0) + number
     most = lambda one, other: torch.maximum(*map(torch.as_tensor, (one, other)))  # noqa: E731
     return reduce(most, found.values()) if found else None
-
-
-def operand(node: Any, result: Shape) -> tuple[Any, Shape]:
-    """The first of :func:`operands`; (None, ()) where there is none."""
-    return next(iter(operands(node, result)), (None, ()))
-
-
-def saved(node: Any, name: str) -> Any:
-    """What a node keeps; None if nothing, if it was changed in place, or if unpacking it would compute it again, as in
-    a checkpoint."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or getattr(raw, "unpack_hook", None) is not None:
-        return None
-    with suppress(RuntimeError):
-        return getattr(node, f"_saved_{name}")
-    return None
-
-
-def number(x: Any) -> float:
-    """Of one element on the host. Of a number that autograd keeps item() raises under a counter of FLOPs."""
-    return float(x.tolist() if getattr(x, "ndim", None) == 0 else x)
-
-
-def labelled(node: Any) -> Tensor | None:
-    """How many labels of torch's negative log-likelihood have a loss."""
-    target = saved(node, "target")
-    return None if target is None else (target != signed(node._saved_ignore_index)).sum()
-
-
-def divisors(node: Any) -> tuple[list[float | None], bool]:
-    """By what a scalar is divided on its way from scalars, the last first, None for what is on a GPU or no number; and
-    whether it is seen to be a mean."""
-    found, mean = list[float | None](), False
-    for each in under(node, lambda _, shape: prod(shape) == 1):
-        name, other = each.name(), None
-        mean |= name.startswith("MeanBackward") or getattr(each, "_saved_reduction", 0) == 1
-        if name.startswith(("DivBackward", "MulBackward")):
-            with suppress(RuntimeError):  # it was changed in place
-                other = getattr(each, "_saved_other", None)
-                other = getattr(each, "_saved_self", None) if other is None and name[0] == "M" else other
-        if other is not None and isinstance(other, Tensor) and (not other.is_cpu or other.numel() != 1):
-            found.append(None)
-        elif other is not None and (by := number(other)):
-            found.append(by if name[0] == "D" else 1 / by)
-    return found, mean
-
-
-def whole(found: Collection[float | None]) -> list[int]:
-    """Those of :func:`divisors` that may be a number of micro-batches."""
-    return [round(by) for by in found if by is not None and by > 1.5 and isclose(by, round(by), rel_tol=1e-6)]
-
-
-def parts_of(backwards: Sequence[tuple[int, Collection[int]]]) -> int:
-    """By how many micro-batches a caller who ends steps himself has divided each loss; 1: by none. ``backwards``: of
-    each in a step, by how many its loss is known to be divided, and what else it is divided by (:func:`whole`)."""
-    known, many = {by for by, _ in backwards}, len(backwards)
-    times = many // max(known, default=1)
-    fits = len(known) == 1 and times * max(known) == many and all(times in by for _, by in backwards)
-    return times if fits else 1
-
-
-def divided(node: Any, number: Any) -> bool:
-    """Whether a scalar is divided by ``number``, of which on a GPU nothing is read; taken to be, where it is not seen
-    to be a mean."""
-    found, mean = divisors(node)
-    if isinstance(number, Tensor) and (not number.is_cpu or number.numel() != 1):
-        return None in found or not mean
-    return any(by is None or isclose(by, number, rel_tol=1e-6) for by in found) or not mean
-
-
-def micro_batches(node: Any, most: int) -> float:
-    """By how many micro-batches, at most so many, a loss is divided; by all, where it is not seen to be a mean."""
-    found, mean = divisors(node)
-    counts = [by for by in whole(found) if by <= most]
-    return most if most in counts or not (counts or mean) else next(iter(counts), 1)

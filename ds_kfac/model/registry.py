@@ -150,6 +150,6 @@ LAYERS: dict[str, layers.LayerType] = {
 }
 SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
 """Type of a tensor-parallel shard of a Linear -> which side of its matrix [O, I] is cut."""
-MATRICES = tuple(kind for kind in LAYERS if kind == "Linear" or kind.startswith("Conv"))
+MATRICES = tuple(x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS)
 """Default of ``kfac.layers.types``: linear maps and convolutions."""
 TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)

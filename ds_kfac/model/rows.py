@@ -350,42 +350,41 @@ class RowSums:
     def _gain(
         self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum, alive: Tensor | None = None
     ) -> Any:
-        """What output gradients are multiplied by, of an expert's by source rank [ranks]. Counts the call's loss terms
-        in ``sum_``, unless they are: a second use of a layer in a forward adds rows, not terms; nor does a gradient of
-        zeros alone, where ``alive`` says so. ``own``: how many of the call's rows count."""
+        """What output gradients are multiplied by, of an expert's by source rank [ranks]: 1 over the weight of a term
+        (docs/math.md). Counts the call's loss terms in ``sum_``, unless they are: a second use of a layer in a forward
+        adds rows, not terms; nor does a gradient of zeros alone, where ``alive`` says so. ``own``: how many of the
+        call's rows count."""
         forward, info, divisor = call.forward, call.info, call.info.divisor
         told = None if info.peers is None else info.peers.terms
-        terms = forward.terms  # M, the same for all layers
+        # M, the same for all layers
         if forward.doubt and divisor is None and self._divided and (forward.doubt is LEVELS) not in self._told:
             self._told.add(forward.doubt is LEVELS)
             logger.warning(
                 f"ds_kfac: {forward.doubt}, set engine.kfac.read_batch to return BatchInfo(labelled=..), an entry for "
                 "each term (docs/capture.md)"
             )
-        if terms is None:
+        if (terms := forward.terms) is None:
             own = own if info.tokens is None else info.tokens
-            if forward.guess is None:
-                if info.tokens is None and not call.whole and forward.most is not None:
-                    own = forward.tokens(self.weight_sharing)
-                forward.guess = own
-            elif call.whole and not self._warned:  # a part of the rows says nothing of it
+            whole = call.whole or info.tokens is not None
+            terms = forward.guessed_by(own, whole=whole, weight_sharing=self.weight_sharing)
+            if call.whole and not self._warned:  # a part of the rows says nothing of it
                 # numbers on the device are not looked at
-                known = isinstance(own, int) and isinstance(forward.guess, int)
-                self._warned = bool(own != forward.guess) if known else type(own) is not type(forward.guess)
+                known = isinstance(own, int) and isinstance(terms, int)
+                self._warned = bool(own != terms) if known else type(own) is not type(terms)
                 if self._warned:
                     logger.warning(
                         f"ds_kfac: {call.layer.name or '(model)'} has other rows than the layer nearest to the loss. "
                         "The number of loss terms is taken from that layer, because neither labels nor an output of "
                         "the model show it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
                     )
-            terms = forward.guess
-        # A's and G's rows are the same terms, and one of both is made
+        # counted once: A's and G's rows are the same terms, and one of both is made
         key = forward, self.experts.get(call.layer.name, call.layer.name)
         before, now = self.counted.get(key, False), True if alive is None else alive
         if before is not True:
             new = terms * info.ranks if told is None else told[:, 0].sum()
             sum_.count.add_(new * (now > before))
             self.counted[key] = before | now
+        # a term's weight: measured at the sum of terms, else at the returned loss, else at the backward's
         items = None if forward.info.items is None else info.items  # the model may have ignored them
         returned = items is not None or divisor is None  # it is of the loss that the model returned
         if forward.seed is not None and self._divided and returned:
@@ -395,6 +394,6 @@ class RowSums:
         if told is not None:
             return told[:, 1] / seed
         gain = (divisor if self._divided and divisor is not None else terms) / seed
-        if (sums := forward.sums) is None or not self._divided or not returned:
+        if (weight := forward.term_weight) is None or not (self._divided and returned):
             return gain
-        return torch.where(sums.sure & (sums.seed != 0), 1 / sums.seed, gain)  # whatever the sum of terms is divided by
+        return torch.where(weight.sure & (weight.value != 0), 1 / weight.value, gain)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import logits_of, outputs_of, returned_prediction
+from ds_kfac.model.output import logits_of, outputs_of, returned_prediction
 from ds_kfac.model.prediction import class_place
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]

@@ -90,7 +90,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     values = kfac.metrics.values() | _of_channel(kfac.channel)
     values |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
-    every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
+    every_step = sum(spec.side.numel for spec in kfac.curvature.specs.values()) * counts["steps"]
     if every_step:
         values["statistics_fraction"] = counts["captured_elements"] / every_step
     return values

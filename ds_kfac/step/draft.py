@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_kfac.curvature.methods import Decomposition
-from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.base import LocalResult, UpdateRule
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft
 from ds_kfac.step.proving import Verdict
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import LocalResult
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.registry import Domain
 
@@ -58,6 +57,8 @@ class StepDraft:
         next_bases: layer name -> side -> eigenbasis that is used from the next step on (:meth:`LayerState.rebased`).
         gradients: layer name -> [O, I] of this rank's layers; emptied as they are preconditioned.
         peak_lr: see :class:`ds_kfac.directions.base.StepContext`.
+        clip: factor that clips the gradients of a rule without an optimizer of its own; None unless the engine clips.
+        unprepared: layers that are stepped as without curvature, since they have no eigenbasis or inverse.
         local: results and new states of this rank's layers.
         verdict: which layers' rows do not make their gradients, in steps that check it.
     """
@@ -70,7 +71,16 @@ class StepDraft:
     next_bases: dict[str, dict[str, Decomposition]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict | None = None
+    clip: Tensor | None = None
+    unprepared: list[str] = field(default_factory=list)
     local: LocalResult = field(init=False)
+
+    def give_up(self, empty: Mapping[str, LayerState]) -> None:
+        """Leave layers of this rank without a basis. ``empty``: name -> state of each before anything was seen."""
+        for name, nothing in empty.items():
+            self.next_bases.pop(name, None)
+            if self.states[name].preconditioner is not None:
+                self.states[name] = self.states[name].given_up(nothing)
 
     def fresh(self, state: Mapping[str, LayerState]) -> set[str]:
         """Layers with a decomposition that arrived in this step.

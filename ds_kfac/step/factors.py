@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
-from ds_kfac.comm.reduce import Reducer
+from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
-from ds_kfac.curvature.factor import History, KroneckerFactor, updated, usable
+from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated, usable
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
@@ -23,7 +23,7 @@ from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
-from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
+from ds_kfac.step.messages import FAILED, FRESH, NONE_UNUSUAL, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
 
 
 @dataclass
@@ -56,13 +56,12 @@ class FactorDraft:
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
         updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorHistory`.
-        unusual: fp32 [3], how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`; None
-            if nothing was averaged.
+        unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         arriving: keys of the factors that are decomposed in this step.
-        results: key -> result of a decomposition that this rank made.
         scalars: name -> scalar, as exchanged by all ranks.
-        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: if eigenbases travel of all, else of this rank's.
+        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.receive`
+            of all, if eigenbases travel.
         bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
         failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
         unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
@@ -76,10 +75,9 @@ class FactorDraft:
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     updated: tuple[tuple[str, ...], Tensor | None] = (), None
-    unusual: Tensor | None = None
+    unusual: Sequence[Tensor | float] = NONE_UNUSUAL
     missed: tuple[tuple[str, ...], Tensor | None] = (), None
     arriving: tuple[str, ...] = ()
-    results: dict[str, Refreshed] = field(default_factory=dict)
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
     outcomes: dict[str, float] = field(default_factory=dict)
     bases: dict[str, Decomposition] = field(default_factory=dict)
@@ -92,34 +90,35 @@ class FactorUpdates:
 
     Args:
         plan: which rank does what, when and how.
-        reducer: sends batch sums to the eigen workers.
 
     Attributes:
+        reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
         history: what became of factors.
-        numel, layer_of: key -> packed elements; key -> first of the layers that have this factor.
+        layer_of: key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
         counted: key -> layers whose number of loss terms is this factor's count of rows.
     """
 
-    def __init__(self, plan: Plan, channel: Channel, reducer: Reducer, metrics: Metrics, device: torch.device) -> None:
-        self.plan, self.config, self.layers = plan, plan.config, plan.layers
-        self.channel, self.reducer, self.metrics = channel, reducer, metrics
+    def __init__(self, plan: Plan, channel: Channel, metrics: Metrics, device: torch.device) -> None:
+        self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
         self.device, self.rank = device, channel.rank
+        roles = plan.assignment
+        layout = Layout(roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes)
+        self.reducer = Reducer(layout, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.timetable = plan.timetable()
-        self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
-        self.numel = {key: spec.side.numel for key, spec in self.specs.items()}
+        self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in roles.factors}
         layers = {layer.name: layer for layer in plan.layers}
         self.layer_of = {key: layers[spec.layers[0]] for key, spec in self.specs.items()}
-        self.of_layer = factors_by_layer(plan.assignment.factors)
+        self.of_layer = factors_by_layer(roles.factors)
         self.counted: dict[str, list[str]] = {}
         for name, sides in self.of_layer.items():
             self.counted.setdefault(counting(sides), []).append(name)
-        self.eigen_workers = plan.assignment.eigen_workers
+        self.eigen_workers = roles.eigen_workers
         self.delivery = Delivery(
-            plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
+            roles.factors, self.eigen_workers, roles.workers,
             world=channel.world, wire=plan.wire, method=plan.method,
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
@@ -153,9 +152,14 @@ class FactorUpdates:
         self.history: FactorHistory = state.get("history", FactorHistory())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
+        empty = KroneckerFactor.empty(spec.side, self.device)
+        return self.factor(spec.side, empty.packed_P, empty.updates)
+
+    def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
+        """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
-        empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
+        new = KroneckerFactor(side, packed_P, updates.to(self.device)).to(self.home)
+        return replace(new, history=History(side, *values).to(self.home)) if self.plan.adaptive else new
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
@@ -175,15 +179,12 @@ class FactorUpdates:
         draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}
         draft.ready.difference_update(keys)
 
-    def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
-        """A draft that starts from the state after the last applied step. None if no factor is captured: a plain step
-        does nothing here.
+    def draft(self, step: int, due: FactorsDue) -> FactorDraft:
+        """A draft that starts from the state after the last applied step.
 
         Args:
             due: may name factors that do not exist, as layers share one; these are left out.
         """
-        if not due.capture:
-            return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         decay, timetable = self.config.factor.decay.at(step), self.timetable
         # the adaptive rule may have skipped ordinary updates of a factor: its past decays once for each of them
@@ -211,8 +212,8 @@ class FactorUpdates:
         )
         if partial := tuple(key for key, batch in batches.items() if batch.ranks < world):
             draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
-        missed = flags.new_zeros((), dtype=torch.int64) if draft.missed[1] is None else draft.missed[1].sum()
-        draft.unusual = torch.stack([*flags.sum(dim=1), missed])
+        missed = 0.0 if draft.missed[1] is None else draft.missed[1].sum()
+        draft.unusual = *flags.sum(dim=1), missed
         if keys:
             last = [self.history.updates.get(key, (0, 0, self._never)) for key in keys]
             changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
@@ -236,10 +237,12 @@ class FactorUpdates:
         due = (draft.due.refresh | waiting) - draft.unproven
         draft.arriving = tuple(key for key in self.specs if key in due)
         able = self._usable(due, draft)
-        draft.results |= zip(able, self._decomposed(able, draft, last), strict=True)
-        draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
+        results = dict(zip(able, self._decomposed(able, draft, last), strict=True))
+        draft.outcomes = {key: UNUSABLE for key in draft.arriving if key in self.factors}
+        draft.outcomes |= {key: FAILED if result.basis is None else FRESH for key, result in results.items()}
+        draft.bases = {key: result.basis for key, result in results.items() if result.basis is not None}
         counts = self.metrics.step_counts
-        for key, result in draft.results.items():
+        for key, result in results.items():
             counts["refreshes"] += result.basis is not None
             counts[f"refreshes_{result.how}"] += 1
             counts["refresh_retries"] += result.retries
@@ -291,21 +294,13 @@ class FactorUpdates:
 
     # what travels with the gradients
 
-    def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor]]:
+    def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor | float]]:
         """By rank, names of the scalars that it sends to all others in this step; this rank's, name -> scalar."""
-        names = scalar_names(
-            self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels,
-            terms=self.config.preconditioner.eigenvalues == "corrected",
-        )  # fmt: skip
-        values: dict[Hashable, Tensor] = {("terms", name): terms for name, terms in draft.terms.items()}
+        names = scalar_names(self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels)
+        values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in draft.terms.items()}
         values |= {("similar", key): code for key, code in draft.similar.items()}
-        if draft.unusual is not None:
-            values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual.unbind(), strict=True)}
-        for key in draft.arriving:
-            if key in self.factors:
-                result = draft.results.get(key)
-                draft.outcomes[key] = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
-                values["fresh", key] = torch.full((), draft.outcomes[key], device=self.device, dtype=torch.float32)
+        values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual, strict=True)}
+        values |= {("fresh", key): outcome for key, outcome in draft.outcomes.items()}
         return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
@@ -323,10 +318,8 @@ class FactorUpdates:
             draft.failed = flags.count(FAILED)
         fresh = {key for key, outcome in draft.outcomes.items() if outcome == FRESH}
         draft.ready |= fresh
-        arrived = self.delivery.received(draft.bases, *arrivals)
+        arrived = self.delivery.received(draft.bases, *arrivals)  # also of those made here a copy, rounded as sent
         draft.bases = {key: basis for key, basis in arrived.items() if key in fresh}
-        if self.travels:  # draft.bases holds copies, rounded as sent: the originals can be freed
-            draft.results = {key: replace(result, basis=None) for key, result in draft.results.items()}
 
     def commit(self, draft: FactorDraft) -> None:
         """Keep what the step changed, as it was applied."""

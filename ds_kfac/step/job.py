@@ -17,15 +17,16 @@ class Job:
 
     Args:
         preconditioners: the dense layers' first.
-        everywhere: whether the job has more than one domain.
 
     Attributes:
+        everywhere: whether the job has more than one domain.
         channel: connects all ranks that train the model.
     """
 
-    def __init__(self, preconditioners: Sequence[KFACPreconditioner], *, everywhere: bool) -> None:
-        self.preconditioners, self.everywhere = tuple(preconditioners), everywhere
-        self.channel = Channel(torch.distributed.group.WORLD) if everywhere else self.preconditioners[0].channel
+    def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
+        self.preconditioners = tuple(preconditioners)
+        self.everywhere = bool(self.preconditioners[0].engine_view.domain.name)
+        self.channel = Channel(torch.distributed.group.WORLD) if self.everywhere else self.preconditioners[0].channel
 
     @property
     def steps(self) -> int:
@@ -38,8 +39,7 @@ class Job:
         domains differ in their offsets and in what the adaptive rule skips. Collective."""
         here = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
         dense, offsets = self.preconditioners[0], set().union(*gathered(here))
-        schedules = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
-        dense.accompanies = lambda step: any(schedule.due(step).capture for schedule in schedules)
+        dense.companions = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
         dense.resume()
 
     @property

@@ -118,6 +118,7 @@ def counting(sides: Mapping[str, FactorSpec]) -> str:
 UNUSUAL = ("limited", "empty", "missed")
 """Kinds of a factor's batch that are counted. limited: scaled down, as it was far above the average. empty: without a
 row. missed: empty, but not all ranks contributed, so another rank may have had rows."""
+NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
@@ -127,7 +128,7 @@ def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
 
 
 def scalar_names(
-    plan: Plan, *, captured: Collection[str], arriving: Collection[str], travels: bool, terms: bool
+    plan: Plan, *, captured: Collection[str], arriving: Collection[str], travels: bool
 ) -> list[list[Hashable]]:
     """Names of the scalars that each rank sends, by rank.
 
@@ -135,7 +136,6 @@ def scalar_names(
         captured: keys of the factors that are captured in this step.
         arriving: keys of the factors that are decomposed in this step.
         travels: whether eigenbases ever travel.
-        terms: whether gradient workers need each layer's number of loss terms.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
@@ -146,7 +146,7 @@ def scalar_names(
         for factor in plan.assignment.factors:
             if factor.key in captured:
                 names[where[factor.key]].append(("similar", factor.key))
-    if travels and terms:
+    if travels and plan.config.preconditioner.eigenvalues == "corrected":  # which are in units of loss terms
         of_layer = factors_by_layer(plan.assignment.factors)
         for layer in plan.layers:
             if layer.name in of_layer and (key := counting(of_layer[layer.name])) in captured:

@@ -6,7 +6,7 @@ finish          results go to whoever holds a slice of them; then DeepSpeed and 
 commit          the new state is kept if DeepSpeed applied the step
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import Channel, MessagePart, Scalars, deliver
-from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
@@ -24,16 +23,17 @@ from ds_kfac.metrics import SUMMARY, Metrics
 from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.rows import BatchSum, RowSums
+from ds_kfac.model.rows import RowSums
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
-from ds_kfac.schedule.timetable import FactorsDue
+from ds_kfac.schedule.timetable import FactorsDue, Schedule
 from ds_kfac.step.draft import TORN, EngineView, StepDraft
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
-from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
+from ds_kfac.step.messages import NONE_UNUSUAL, UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
+from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, LayerWarner
+from ds_kfac.zero.exchange import GradientExchange
 
 
 class KFACPreconditioner:
@@ -47,10 +47,12 @@ class KFACPreconditioner:
         due: factors that the next step updates, and those that it decomposes.
         observations: what the first captured batch has shown.
         names: layer name -> its name in checkpoints.
+        left_out: see :meth:`LayerWarner.step`.
         torn: whether a commit began and did not end.
         saved: names of layers that this domain writes to checkpoints.
         flagged: layers of which every step tells all ranks whether they have eigenbases.
-        accompanies: step -> whether calls are recorded though no factor is due here: one may be on ranks with experts.
+        companions: schedules of which a capture lets calls be recorded though no factor is due here: one may be on
+            ranks with experts.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -59,7 +61,8 @@ class KFACPreconditioner:
         self.observations = Observations()
         self.layers, self.layout = plan.layers, engine_view.layout
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        self.saved = {layer.name for layer in self.layers if engine_view.domain.saves(layer)}
+        first = engine_view.domain.shard[0] == 0  # of those that have copies of a layer
+        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or first}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(self.device, engine.timers if engine.wall_clock_breakdown() else None)
@@ -70,8 +73,9 @@ class KFACPreconditioner:
         self.flagged = self.layers if self.rule.asks_prepared(config) else ()
         self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
-        self.curvature = self._factor_updates()
-        self.warner = LayerWarner(self.direction.names, self.device)
+        self.curvature = FactorUpdates(plan, self.channel, self.metrics, self.device)
+        self.warner = LayerWarner(self.direction.names)
+        self.left_out: Tensor | float = 0.0
         sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
             engine_view.model,
@@ -89,7 +93,7 @@ class KFACPreconditioner:
             info_of=engine_view.info_of,
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
-        self.accompanies: Callable[[int], bool] = lambda step: False
+        self.companions: Sequence[Schedule] = ()
         totals = range(self.rule.numbers + len(SUMMARY) + len(self.flagged))
         self._totals = Scalars([totals] * self.channel.world, self.rank, plan.rows)
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
@@ -97,11 +101,6 @@ class KFACPreconditioner:
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
-
-    def _factor_updates(self) -> FactorUpdates:
-        plan, roles = self.plan, self.plan.assignment
-        layout = Layout(roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes)
-        return FactorUpdates(plan, self.channel, Reducer(layout, self.channel, self.device), self.metrics, self.device)
 
     @torch.no_grad()
     def prepare(self) -> StepDraft:
@@ -115,7 +114,6 @@ class KFACPreconditioner:
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
-            sums: dict[str, BatchSum] = {}
             proof, numbers = self.capture.proof, None
             if draft.due.capture:
                 self.capture.end_backward(last=True)
@@ -130,8 +128,7 @@ class KFACPreconditioner:
                 observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
                 if observations is not None:
                     self.observe(observations)
-            if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
-                draft.factors = factors
+                factors = draft.factors = self.curvature.draft(self.steps, draft.due)
                 factors.unproven = self.curvature.of_none_but(self.proving.unfit)
                 with self.metrics.stage("reduce"):
                     self.curvature.update(factors, sums)
@@ -142,12 +139,8 @@ class KFACPreconditioner:
                 self._gather(draft)
             if proof is not None and numbers is not None:
                 draft.verdict = self.proving.verdict(proof, numbers, draft.gradients, self.plan, self.capture.used)
-                curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
-                unfit = curved & draft.verdict.unfit.keys()
-                empty = {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
-                draft.states |= {name: draft.states[name].given_up(none) for name, none in empty.items()}
-                for name in draft.verdict.unfit:
-                    draft.next_bases.pop(name, None)
+                unfit = (layer for layer in self.owned if layer.name in draft.verdict.unfit)
+                draft.give_up({layer.name: self._empty(layer) for layer in unfit})
                 if draft.factors is not None:
                     self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
@@ -162,7 +155,7 @@ class KFACPreconditioner:
         """Fetch whole gradients of this rank's layers, and the global norm if the engine clips. New eigenbases and
         scalars travel in the same message."""
         factors, curvature, world = draft.factors, self.curvature, self.channel.world
-        names, scalars = [list[Hashable]() for _ in range(world)], dict[Hashable, Tensor]()
+        names, scalars = [list[Hashable]() for _ in range(world)], dict[Hashable, Tensor | float]()
         if factors is not None:
             names, scalars = curvature.scalars(factors)
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike. No domain knows others'
@@ -184,7 +177,7 @@ class KFACPreconditioner:
                 draft.states[name] = replace(draft.states[name], **bases)
 
     def _broadcast(
-        self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor],
+        self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor | float],
         *others: MessagePart,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Send new eigenbases of the draft, scalars and ``others`` in one message. Returns what arrived of each of
@@ -231,7 +224,13 @@ class KFACPreconditioner:
         """Compute the results of this rank's layers."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
             fresh = draft.fresh(self.state) if draft.factors else ()
-            context = StepContext(self.steps, draft.norm, draft.peak_lr, fresh)
+            draft.unprepared = [name for name, state in draft.states.items() if state.preconditioner is None]
+            if draft.norm is not None and self.rule.optimizer_type is None:  # else DeepSpeed clips the results
+                factor = self.layout.clip_factor(draft.norm).float()
+                draft.clip = torch.where(
+                    draft.norm.float().isfinite(), factor, 1.0
+                )  # it finds a norm that is no number
+            context = StepContext(self.steps, draft.norm, draft.peak_lr, fresh, draft.clip)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
@@ -252,17 +251,23 @@ class KFACPreconditioner:
             self.exchange.write(outbox, results, scales)
 
     def totals(self, draft: StepDraft) -> MessagePart:
-        """The scalars that travel with the results: the direction's numbers, the metrics' counts, and, if the direction
-        asks for it, whether each layer has eigenbases."""
+        """The scalars that travel with the results: the direction's numbers, of which a wrong number is a ValueError;
+        counts in the order of :data:`SUMMARY`; and, if the direction asks for it, whether each layer has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
-        # where eigenbases travel the counts of refreshes have come with them
+        if len(local.numbers) != self.rule.numbers:
+            raise ValueError(
+                f"ds_kfac: {type(self.rule).__name__}.numbers is {self.rule.numbers}, but its Direction.local gave "
+                f"{len(local.numbers)} scalars in LocalResult.numbers; make them the same number"
+            )
+        # where eigenbases travel the counts of refreshes and updates have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
-        numbers = local.summed(self.rule, failed, None if travels or factors is None else factors.unusual)
-        if self.flagged:
-            ready = draft.states.keys() - set(local.unprepared)
-            flags = torch.arange(2, device=self.device, dtype=torch.float32).unbind()  # 0 and 1
-            numbers += [flags[layer.name in ready] for layer in self.flagged]
-        return self._totals.part(dict(enumerate(torch.stack(numbers))), self.device)
+        limited, *empty = NONE_UNUSUAL if travels or factors is None else factors.unusual
+        left_out = local.left_out.sum() if isinstance(local.left_out, Tensor) else 0.0
+        counts = [local.replaced, len(draft.unprepared), failed, local.unused, left_out]
+        counts += [local.limited + limited, *empty]
+        ready = draft.states.keys() - set(draft.unprepared)
+        flags = (layer.name in ready for layer in self.flagged)
+        return self._totals.part(dict(enumerate([*local.numbers, *counts, *flags])), self.device)
 
     def summed(self, draft: StepDraft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum :meth:`totals` over all ranks. Returns the direction's numbers, and layer name -> bool scalar, which of
@@ -275,8 +280,6 @@ class KFACPreconditioner:
             failures = summary[[*SUMMARY].index("refresh_failures")]
             failures.add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
             summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
-        if not self.flagged:
-            return numbers, {}
         return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: StepDraft, *, applied: bool, whole: bool = True) -> None:
@@ -298,18 +301,22 @@ class KFACPreconditioner:
                 if draft.verdict.every_row:
                     every_row = self.observations.every_row | draft.verdict.every_row
                     self.observe(replace(self.observations, every_row=every_row))
-            captured = self.curvature.layers_of(due.capture) if due.capture else ()
-            self.warner.step(draft.local, self.proving.unfit, captured)
-            draft.local.commit()
+            self.left_out = self.left_out + draft.local.left_out
+            for pending in draft.local.pending:
+                pending.commit()
+            draft.local.pending = ()  # frees gradients
             self.state, self.peak_lr = draft.states, draft.peak_lr
             if draft.next_bases:
                 self._rebase(self.state, draft.next_bases)
             if due.capture:
+                without = [name for name in draft.unprepared if name not in self.proving.unfit]
+                self.warner.step(without, self.curvature.layers_of(due.capture), self.left_out)
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
                     self.sharing.updates = count, draft.factors.missed, self.capture.seen
                 self.metrics.step_counts["factor_updates"] += 1
-                self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
+                elements = sum(self.curvature.specs[key].side.numel for key in due.capture)
+                self.metrics.step_counts["captured_elements"] += elements
             self.begins.clear()
             self.steps += 1
             self.torn = False
@@ -324,7 +331,7 @@ class KFACPreconditioner:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture and whole:
             self.settle()
-        accompanies = self.accompanies(self.steps)
+        accompanies = any(schedule.due(self.steps).capture for schedule in self.companions)
         if self.due.capture or accompanies or self.capture.active:
             none: Any = {} if accompanies else None
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else none
@@ -376,17 +383,6 @@ class KFACPreconditioner:
         self.capture.remove()
         self.channel.close()
 
-    @property
-    def state_nbytes(self) -> int:
-        """Of factors and eigenbases on this rank."""
-        bases = {id(x): x.nbytes for state in self.state.values() for x in (state.A, state.G) if x}.values()
-        return sum(state.nbytes for state in self.curvature.factors.values()) + sum(bases)
-
-    @property
-    def moments_nbytes(self) -> int:
-        """Bytes of the moments of the layers preconditioned here."""
-        return sum(state.moments_nbytes for state in self.state.values())
-
     def observe(self, observations: Observations) -> None:
         """Change the plan by these observations, the same on every rank: which layers share an A, a factor's rows."""
         self.capture.every_row = observations.every_row
@@ -395,6 +391,6 @@ class KFACPreconditioner:
         self.observations, before, self.plan = observations, self.plan, self.plan.with_observations(observations)
         if self.plan != before:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
-            self.curvature = self._factor_updates()
+            self.curvature = FactorUpdates(self.plan, self.channel, self.metrics, self.device)
             self.curvature.load_state_dict(state)
             self.curvature.reducer.begin(self.due.capture, self.steps)  # of a step whose hooks are prepared already

@@ -230,10 +230,6 @@ class LayerState:
         return self.preconditioner if self.method.rotates else None
 
     @property
-    def moments_nbytes(self) -> int:
-        return 0 if self.moments is None else self.moments.nbytes
-
-    @property
     def moments_begun(self) -> bool:
         """Whether they have anything of any gradient. Waits for the device."""
         return self.moments is not None and any(bool(part.any()) for part in vars(self.moments).values())

@@ -4,28 +4,21 @@ ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. S
 gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, MessagePart, Move
-from ds_kfac.log import logger
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.update.groups import evenly_spaced
 from ds_kfac.update.rotation import AT_ONCE
-from ds_kfac.update.state import LayerState, PendingEigenvalues, PendingMoments
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
-NAMED = 3
-"""Layers that a warning names."""
 Span = tuple[int, int]
 """A slice of a flat parameter: its start, and its elements."""
 
@@ -274,113 +267,3 @@ def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
     """A slice that does not keep the whole tensor in memory: a copy, unless it is all of it and of that dtype."""
     part = flat.narrow(0, *span)
     return part.to(dtype, copy=len(part) < len(flat))
-
-
-class LocalResult:
-    """What a rank computed for its layers in a step. Counts are device scalars, of which the host does not wait.
-
-    Attributes:
-        outbox: results, until they are sent.
-        states: layer name -> state after this step.
-        numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
-        replaced: how many layers' results were not finite.
-        unprepared: layers that are stepped as without curvature, since they have no eigenbasis or inverse.
-        unused: how many layers' gradients were exactly zero, where the direction asks.
-        limited: how many layers' gradients were scaled down for their running second moment.
-        left_out: bool [layers], in the order of :attr:`Direction.names`, whose gradients were too large for their
-            moments; None where the direction does not ask.
-        pending: what moments of ``states`` take in once the step was applied.
-        norm: of all gradients, where the engine clips.
-        clip: factor that clipped the gradients in the results.
-    """
-
-    def __init__(self, states: dict[str, LayerState], exchange: GradientExchange) -> None:
-        self.outbox, self.states = exchange.outbox(), states
-        self.numbers: list[Tensor] = []
-        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device, dtype=torch.float32)
-        self.unprepared = [name for name, state in states.items() if state.preconditioner is None]
-        self.norm: Tensor | None = None
-        self.clip: Tensor | float = 1.0
-        self.left_out: Tensor | None = None
-        self.pending: list[PendingMoments | PendingEigenvalues] = []
-
-    def commit(self) -> None:
-        """The step was applied: its gradients go into the moments."""
-        while self.pending:
-            self.pending.pop().commit()
-
-    def summed(self, rule: Any, failed: int, unusual: Tensor | None) -> list[Tensor]:
-        """Scalars that are summed over all ranks: :attr:`numbers`, then counts in the order of
-        :data:`ds_kfac.metrics.SUMMARY`.
-
-        Args:
-            failed: refreshes that failed on this rank.
-            unusual: [3], see :data:`ds_kfac.step.messages.UNUSUAL`; None: no factor was updated.
-
-        Raises:
-            ValueError: there are not as many numbers as the update rule says, by which all ranks read them.
-        """
-        if len(self.numbers) != rule.numbers:
-            raise ValueError(
-                f"ds_kfac: {type(rule).__name__}.numbers is {rule.numbers}, but its Direction.local gave "
-                f"{len(self.numbers)} scalars in LocalResult.numbers; make them the same number"
-            )
-        unprepared, failures = (self.replaced.new_full((), n) for n in (len(self.unprepared), failed))
-        left_out = torch.zeros_like(self.replaced)
-        if self.left_out is not None:
-            left_out = self.left_out.sum(dtype=left_out.dtype)
-        limited, *empty = self.replaced.new_zeros(3) if unusual is None else unusual.to(self.replaced.dtype)
-        counts = self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited
-        return [*self.numbers, *counts, *empty]
-
-
-PATIENCE = 5
-"""Captures of a layer in a row in which it may lack a basis: below a head that begins with zeros it needs four."""
-
-
-class LayerWarner:
-    """Warns, once each, of this rank's layers that have no basis for long, and of those whose gradients were left out
-    because moments could not have held them.
-
-    Args:
-        names: of the layers, in the order of :attr:`Direction.names`.
-    """
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = tuple(names)
-        self._without = Counter[str]()
-        self._counts = torch.zeros(len(self.names), device=device, dtype=torch.float32)
-        self._warned: set[str] = set()
-        self._copy: HostCopy | None = None
-
-    def step(self, local: LocalResult, told: Collection[str], captured: Collection[str]) -> None:
-        """Call after a step that was applied.
-
-        Args:
-            told: layers without a basis of which the user knows.
-            captured: layers that this step captured. If there are any, the warning of gradients that were left out is
-                by the counts that the last one has copied to the host, if they have arrived.
-        """
-        if captured:
-            without = [name for name in local.unprepared if name not in told]
-            self._without = Counter({name: self._without[name] + (name in captured) for name in without})
-            if late := [name for name, n in self._without.items() if n == PATIENCE and name in captured]:
-                more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
-                logger.warning(
-                    f"ds_kfac: stepped without curvature, for {PATIENCE} updates of theirs in a row: "
-                    f"{', '.join(late[:NAMED])}{more}; engine.kfac.explain(name) says why"
-                )
-        if local.left_out is not None:
-            self._counts = self._counts + local.left_out
-        if captured and (self._copy is None or self._copy.done):
-            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
-            self._copy = HostCopy(self._counts)
-            for name, count in counts.items():
-                if not count or name in self._warned:
-                    continue
-                self._warned.add(name)
-                logger.warning(
-                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so far: their norm exceeds "
-                    "1e15, which Adam's second moment would not recover from. Its weights were not touched in these "
-                    'steps; "gradient_clipping" in the DeepSpeed config bounds gradients'
-                )

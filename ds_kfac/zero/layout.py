@@ -123,11 +123,8 @@ class ShardLayout(ABC):
         return self.stored(around).narrow(0, start, shard.numel)
 
     def write(self, shard: Shard, gradient: Tensor) -> None:
-        """:meth:`store` for a shard of :attr:`shards`. Unless results are written in place, a shard of :attr:`whole` is
-        stored once all its pieces have been written."""
-        if self.in_place:
-            self.read(shard).copy_(gradient)
-            return
+        """:meth:`store` for a shard of :attr:`shards`, where results are not written in place: a shard of :attr:`whole`
+        is stored once all its pieces have been written."""
         around, start = self.around[shard]
         if shard.numel == around.numel:
             self.store(around, gradient)

@@ -29,11 +29,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_kfac.comm.message import Channel, MessagePart, deliver, failing_together, gathered
+from ds_kfac.comm.message import Channel, deliver, failing_together, gathered
 from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank
+from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank, replaced
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
 from ds_kfac.zero.shards import ParamPart
@@ -69,10 +69,6 @@ class Domain:
                 number, _, rest = layer.name.removeprefix(experts + ".").partition(".")
                 return ".".join([experts, str(first + int(number)), *([rest] if rest else [])])
         return layer.name
-
-    def saves(self, layer: LayerSpec) -> bool:
-        """Whether this domain writes the layer into checkpoints: if several have copies of it, the first one does."""
-        return layer.copies == 1 or self.shard[0] == 0
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -176,8 +172,8 @@ shifted sequence equals the right one nowhere."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
-    """Check reading, both relayouts and writing against DeepSpeed's own functions, at attach: if DeepSpeed has changed
-    where gradients are, that is an error, not a wrong gradient. Collective; leaves no trace.
+    """Send known values the way of a step's gradients and results, at attach: if DeepSpeed has changed where gradients
+    are, that is an error, not a wrong gradient. Collective; leaves no trace.
 
     DeepSpeed's code fills its gradient buffers with known values, which workers must receive exactly. They send back
     the values + 2^-12. The gradients that DeepSpeed would then give its optimizer must be larger by that at the
@@ -186,7 +182,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
     """
-    layout, plan, rank, engine = exchange.layout, exchange.plan, exchange.rank, exchange.layout.engine
+    layout, engine = exchange.layout, exchange.layout.engine
     names = {id(param): name for name, param in engine.module.named_parameters()}
     ours = {id(param) for param in layout.params}
 
@@ -203,7 +199,6 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
         "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
     )
-    mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
     results = {layout.dtype} if layout.in_place else {torch.float32}
     if isinstance(layout, Replicated) and not layout.masters:
         results = {param.dtype for param in layout.params}
@@ -215,35 +210,24 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             mask = layout.consume()
             layout.install(known)
             before = layout.consume()
-            pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
-
-        part = MessagePart("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
-        (received,) = deliver([part], channel, engine.device)
-        owned = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
-        full = {
-            param: torch.zeros(layout.shards.numels[param], device=engine.device, dtype=torch.float32)
-            for param in owned
-        }
-        arrived = {(move.param, move.start): piece for move, piece in received}
-        for (param, start), piece in (pieces | arrived).items():
-            if param in full:
-                full[param][start : start + piece.numel()] = piece
-
-        def result(param: int, start: int, numel: int) -> Tensor:
-            return full[param][start : start + numel] + added
-
-        part = MessagePart("self-test", plan.scatter, lambda m: result(m.param, m.start, m.numel), torch.float32)
-        (returned,) = deliver([part], channel, engine.device)
-
+            for shard in layout.shards.on(layout.rank):
+                layout.read(shard)  # what raises does so here, where all ranks learn of it
+        (arrived,) = deliver([exchange.gather_part], channel, engine.device)
+        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
+            outbox = exchange.outbox()
+            with failing_together(headline, layout.group) as problems:
+                gradients = exchange.gathered(arrived)
+                for layer in exchange.owned:
+                    matrix = gradients.pop(layer.name).float()
+                    pieces = exchange.plan.of_layer[layer.name]
+                    for piece, flat in zip(pieces, exchange.parts(layer, matrix), strict=True):
+                        param = layout.param_of(piece)
+                        if not torch.equal(flat, known(param).narrow(0, *layout.span(piece))):
+                            problems.append(f"the gradient of {names[id(param)]} did not arrive at its worker")
+                    outbox.add([layer], [matrix + added])
+        (returned,) = deliver([outbox.part], channel, engine.device, outbox.release)
         with failing_together(headline, layout.group) as problems:
-            for param, values in full.items():
-                if not torch.equal(values, known(layout.param_of(param)).narrow(0, *layout.span(param))):
-                    problems.append(f"the gradient of {names[id(layout.param_of(param))]} did not arrive at its worker")
-            for (param, start), shard in mine.items():
-                if param in full:
-                    layout.write(shard, result(param, start, shard.numel))
-            for move, piece in returned:
-                layout.write(mine[move.param, move.start], piece)
+            exchange.write(outbox, returned, {})
             for group, (flat, was, touched) in enumerate(zip(layout.consume(), before, mask, strict=True)):
                 if not torch.equal(flat, was + added * touched):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")

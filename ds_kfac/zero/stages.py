@@ -71,10 +71,12 @@ class ZeroLayout(ShardLayout):
         """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
         in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient. Without
         offload nothing is there after a step, until the next backward: ranks without layers would wait for others."""
+        if not self.offloads:
+            if all(own is None for own in self.optimizer.averaged_gradients.values()):
+                raise RuntimeError(NO_GRADIENTS)
+            return
         deepspeed_versions.wait_for_offload(self.optimizer)
-        if not self.offloads and all(own is None for own in self.optimizer.averaged_gradients.values()):
-            raise RuntimeError(NO_GRADIENTS)
-        for shard in self.own if self.offloads else ():
+        for shard in self.own:
             if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
                 self._chunk(shard).zero_()
 

@@ -132,16 +132,16 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count):
 def test_messages_are_bounded_and_two_are_on_their_way_at_a_time(monkeypatch):
     under_way: list[int] = []
 
-    class Watched(reducer_module.Reduction):
+    class Watched(reducer_module.Message):
         def __init__(self, *given) -> None:
             super().__init__(*given)
             under_way.append(1)
 
-        def add_to(self, sums) -> None:
+        def wait(self):
             under_way.append(-1)
-            super().add_to(sums)
+            return super().wait()
 
-    monkeypatch.setattr(reducer_module, "Reduction", Watched)
+    monkeypatch.setattr(reducer_module, "Message", Watched)
 
     def work(channel):
         reducer = make(channel, nbytes=256)

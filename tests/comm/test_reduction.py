@@ -5,7 +5,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import DTYPES, Layout, Reduction, payload
+from ds_kfac.comm.reduce import DTYPES, Layout, Reducer, payload
 from ds_kfac.model.rows import BatchSum
 from tests.close import close
 from tests.comm.fake_network import FakeNetwork
@@ -35,8 +35,8 @@ class Run:
         counts = {} if count is None else dict.fromkeys(KEYS, count)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         contributors = Contributors(world, world, counts=counts)
-        layout = Layout(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
-        self.slots, self.buckets = layout.of(KEYS, 0)
+        self.layout = Layout(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
+        self.slots, self.buckets = self.layout.of(KEYS, 0)
         self.values = {
             (slot.factor, rank): (values(slot, rank), torch.tensor(1000.5 + 10 * rank + place))  # exact in fp32 only
             for place, slot in enumerate(self.slots)
@@ -52,8 +52,9 @@ class Run:
             else BatchSum.empty(slot.numel, CPU)
             for slot in self.slots
         }
+        reducer = Reducer(self.layout, channel, CPU)
         for bucket in self.buckets:
-            Reduction(bucket, sums, channel, CPU, self.dtype).add_to(sums)
+            reducer.add(bucket, reducer.send(bucket, sums), sums)
         for slot in self.slots:
             if slot.owner == channel.rank:
                 self.found[slot.factor] = sums[slot.factor]

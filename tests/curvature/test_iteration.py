@@ -224,13 +224,17 @@ def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on
     copy = replace(first, alone=True)
     (by_itself,), (beside, *_) = refresh_from_last([copy]), refresh_from_last([copy, *others])
     assert torch.equal(by_itself.basis.vectors[0], beside.basis.vectors[0])
-    assert iteration._batches({0: copy, 1: others[0], 2: copy, 3: others[1]}) == [[(0, 0)], [(1, 0), (3, 0)], [(2, 0)]]
+    assert [call for call, _ in eigen.calls([copy, others[0], copy, others[1]])] == [
+        [(0, 0)],
+        [(1, 0), (3, 0)],
+        [(2, 0)],
+    ]
 
 
 def test_where_memory_ends_a_stack_ends(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 20**2)
-    asked = dict(enumerate(Request(factor(Side.dense(20), seed)) for seed in range(5)))
-    assert iteration._batches(asked) == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)]]
+    asked = [Request(factor(Side.dense(20), seed)) for seed in range(5)]
+    assert [call for call, _ in eigen.calls(asked)] == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)]]
 
 
 def test_eigh_takes_what_has_no_last_basis_or_is_refused_and_says_so(as_on_a_gpu):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.held import nbytes_of
 from examples.gpt import GPT, GPTConfig
 from tests.choices import AT_ONCE, HALF
 from tests.deepspeed.modes import Mode
@@ -98,7 +99,7 @@ def traffic_worker(_) -> dict:
             "moved": gather.total_numel,
             "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
             "gradient": sum(layer.numel for layer in kfac.layers),
-            "state": kfac.state_nbytes,
+            "state": nbytes_of(kfac)[0],
             "owned": len(kfac.owned),
         }
         engine.destroy()

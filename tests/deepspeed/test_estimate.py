@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.held import nbytes_of
 from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.comm.reduce import IN_FLIGHT
@@ -160,8 +161,8 @@ def measured(mode: Mode) -> dict:
     found["memory"] = {
         "factors": sum(own.packed_P.nbytes + own.updates.nbytes for own in factors),
         "history": sum(own.nbytes - own.packed_P.nbytes - own.updates.nbytes for own in factors),
-        "state": kfac.state_nbytes + kfac.moments_nbytes,
-        "adam": kfac.moments_nbytes,
+        "state": sum(nbytes_of(kfac)),
+        "adam": nbytes_of(kfac)[1],
         "sums": sum(
             4 * slot.numel
             for slot in reducer.layout.of(frozenset(kfac.curvature.specs), 0)[0]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.step import proving
-from ds_kfac.zero import exchange
+from ds_kfac.step import proving, warner
 from tests.choices import STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train
@@ -178,7 +177,7 @@ def without_worker(_) -> list[list[str]]:
     said: list[list[str]] = []
     engine = build(BY_NAME["adam-z2"], 1, model=Deep())
     engine.kfac.read_batch = lambda *_: BatchInfo(rows=torch.zeros(4, 3, dtype=torch.bool))
-    with patch.object(exchange.logger, "warning") as warning:
+    with patch.object(warner.logger, "warning") as warning:
         for step in range(7):
             train(engine, 1, 1, first=step)
             said.append([call.args[0] for call in warning.call_args_list])

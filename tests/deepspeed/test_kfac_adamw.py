@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
+from benchmarks.held import nbytes_of
 from ds_kfac.directions.kfac_adamw import group_step
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
@@ -100,7 +101,7 @@ def behaviour_worker(_) -> dict:
             if name == "ours":
                 kfac = engine.kfac.preconditioner
                 ranks = dist.get_world_size() if stage else 1
-                held = torch.tensor(kfac.moments_nbytes / 4 - len(kfac.owned))
+                held = torch.tensor(nbytes_of(kfac)[1] / 4 - len(kfac.owned))
                 dist.all_reduce(held)
                 dist.all_reduce(moments)
                 states["ours"] = float(held) + float(moments) / (dist.get_world_size() / ranks)

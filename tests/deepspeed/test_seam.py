@@ -262,8 +262,14 @@ def test_refusals_say_what_to_change():
     assert "whose rate your scheduler does not change" in " ".join(result["its scheduler"].split())
 
 
+def added(plain, spoil):
+    """Outbox.add with spoilt results."""
+    return lambda self, layers, matrices: plain(self, layers, [spoil(g) for g in matrices])
+
+
 def self_test_worker(names: list[str]) -> dict:
     """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
+    from ds_kfac.zero.exchange import Outbox
     from ds_kfac.zero.layout import BF16, Replicated, ShardLayout
     from ds_kfac.zero.stages import Stage3, Stage12
 
@@ -274,15 +280,16 @@ def self_test_worker(names: list[str]) -> dict:
         layout = layouts.get(name, ShardLayout)
         faults = {
             "shifted read": ("read", lambda plain: lambda self, shard: plain(self, shard).roll(1)),
-            "shifted write": ("write", lambda plain: lambda self, shard, g: plain(self, shard, g.roll(1))),
-            "lost write": ("write", lambda plain: lambda self, shard, g: None),
-            "rounded write": ("write", lambda plain: lambda self, shard, g: plain(self, shard, g.bfloat16().float())),
+            "shifted write": ("add", lambda g: g.flatten().roll(1).view_as(g)),
+            "lost write": ("add", lambda g: 0 * g),
+            "rounded write": ("add", lambda g: g.bfloat16().float()),
         }
         for fault, (method, spoil) in faults.items():
-            plain = getattr(layout, method)
-            setattr(layout, method, spoil(plain))
+            holder = layout if method == "read" else Outbox
+            plain = getattr(holder, method)
+            setattr(holder, method, spoil(plain) if holder is layout else added(plain, spoil))
             results[name, fault] = error_of(lambda name=name: build(BY_NAME[name], 1))
-            setattr(layout, method, plain)
+            setattr(holder, method, plain)
         results[name, "none"] = error_of(lambda name=name: build(BY_NAME[name], 1))
     return results
 

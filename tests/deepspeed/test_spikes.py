@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-import ds_kfac.zero.exchange
+import ds_kfac.step.warner
 from tests.deepspeed.modes import BY_NAME, CLIP, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, weights
 from tests.models import Net
@@ -19,7 +19,7 @@ MODES = ["adam-z0", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-bf16", "z0", "z3
 def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
     """Ten steps; the loss of some is multiplied."""
     mode, said = BY_NAME[name], []
-    ds_kfac.zero.exchange.logger.warning = said.append
+    ds_kfac.step.warner.logger.warning = said.append
     engine = build(mode, 1, gradient_clipping=clip)
     kfac, seen = engine.kfac.preconditioner, [weights(engine)]
     with patched(mode):

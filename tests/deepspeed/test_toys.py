@@ -19,7 +19,7 @@ from tests.choices import chosen
 from tests.close import close
 from tests.deepspeed.modes import CLIPPED, KFAC, LR, MICRO_ROWS, OFFLOAD, SCALE, STEPS, Mode
 from tests.deepspeed.runs import expected, patched, train, weights
-from tests.deepspeed.toys import ROOT, SoftSign, ToyRule, ToySGD
+from tests.deepspeed.toys import ROOT, ToyRule, ToySGD
 from tests.models import make_net
 from tests.oracle import ReferenceKFAC, _seen
 from tests.ranks import run_ranks
@@ -78,17 +78,12 @@ MODES = [
     *(ToyMode(f"stage {stage}, fp16, clipped", stage, "fp16", extra=SCALE, clip=CLIPPED, kfac=PLAIN_KFAC)
       for stage in (1, 2, 3)),
 ]  # fmt: skip
-"""DeepSpeed clips what the toy rule makes, which does not say that it clips itself; a rule without an optimizer of its
-own clips gradients before."""
+"""DeepSpeed clips what the toy rule makes, by a norm that is the gradients'; a rule without an optimizer of its own
+gets clipped gradients."""
 
 
 class InFront(ToyRule):
     optimizer_type = None
-
-    def direction(self, *arguments) -> SoftSign:
-        direction = super().direction(*arguments)
-        direction.clips = True
-        return direction
 
 
 TOYS = {"rule": (ToyRule, ReferenceRule), "front": (InFront, ReferenceRule), "method": (ToyRule, ReferenceMethod)}

@@ -37,8 +37,6 @@ class Mean(Moments):
 class SoftSign(Direction):
     """m <- (m + R) / 2; Q_G [m / (|m| + 0.01)] Q_A^T, 0 in null spaces, at the length of the gradient."""
 
-    clips = False  # DeepSpeed clips what it makes, by a norm that is the gradients'
-
     def layer(self, context, layer, gradient, basis, moments) -> tuple[Tensor, Mean]:
         mean = (moments.first_OI + basis.rotate(gradient)) / 2
         result = basis.restore(mask_null_space(mean / (mean.abs() + 0.01), basis))

@@ -169,7 +169,7 @@ def forget(trainer: Trainer) -> None:
     from ds_kfac.model import loss
     from ds_kfac.model.batch import ArgumentReader
 
-    loss.measured = lambda *_: None  # nor the sum that it divides
+    loss.term_weight = lambda *_: None  # nor the sum that it divides
     plain = attachment.Attachment.__init__
 
     def without(self: Any, engine: Any, *given: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import returned_loss
+from ds_kfac.model.output import returned_loss
 from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums

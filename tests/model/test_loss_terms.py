@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import class_place, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.output import returned_loss, returned_prediction, terms_of
+from ds_kfac.model.prediction import class_place
 from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
@@ -43,17 +44,17 @@ MASK[1, 2:], MASK[3] = False, False
     ],
 )
 def test_a_prediction_tells_how_many_terms_a_loss_outside_has(output, expand, reduce):
-    assert output_terms(output, BatchInfo(), weight_sharing="expand") == expand
-    assert output_terms(output, BatchInfo(), weight_sharing="reduce") == reduce
+    assert terms_of(output, BatchInfo(), weight_sharing="expand").number == expand
+    assert terms_of(output, BatchInfo(), weight_sharing="reduce").number == reduce
 
 
 def test_padded_predictions_are_no_terms():
     info = BatchInfo(rows=MASK)
     for prediction in (WIDE, WIDE.transpose(0, 1), WIDE.flatten(0, 1)):
-        assert float(output_terms(prediction, info, weight_sharing="expand")) == 2 * T + 2
+        assert float(terms_of(prediction, info, weight_sharing="expand").number) == 2 * T + 2
     for prediction in (WIDE, WIDE.transpose(0, 1)):
-        assert float(output_terms(prediction, info, weight_sharing="reduce")) == 3
-    assert output_terms(torch.zeros(N, C), info, weight_sharing="expand") == N
+        assert float(terms_of(prediction, info, weight_sharing="reduce").number) == 3
+    assert terms_of(torch.zeros(N, C), info, weight_sharing="expand").number == N
 
 
 def test_prediction_and_loss_are_found_in_what_models_return():

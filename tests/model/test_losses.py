@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
-from ds_kfac.model.reductions import divided, micro_batches, parts_of
+from ds_kfac.model.divisors import divided_by, micro_batches, parts_of
+from ds_kfac.model.loss import losses_in
+from ds_kfac.model.output import of_levels, returned_loss, terms_of
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -197,7 +198,7 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
 def test_numbers_to_look_at_and_targets_are_no_predictions():
     values = Net("ce logits")(*batch())
     terms = [
-        output_terms(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand")
+        terms_of(FORMS[name](values["ce"], values["logits"]), BatchInfo(), weight_sharing="expand").number
         for name in ("with its parts", "a target first")
     ]
     assert terms == [None, N]
@@ -235,7 +236,7 @@ def test_a_value_of_one_example_is_no_loss(name):
 
 
 def test_a_prediction_is_found_in_a_dataclass():
-    assert output_terms(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand") == N * T
+    assert terms_of(Output(None, torch.zeros(N, T, C)), BatchInfo(), weight_sharing="expand").number == N * T
 
 
 T = 3
@@ -302,7 +303,7 @@ def test_a_small_vector_that_is_squared_over_and_over_is_walked_once():
 ])  # fmt: skip
 def test_a_vector_is_one_row_s_outputs_or_a_term_for_each_example(make, terms):
     """As an agent has it that acts on one state."""
-    assert output_terms(make(batch()[0]), BatchInfo(), weight_sharing="expand") == terms
+    assert terms_of(make(batch()[0]), BatchInfo(), weight_sharing="expand").number == terms
 
 
 class Pyramid(nn.Module):
@@ -389,4 +390,4 @@ def test_a_caller_has_divided_by_the_number_of_backwards_if_every_loss_shows_it(
 )
 def test_a_division_of_a_loss_is_seen_and_a_mean_is_none(loss, number, expected):
     x = torch.randn(N, C, requires_grad=True)
-    assert divided(loss(x, torch.arange(N) % C).grad_fn, number) is expected
+    assert divided_by(loss(x, torch.arange(N) % C).grad_fn, number) is expected

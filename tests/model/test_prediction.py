@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss import class_place, doubt_of, output_terms, returned_prediction
+from ds_kfac.model.output import returned_prediction, terms_of
+from ds_kfac.model.prediction import class_place
 from ds_kfac.model.sampled_loss import SAMPLERS
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -72,39 +73,40 @@ OPEN = {
 
 @pytest.mark.parametrize("name", EACH)
 def test_each_token_is_a_term_however_its_outputs_were_left_out(name):
-    assert output_terms(EACH[name](), BatchInfo(), weight_sharing="expand") == N * T
+    assert terms_of(EACH[name](), BatchInfo(), weight_sharing="expand").number == N * T
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_predictions_have_the_terms_that_their_graph_shows_and_no_doubt(name):
     make, terms = OTHERS[name]
-    assert output_terms(make(), BatchInfo(), weight_sharing="expand") == terms
-    assert not doubt_of(make()) or name in ("of one example", "none")
+    found = terms_of(make(), BatchInfo(), weight_sharing="expand")
+    assert found.number == terms and (not found.doubt or name in ("of one example", "none"))
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_what_a_graph_leaves_open_is_a_doubt_that_says_what_was_taken(name):
     make, terms = OPEN[name]
-    assert output_terms(make(), BatchInfo(), weight_sharing="expand") == terms
-    assert ("and each is taken" if terms == N * T else "and each example is taken") in doubt_of(make())
+    found = terms_of(make(), BatchInfo(), weight_sharing="expand")
+    assert found.number == terms
+    assert ("and each is taken" if terms == N * T else "and each example is taken") in found.doubt
 
 
 @pytest.mark.parametrize("name", ["tokens [N, T, 1]", "energies", "log-probabilities", "losses", "critics"])
 def test_what_a_graph_decides_is_no_doubt(name):
-    assert not doubt_of(EACH[name]())
+    assert not terms_of(EACH[name](), BatchInfo(), weight_sharing="expand").doubt
 
 
 def test_answers_of_transformers_are_positions_without_a_doubt():
     begin, end = (each.squeeze(-1) for each in TWO(X).split(1, -1))
     output = {"loss": begin.sum(), "start_logits": begin, "end_logits": end}
-    assert output_terms(output, BatchInfo(), weight_sharing="expand") == N and not doubt_of(output)
+    assert terms_of(output, BatchInfo(), weight_sharing="expand") == (N, "")
 
 
 def test_padded_tokens_are_no_terms_of_values():
     mask = torch.arange(T) < torch.tensor([6, 2, 4, 1])[:, None]
     info = BatchInfo(rows=mask)
-    assert float(output_terms(ONE(X).squeeze(-1), info, weight_sharing="expand")) == 13
-    assert output_terms(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce") == N
+    assert float(terms_of(ONE(X).squeeze(-1), info, weight_sharing="expand").number) == 13
+    assert terms_of(ONE(X).squeeze(-1), BatchInfo(), weight_sharing="reduce").number == N
 
 
 def test_a_loss_of_another_shape_is_no_prediction():

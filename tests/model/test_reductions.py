@@ -154,8 +154,8 @@ class Recurrent(Net):
 
 def test_sums_of_many_steps_are_not_measured_anew_at_each(monkeypatch):
     looked = []
-    measured = of_loss.measured
-    monkeypatch.setattr(of_loss, "measured", lambda mine, *more: looked.append(len(mine)) or measured(mine, *more))
+    weigh = of_loss.term_weight
+    monkeypatch.setattr(of_loss, "term_weight", lambda mine, *more: looked.append(len(mine)) or weigh(mine, *more))
     recorder, steps = Recorder(Recurrent()), 100
     made = recorder.model(X, Y.clamp(min=0), steps)
     with recorder.capture.own_backward(made):

@@ -8,6 +8,7 @@ from ds_kfac.model.batch import ArgumentReader, BatchInfo, Fit, fit
 from ds_kfac.model.convolutions import phase
 from ds_kfac.model.loss import Forward
 from ds_kfac.model.rows import Taken, gradient_rows, input_rows
+from ds_kfac.model.slices import counted
 from tests.close import close
 
 EXPAND, REDUCE = "expand", "reduce"
@@ -15,7 +16,7 @@ EXPAND, REDUCE = "expand", "reduce"
 
 def terms(info: BatchInfo, weight_sharing: str = EXPAND) -> float:
     loss = Forward(info)
-    loss.begins(weight_sharing=weight_sharing)
+    loss.terms = None if info.labelled is None else counted(info.labelled, weight_sharing)
     loss.returned(None, weight_sharing=weight_sharing)
     return float(loss.terms)
 

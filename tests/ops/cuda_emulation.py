@@ -14,6 +14,7 @@ from ds_kfac.ops.cuda import CudaOps
 
 FLAGS = (
     "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",
+    "-Wno-unknown-pragmas", f"-I{Path(__file__).parent}",
     "-ffp-contract=off",  # contracted, sums would differ from the GPU's
     "-fsanitize=undefined", "-fno-sanitize-recover",  # undefined behaviour ends the process
 )  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
 from ds_kfac.comm.message import Scalars, deliver
-from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
@@ -38,10 +37,9 @@ def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Pla
 
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
-    everyone = Contributors(channel.world)
-    layout = Layout(plan.assignment.factors, plan.assignment.eigen_workers, everyone, torch.float32, 2**28)
-    reducer = Reducer(layout, channel, CPU)
-    curvature = FactorUpdates(plan, channel, reducer, Metrics(CPU), CPU)
+    plan = replace(plan, contributors=Contributors(channel.world))
+    curvature = FactorUpdates(plan, channel, Metrics(CPU), CPU)
+    reducer = curvature.reducer
     sums = {}
     for key in reducer.begin(due.capture, step):
         count = torch.tensor(ROWS if key.endswith("/A") else TERMS)

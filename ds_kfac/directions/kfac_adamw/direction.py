@@ -34,14 +34,13 @@ the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's di
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.directions.base import Direction, StepContext
+from ds_kfac.directions.base import Direction, LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.group_step import (
     GroupStep,
     adam_factor,
@@ -60,7 +59,7 @@ from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.rotation import lengths, repeated
 from ds_kfac.update.state import AdamMoments, LayerState, PendingMoments
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
@@ -75,24 +74,6 @@ RANGES = (2.0**-130, 2.0**60)
 A smaller one loses digits, and is 0 below about 3e-32."""
 
 
-@dataclass(frozen=True)
-class LayerSteps:
-    """What a step computes beside its results.
-
-    Attributes:
-        pending: of each group.
-        numbers: of ``LocalResult``.
-        replaced, unused: counts, fp32 scalars.
-        left_out: bool [layers].
-    """
-
-    pending: list[PendingMoments]
-    numbers: tuple[Tensor, ...]
-    replaced: Tensor
-    unused: Tensor
-    left_out: Tensor
-
-
 class AdamDirection(Direction):
     """See the module's docstring. Vectors are of this rank's layers in the order of ``layer_groups``, unless they are
     of a group's maps.
@@ -105,8 +86,7 @@ class AdamDirection(Direction):
         super().__init__(plan, layout, exchange)
         self.optimizer, self.batches, self.pending_dtype = optimizer, plan.batched, plan.pending_dtype
         self.all_layers = tuple(layer.name for layer in plan.layers)
-        layers = [layer for group in self.layer_groups for layer in group.layers]
-        options, vector = self.config.adam, partial(torch.tensor, device=exchange.device)
+        layers, options, vector = self.layers, self.config.adam, partial(torch.tensor, device=exchange.device)
         self.steps, first = list[GroupStep](), 0
         for group in self.layer_groups:
             places = slice(first, first := first + len(group.layers))
@@ -135,7 +115,7 @@ class AdamDirection(Direction):
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult(states, self.exchange)
+        outbox = self.exchange.outbox()
         for key, first, other in self.parts:
             value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
             if not isinstance(value, Tensor) and value != others:
@@ -143,33 +123,30 @@ class AdamDirection(Direction):
                 break
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
+        clip: Tensor | float = 1.0
         if context.norm is not None:
             void = ~(context.norm.float() < math.inf)
-            local.norm, local.clip = context.norm, self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
+            clip = self.layout.clip_factor(context.norm).masked_fill(void, 0.0)
         if not self.names:
-            local.numbers = list(torch.zeros(3, device=self.exchange.device, dtype=torch.float32).unbind())
-            return local
+            zeros = torch.zeros(3, device=self.exchange.device, dtype=torch.float32)
+            return LocalResult(outbox, states, zeros.unbind(), norm=context.norm)
         if (marked := [*map(type, self.optimizer.state.values())].count(NoStates)) < self.optimizer.marked:
             self._begin_anew(states)
         self.optimizer.marked = marked
         for step in self.steps:
             step.group.load(states, fresh=context.fresh)
-        inputs: dict[str, Any] = {"unscale": local.clip / self.layout.grad_scale(), "void": void}
+        inputs: dict[str, Any] = {"unscale": clip / self.layout.grad_scale(), "void": void}
         if self.recorded is None:
-            tensors = StepTensors(gradients, local.outbox)
-            found = self._directions(tensors, **inputs)
+            found = self._directions(StepTensors(gradients, outbox), **inputs)
         else:
             groups = self.layout.optimizer.param_groups
             options = [(*groups[index]["betas"], groups[index]["eps"]) for index in self.groups_in_use]
-            found = self.recorded.step(self._directions, gradients, local.outbox, inputs, options)
-        local.pending, local.numbers = list(found.pending), list(found.numbers)  # a commit empties pending
-        local.replaced, local.unused = found.replaced, found.unused
-        local.left_out = found.left_out
-        return local
+            found = self.recorded.step(self._directions, gradients, outbox, inputs, options)
+        return LocalResult(outbox, states, norm=context.norm, **found)
 
-    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> LayerSteps:
+    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> dict[str, Any]:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
-        moments stay as they are.
+        moments stay as they are. Returns more of :class:`LocalResult`.
 
         Args:
             unscale: brings gradients to their size, clipped.
@@ -213,13 +190,13 @@ class AdamDirection(Direction):
         good = usable & (squared < math.inf)
         squared = torch.where(overflowed, length.square(), squared.masked_fill(~good, 0.0))
         squares = torch.cat([squared[None], length.square() * self.ranges])
-        return LayerSteps(
-            pending=pending,
-            numbers=(squares / self.copies).sum(dim=1).float().unbind(),
-            replaced=(usable & ~good | ~finite).sum().float(),
-            unused=(length == 0).sum().float(),
-            left_out=finite & ~fits,
-        )
+        return {
+            "pending": pending,
+            "numbers": (squares / self.copies).sum(dim=1).float().unbind(),
+            "replaced": (usable & ~good | ~finite).sum().float(),
+            "unused": (length == 0).sum().float(),
+            "left_out": (finite & ~fits).float(),
+        }
 
     def _begin_anew(self, states: Mapping[str, LayerState]) -> None:
         """A program took away what ``optimizer.state`` has for a layer's weight, or, where DeepSpeed's parameters are
