@@ -21,6 +21,7 @@ from ds_kfac.model.output import (
     COLLECTING,
     LEVELS,
     MOST_LOSSES,
+    OPAQUE,
     VECTORS,
     Terms,
     floats_of,
@@ -251,3 +252,5 @@ class Forward:
         if count and labels is None and shown and (terms := terms_in(sums)) is not None:
             self.terms, self.doubt = terms, ""
         self.term_weight = term_weight(sums, labels, self.count) if of_terms else None
+        if any(x.opaque and x.edge not in self._scalars for x in sums):
+            self.doubt = self.doubt or OPAQUE

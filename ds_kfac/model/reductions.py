@@ -48,6 +48,7 @@ class Reduction:
         joined: whether entries come from several places, of which one is followed.
         classes: C, of a sum over the outputs of a term, too, all alike, as what smooths labels is; else 0.
         mean: whether it is one, without weights of classes.
+        opaque: whether a function of a user's, or of torch.compile's, made it.
         made: kinds of what was made of the product, up to the entries.
         passed: sequence numbers of the nodes from there down to the product that it is made of.
         gradient: that reached it in a backward.
@@ -62,6 +63,7 @@ class Reduction:
     joined: bool = False
     classes: int = 0
     mean: bool = False
+    opaque: bool = False
     made: tuple[str, ...] = ()
     passed: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
@@ -79,6 +81,7 @@ class Reduction:
 
     def _read(self, node: Any) -> None:
         kind, summed = kind_of(node), 0
+        self.opaque = not kind
         self.mean = kind == "Mean" or (getattr(node, "_saved_reduction", 0) == 1 and saved(node, "weight") is None)
         (below, shape), product = operand(node, ()), None
         if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:

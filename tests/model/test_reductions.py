@@ -388,3 +388,12 @@ def test_a_sum_of_one_prediction_in_the_model_is_measured_beside_a_loss_outside(
         G = G + symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1))
     found = recorder.sums("head").G
     close(found.sum_P, G, sums=N * T + 2 * D)
+
+
+def test_a_loss_that_a_function_makes_whose_inside_is_not_seen_is_said(caplog):
+    recorder = Recorder(Net())
+    recorder.capture.read_batch = ArgumentReader(recorder.model)
+    loss = torch.compile(total, backend="aot_eager")(recorder.model(X)["logits"], Y) / 1000
+    with recorder.capture.own_backward(loss):
+        loss.backward()
+    assert sum("torch.compile's, makes the loss" in record.message for record in caplog.records) == 1
