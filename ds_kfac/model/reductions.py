@@ -212,7 +212,7 @@ def term_weight(reductions: Iterable[Reduction], labels: Tensor | None, terms: T
     plain = [x for x in sums if not x.classes] or (smooth if len(smooth) == len(reached) else [])
     if not plain:
         return None
-    others = [x for x in reached if x not in sums]
+    others = [x for x in reached if x not in sums and any(x.passed & y.passed for y in plain)]
     counts = [x.numel if (n := x.shown()) is None else n for x in plain]
     many = terms if isinstance(terms, Tensor) or terms else sum(counts)
     weights = torch.stack([x.weight / many if x.mean else x.weight for x in plain + others]).nan_to_num()

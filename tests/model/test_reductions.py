@@ -324,14 +324,15 @@ def test_a_sum_over_what_one_returned_tensor_has_is_measured_beside_a_returned_l
     close(found.sum_P / found.count, expected(total)["head"], sums=N * T + 2 * D)
 
 
-def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured():
+@pytest.mark.parametrize("alone", [False, True])
+def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured(alone):
     """As a mixture's loss, which its model divides by what it was told, and adds a balance of its experts."""
 
     class Mixture(Net):
         def forward(self, x: Tensor, labels: Tensor):  # type: ignore[override]
             output = super().forward(x)
             balance = self.router(x).logsumexp(-1).square().mean()  # behind the head: its gradient comes before
-            return {"loss": total(output["logits"], labels) / 1000 + balance, **output}
+            return {"loss": total(output["logits"], labels) / 1000 + balance, **({} if alone else output)}
 
     recorder = Recorder(Mixture())
     recorder.capture.read_batch = ArgumentReader(recorder.model)
