@@ -75,6 +75,7 @@ SUMS = {
     "where": lambda z, y: torch.where(y >= 0, picked(z, y), 0.0).sum(),
     "where not": lambda z, y: torch.where(y < 0, 0.0, picked(z, y)).sum(),
     "sequences first": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).sum(),
+    "a mean of examples' sums": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).mean() * len(z),
     "a sum of sums": lambda z, y: sum(total(a[None], b[None]) for a, b in zip(z, y, strict=True)),
     "a sum of a vector of sums": lambda z, y: sums_of(z, y).sum(),
     "of weighed and chosen sums": lambda z, y: (
