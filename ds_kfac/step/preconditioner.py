@@ -310,7 +310,8 @@ class KFACPreconditioner:
                 self._rebase(self.state, draft.next_bases)
             if due.capture:
                 without = [name for name in draft.unprepared if name not in self.proving.unfit]
-                self.warner.step(without, self.curvature.layers_of(due.capture), self.left_out)
+                frozen = [layer.name for layer in self.owned if self.proving.frozen(layer)]
+                self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
                     self.sharing.updates = count, draft.factors.missed, self.capture.seen

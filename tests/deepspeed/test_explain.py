@@ -192,6 +192,24 @@ def test_layers_without_a_basis_are_named_once_after_five_updates():
     assert "5 updates of theirs in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain" in said[-1][0]
 
 
+def in_turn_worker(_) -> list[str]:
+    engine = build(
+        BY_NAME["adam-z2"], 1, model=Deep(), kfac={"factor": {"update_interval": 2}, "burn_in": {"steps": 0}}
+    )
+    with patch.object(warner.logger, "warning") as warning:
+        for step in range(14):
+            engine.module.layers[1].requires_grad_(step % 2 == 1 or step == 0)
+            engine.module.layers[2].requires_grad_(step != 4)
+            train(engine, 1, 1, first=step)
+    engine.destroy()
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_named_once():
+    (said,) = run_ranks("tests.deepspeed.test_explain:in_turn_worker", world=1)[0]
+    assert "frozen at the last 5 updates, so their factors stay as they are: layers.1. If other steps" in said
+
+
 def resumed_worker(folder: str) -> list[str]:
     engine = build(BY_NAME["z2"], 1)
     train(engine, 1, 2)
