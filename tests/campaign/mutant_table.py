@@ -466,9 +466,8 @@ _ROWS = {
     ("model/divisors.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
         ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
-    ("model/capture.py", "tests/deepspeed/test_own_boundaries.py"): [
-        ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass")],
     ("model/calls.py", "tests/deepspeed/test_own_boundaries.py"): [
+        ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass"),
         ("proof: of G before the caller's division", "self.proof.counted[key][1][0] *= square", "pass")],
     ("zero/layout.py", "tests/deepspeed/test_sparse_gradients.py"): [
         ("stage 0: sparse gradients are not clipped", "entries(param).copy_(gradient)", "pass")],
@@ -483,7 +482,7 @@ _ROWS = {
     ("model/capture.py", "tests/model/test_calls.py"): [
         ("own: autograd.grad is the loss's",
          "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
-        ("own: no backward inside of a forward", "inner = self._inside and not running", "inner = False")],
+        ("own: no backward inside of a forward", "inner = self.inside and not running", "inner = False")],
     ("model/products.py", "tests/model/test_calls.py"): [
         ("products: not where they are recomputed", "begins = all(", "begins = not self.inside and all(")],
     ("model/slices.py", "tests/model/test_row_masks.py"): [
