@@ -21,6 +21,7 @@ from ds_kfac.model.output import (
     COLLECTING,
     LEVELS,
     MOST_LOSSES,
+    OPAQUE,
     VECTORS,
     Terms,
     floats_of,
@@ -248,7 +249,9 @@ class Forward:
         """Set :attr:`term_weight`, and with ``count`` :attr:`terms`, from the sums of this forward's terms."""
         labels = self.info.labelled
         of_terms = count or (labels is not None and labels.ndim == 1)  # an example's tokens are one term with "reduce"
-        self.term_weight = term_weight(sums, labels, self.count) if of_terms else None
         shown = (of_terms and all(x.of_terms(labels) for x in sums)) or sum(not x.classes for x in sums) == 1
         if count and labels is None and shown and (terms := terms_in(sums)) is not None:
             self.terms, self.doubt = terms, ""
+        self.term_weight = term_weight(sums, labels, self.count) if of_terms else None
+        if any(x.opaque and x.edge not in self._scalars for x in sums):
+            self.doubt = self.doubt or OPAQUE

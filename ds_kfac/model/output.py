@@ -22,6 +22,10 @@ LEVELS = (
     "If the loss is a mean over all of them"
 )
 EACH = "each is taken to be a term of the loss. If the loss has one for each example, as a softmax over positions"
+OPAQUE = (
+    "a function that the graph does not show the inside of, as torch.compile's, makes the loss of the prediction: "
+    "it is taken for a mean over all terms. If it leaves some out, or divides by another number (BatchInfo(divisor=..))"
+)
 ONE = "each example is taken to be a term of the loss, as of a softmax over positions. If each number is one"
 
 

@@ -138,8 +138,10 @@ def moved(kind: str, node: Any, dims: list[int], before: Shape, after: Shape) ->
         place = _saved(node, "_saved_dim", len(after))[0]
         return [dim + (place <= dim) for dim in dims], ""
     more = len(after) - len(before)  # elementwise; to more dimensions it is repeated
-    strange = kind in STRANGE or (kind == "Index" and not more and any(before[dim] != after[dim] for dim in dims))
-    return ([dim + more for dim in dims], "") if more >= 0 and not strange else ([], UNKNOWN)
+    strange = kind in STRANGE or more < 0
+    if kind == "Index" and more <= 0:  # by a mask of the dimensions before they become one
+        strange = len(node._saved_indices) > min(dims) if more else any(before[dim] != after[dim] for dim in dims)
+    return ([], UNKNOWN) if strange else ([dim + more for dim in dims], "")
 
 
 def _viewed(dims: list[int], before: Shape, after: Shape) -> Iterator[int]:

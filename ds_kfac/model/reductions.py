@@ -8,6 +8,7 @@ measured there, and no number is read from the device.
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class Reduction:
         joined: whether entries come from several places, of which one is followed.
         classes: C, of a sum over the outputs of a term, too, all alike, as what smooths labels is; else 0.
         mean: whether it is one, without weights of classes.
+        opaque: whether a function of a user's, or of torch.compile's, made it.
+        made: kinds of what was made of the product, up to the entries.
         passed: sequence numbers of the nodes from there down to the product that it is made of.
         gradient: that reached it in a backward.
     """
@@ -60,6 +63,8 @@ class Reduction:
     joined: bool = False
     classes: int = 0
     mean: bool = False
+    opaque: bool = False
+    made: tuple[str, ...] = ()
     passed: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
 
@@ -76,8 +81,9 @@ class Reduction:
 
     def _read(self, node: Any) -> None:
         kind, summed = kind_of(node), 0
+        self.opaque = not kind
         self.mean = kind == "Mean" or (getattr(node, "_saved_reduction", 0) == 1 and saved(node, "weight") is None)
-        below, shape = operand(node, ())
+        (below, shape), product = operand(node, ()), None
         if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:
             if kind in LOSSES:
                 self.terms = label_count(node)
@@ -93,6 +99,7 @@ class Reduction:
             product = product_below(below, shape)
             if product is not None:
                 self.passed |= {product.number, *(step._sequence_nr() for step, *_ in product.steps)}
+                self.made = tuple(kind_of(step) for step, *_ in product.steps)
             if not summed or self.single or product is None:
                 break
             again = self._outputs(product)
@@ -101,6 +108,8 @@ class Reduction:
             below, shape = self._entries(*operand(below, shape)) if again else (None, (0,))
             summed = prod(shape)
         self.numel = summed
+        if self.single and self.terms is None and product is not None and summed * product.outputs < product.numel:
+            self.terms = summed  # of those that were picked before
         if self.joined:  # the graph was followed to the first of them
             self.terms, self.masks = None, [mask for mask in self.masks if mask.numel() == summed]
 
@@ -221,7 +230,12 @@ def term_weight(reductions: Iterable[Reduction], labels: Tensor | None, terms: T
 
 
 def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
-    """How many terms have a label or are not masked; None: it is not known of all."""
-    several = [each.shown() for each in reductions if not each.classes]
-    known = [number for number in several if number is not None]
-    return sum(known) if known and len(known) == len(several) else None
+    """How many terms have a label or are not masked; None: it is not known of all. Sums that are made in different ways
+    are of the same terms, as a loss and its z-loss: the most count."""
+    found = dict[tuple[str, ...], Tensor | int]()
+    for each in (x for x in reductions if not x.classes):
+        if (number := each.shown()) is None:
+            return None
+        found[each.made] = found.get(each.made, 0) + number
+    most = lambda one, other: torch.maximum(*map(torch.as_tensor, (one, other)))  # noqa: E731
+    return reduce(most, found.values()) if found else None

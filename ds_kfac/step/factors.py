@@ -24,6 +24,7 @@ from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
 from ds_kfac.step.messages import FAILED, FRESH, NONE_UNUSUAL, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
+from ds_kfac.step.warner import NAMED
 
 
 @dataclass
@@ -242,13 +243,17 @@ class FactorUpdates:
         draft.outcomes |= {key: FAILED if result.basis is None else FRESH for key, result in results.items()}
         draft.bases = {key: result.basis for key, result in results.items() if result.basis is not None}
         counts = self.metrics.step_counts
-        for key, result in results.items():
+        for result in results.values():
             counts["refreshes"] += result.basis is not None
             counts[f"refreshes_{result.how}"] += 1
             counts["refresh_retries"] += result.retries
             counts["refresh_failures"] += result.basis is None
-            if result.basis is None:
-                logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; the last one's result stays")
+        bad = {FAILED: draft.outcomes.keys(), UNUSABLE: draft.ready}  # what is not ready may have no data yet
+        if stale := [key for key, outcome in draft.outcomes.items() if key in bad.get(outcome, ())]:
+            logger.warning(
+                f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded ({len(stale)} in step "
+                f"{draft.step}); the last one's result stays"
+            )
 
     def _decomposed(
         self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None

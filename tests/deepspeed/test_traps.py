@@ -3,6 +3,7 @@
 import contextlib
 import io
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -565,18 +566,26 @@ def failing_refresh_worker(_) -> dict:
     def fails(matrix):
         raise torch.linalg.LinAlgError("did not converge")
 
-    eigenbasis.eigh = fails
-    with contextlib.redirect_stderr(io.StringIO()):
-        train(engine, 1, steps=1, first=2)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        with patch.object(eigenbasis, "eigh", fails):
+            train(engine, 1, steps=1, first=2)
+        counts = dict(kfac.metrics.counts)
+        for factor in kfac.curvature.factors.values():
+            factor.packed_P.fill_(float("nan"))
+        train(engine, 1, steps=2, first=3)
     return {"kept": all(kfac.state[n].A is A and kfac.state[n].G is G for n, (A, G) in before.items()),
-            "counts": dict(kfac.metrics.counts), "owned": len(kfac.owned)}  # fmt: skip
+            "counts": counts, "owned": len(kfac.owned), "said": said.getvalue()}  # fmt: skip
 
 
-def test_a_failed_refresh_keeps_the_old_basis_and_is_counted():
+def test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said():
+    """Also that of a factor which is not finite any more."""
     for result in run_ranks("tests.deepspeed.test_traps:failing_refresh_worker", world=2):
         assert result["kept"] and result["owned"] > 0
         assert result["counts"]["refresh_failures"] == 2 * result["owned"], "factors, two of each layer"
         assert result["counts"]["refresh_retries"] == 4 * result["owned"]
+        for step in (2, 4):
+            assert f"succeeded ({2 * result['owned']} in step {step}); the last one's result stays" in result["said"]
 
 
 def unequal_worker(_) -> dict:

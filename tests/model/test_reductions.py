@@ -86,6 +86,8 @@ SUMS = {
     "smoothed": lambda z, y: total(z, y, label_smoothing=0.1),
     "of images, smoothed": lambda z, y: F.cross_entropy(z.mT, y, reduction="sum", label_smoothing=0.1),
     "smoothed by transformers": transformers_smoother,
+    "with a z-loss": lambda z, y: total(z, y) + 0.5 * (z.logsumexp(-1).square() * (y >= 0)).sum(),
+    "with one of picked logits": lambda z, y: total(z, y) + 0.5 * z[y >= 0].logsumexp(-1).square().sum(),
 }
 UNKNOWN = {"in chunks"}
 """Where only labels say how many terms there are."""
@@ -386,3 +388,12 @@ def test_a_sum_of_one_prediction_in_the_model_is_measured_beside_a_loss_outside(
         G = G + symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1))
     found = recorder.sums("head").G
     close(found.sum_P, G, sums=N * T + 2 * D)
+
+
+def test_a_loss_that_a_function_makes_whose_inside_is_not_seen_is_said(caplog):
+    recorder = Recorder(Net())
+    recorder.capture.read_batch = ArgumentReader(recorder.model)
+    loss = torch.compile(total, backend="aot_eager")(recorder.model(X)["logits"], Y) / 1000
+    with recorder.capture.own_backward(loss):
+        loss.backward()
+    assert sum("torch.compile's, makes the loss" in record.message for record in caplog.records) == 1
