@@ -134,17 +134,13 @@ def _sequence(engine: Any) -> int:
     return size if all(gathered(consecutive)) else len(every)
 
 
-def _node(device: torch.device) -> tuple[int, int]:
-    """(ranks of a node, by the launcher; how many its cores run at once, 0: all); (1, 0) if they differ. Collective."""
+def _costs(device: torch.device) -> CostModel:
+    """The builtin cost model with this job's nodes by the launcher, if they are alike, the same on every rank.
+    Collective."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
     node = size, at_once if device.type == "cpu" and size > at_once else 0
-    return node if len(set(gathered(node))) == 1 else (1, 0)
-
-
-def _costs(device: torch.device) -> CostModel:
-    """The builtin cost model with this job's nodes, the same on every rank. Collective."""
-    node_size, node_cores = _node(device)
+    node_size, node_cores = node if len(set(gathered(node))) == 1 else (1, 0)
     return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 

@@ -51,7 +51,6 @@ class FactorDraft:
     Attributes:
         step: number of applied steps before this one.
         factors, ready: new values of the attributes of :class:`FactorUpdates`.
-        decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
@@ -71,7 +70,6 @@ class FactorDraft:
     due: FactorsDue
     factors: dict[str, KroneckerFactor]
     ready: set[str]
-    decays: dict[str, float] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     updated: tuple[tuple[str, ...], Tensor | None] = (), None
@@ -186,16 +184,14 @@ class FactorUpdates:
             due: may name factors that do not exist, as layers share one; these are left out.
         """
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        decay, timetable = self.config.factor.decay.at(step), self.timetable
-        # the adaptive rule may have skipped ordinary updates of a factor: its past decays once for each of them
-        decays = {key: decay ** timetable.clocks[key].interval for key in self.factors if key in due.capture}
-        return FactorDraft(step, due, dict(self.factors), set(self.ready), decays)
+        return FactorDraft(step, due, dict(self.factors), set(self.ready))
 
     # the stages of a step
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
         """Average batch sums, already reduced over ranks, into this rank's factors."""
-        batches, world = {key: sums[key] for key in draft.decays if key in sums}, self.channel.world
+        batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
+        world, decay, timetable = self.channel.world, self.config.factor.decay.at(draft.step), self.timetable
         for key, batch in batches.items():
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
@@ -206,7 +202,8 @@ class FactorUpdates:
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             counts,
-            decays=[draft.decays[key] for key in batches],
+            # the adaptive rule may have skipped ordinary updates: the past decays once for each of them
+            decays=[decay ** timetable.clocks[key].interval for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive,
         )

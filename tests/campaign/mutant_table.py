@@ -570,7 +570,7 @@ _ROWS = {
     ("zero/shards.py", "tests/zero/test_relayout.py tests/assignment/test_grid.py"): [
         ("grid: wrong source of a result", "workers[rank // (world // len(workers))]", "workers[rank % len(workers)]")],
     ("curvature/methods.py", "tests/assignment/test_memory.py tests/assignment/test_assign.py"): [
-        ("memory: eigenvalues forgotten", "side.basis_numel + side.dim", "side.basis_numel")],
+        ("memory: eigenvalues forgotten", '"eigenvalues", lambda side: side.dim', '"eigenvalues", lambda side: 0')],
     ("assignment/costs.py", "tests/assignment/test_memory.py tests/assignment/test_assign.py"): [
         ("memory: counter of a factor forgotten", "return 4 * side.numel + 4", "return 4 * side.numel")],
     ("estimate/estimates.py", "tests/estimate tests/deepspeed/test_estimate.py"): [

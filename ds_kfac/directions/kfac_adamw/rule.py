@@ -169,16 +169,15 @@ class KFACAdamWRule(UpdateRule):
     def check_groups(
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
     ) -> None:
-        groups = layout.optimizer.param_groups
+        groups, named = layout.optimizer.param_groups, dict(model.named_parameters())
         for held, ours in ((layout, True), (other_params, False)):
             for parameter in held.params:
                 if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
-                    name = next(n for n, p in model.named_parameters() if p is parameter)
+                    name = next(name for name, p in named.items() if p is parameter)
                     raise ValueError(
                         f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
                         "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
                     )
-        named = dict(model.named_parameters())
         for layer in layers:
             of_weight, *others = [groups[layout.group_index(named[name])] for name in layer.parameters]
             for key in ("betas", "eps"):
