@@ -27,7 +27,7 @@ from ds_kfac.step.messages import FAILED, FRESH, NONE_UNUSUAL, UNUSABLE, UNUSUAL
 
 
 @dataclass
-class FactorHistory:
+class FactorLog:
     """What became of factors since this rank started or loaded: for people (``ds_kfac/engine/explain.py``), in no
     checkpoint. No step decides by it.
 
@@ -54,7 +54,7 @@ class FactorDraft:
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
-        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorHistory`.
+        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorLog`.
         unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         arriving: keys of the factors that are decomposed in this step.
@@ -93,7 +93,7 @@ class FactorUpdates:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
-        history: what became of factors.
+        log: what became of factors.
         layer_of: key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
         counted: key -> layers whose number of loss terms is this factor's count of rows.
@@ -128,13 +128,13 @@ class FactorUpdates:
         """What a resumed run needs; keys have this process's layer names.
 
         factors: key -> factor, for this rank's factors.
-        ready, history: the attributes. schedule: see :meth:`Timetable.state`.
+        ready, log: the attributes. schedule: see :meth:`Timetable.state`.
         """
         return {
             "factors": dict(self.factors),
             "ready": set(self.ready),
             "schedule": self.timetable.state(),
-            "history": self.history,
+            "log": self.log,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class FactorUpdates:
         }
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.timetable.restore(state.get("schedule", {}))
-        self.history: FactorHistory = state.get("history", FactorHistory())
+        self.log: FactorLog = state.get("log", FactorLog())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
         empty = KroneckerFactor.empty(spec.side, self.device)
@@ -212,7 +212,7 @@ class FactorUpdates:
         missed = 0.0 if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = *flags.sum(dim=1), missed
         if keys:
-            last = [self.history.updates.get(key, (0, 0, self._never)) for key in keys]
+            last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
             changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
             changed = torch.where(flags[1], changed, draft.step)
             draft.updated = tuple(keys), torch.stack([*flags, counts, changed])
@@ -321,11 +321,11 @@ class FactorUpdates:
     def commit(self, draft: FactorDraft) -> None:
         """Keep what the step changed, as it was applied."""
         self.factors, self.ready = draft.factors, draft.ready
-        (keys, numbers), history = draft.updated, self.history
+        (keys, numbers), log = draft.updated, self.log
         if numbers is not None:
-            history.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
-        history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
-        history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
+            log.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
+        log.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
+        log.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
 
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
