@@ -351,8 +351,8 @@ def _read(path: Path) -> Any:
 
 
 def take_adamws(job: Job, saved: OfParameter) -> None:
-    """Let K-FAC layers begin with AdamW's moments, after a reset; the first eigenbasis turns them. Collective. The other
-    way moments begin at zero: after 25 steps those turned back were no better in any run (docs/migrate/adamw.md).
+    """Let K-FAC layers begin with AdamW's moments, after a reset; the first eigenbasis turns them. Collective. The
+    other way they begin at zero: after 25 steps those turned back were no better in any run (docs/migrate/adamw.md).
 
     Raises:
         CheckpointError: on every rank; a file cannot be read, or is of another parameter.

@@ -14,7 +14,7 @@ from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
-from ds_kfac.directions.places import kept_bytes
+from ds_kfac.directions.step_tensors import kept_bytes
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, blocks_text, named, weight_name
 from ds_kfac.model.layers import LayerSpec
