@@ -132,7 +132,8 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     solved: dict[Place, BlockEigh] = {}
     joint = bool(solvable) and grouped(requests[0].factor.packed_P.device)
     for call in calls(solvable, widest=BATCHED_UP_TO if joint else 0):
-        blocks = [blocks_at(solvable, place) for place in call]
+        factors = [(solvable[number].factor, group) for number, group in call]
+        blocks = [factor.side.group(factor.packed_P, group) for factor, group in factors]
         solved |= zip(call, _decompose_batch(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
     results: list[Refreshed] = []
     for number, request in enumerate(requests):
@@ -171,12 +172,6 @@ def calls(requests: Mapping[int, Request], *, widest: float = math.inf) -> list[
             if not request.alone:
                 filling[width] = call
     return made
-
-
-def blocks_at(requests: Mapping[int, Request], place: Place) -> Tensor:
-    """[n, b, b]"""
-    factor = requests[place[0]].factor
-    return factor.side.group(factor.packed_P, place[1])
 
 
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> Eigenbasis:

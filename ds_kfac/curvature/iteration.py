@@ -29,7 +29,6 @@ from ds_kfac.curvature.eigen import (
     Place,
     Refreshed,
     Request,
-    blocks_at,
     calls,
     fp32_products,
     grouped,
@@ -118,7 +117,8 @@ def _iterated(requests: dict[int, Request]) -> dict[int, Refreshed]:
     solved: dict[Place, tuple[Tensor, Tensor]] = {}
     flags: dict[Place, Tensor] = {}
     for call in calls(requests):
-        blocks = [blocks_at(requests, place) for place in call]
+        factors = [(requests[index].factor, group) for index, group in call]
+        blocks = [factor.side.group(factor.packed_P, group) for factor, group in factors]
         Q_nbb = torch.cat([last.vectors[group] for index, group in call if (last := requests[index].last) is not None])
         parts = (part.split([*map(len, blocks)]) for part in orthogonal_iteration(torch.cat(blocks), Q_nbb))
         for place, values, vectors, valid in zip(call, *parts, strict=True):

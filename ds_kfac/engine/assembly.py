@@ -146,14 +146,14 @@ def _costs(device: torch.device) -> CostModel:
 
 def _by_domain(layers: Sequence[LayerSpec], domains: Sequence[Domain]) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
     """The domains that have layers, each with its own."""
-
-    def held(layer: LayerSpec, shards: int) -> LayerSpec:
-        """On one of so many tensor-parallel ranks, each with a part of it or a copy."""
-        cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
-        return replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards)
-
-    pairs = [(x, tuple(held(own, x.shard[1]) for own in layers if own.weight in x.names)) for x in domains]
-    return [(domain, own) for domain, own in pairs if own]
+    pairs: list[tuple[Domain, tuple[LayerSpec, ...]]] = []
+    for domain in domains:
+        own, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
+        for layer in (layer for layer in layers if layer.weight in domain.names):
+            cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
+            own.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
+        pairs += [(domain, tuple(own))] if own else []
+    return pairs
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:

@@ -50,6 +50,7 @@ class FactorDraft:
 
     Attributes:
         step: number of applied steps before this one.
+        decay: weight of the past in averages.
         factors, ready: new values of the attributes of :class:`FactorUpdates`.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
@@ -67,6 +68,7 @@ class FactorDraft:
     """
 
     step: int
+    decay: float
     due: FactorsDue
     factors: dict[str, KroneckerFactor]
     ready: set[str]
@@ -150,14 +152,14 @@ class FactorUpdates:
         self.log: FactorLog = state.get("log", FactorLog())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
-        empty = KroneckerFactor.empty(spec.side, self.device)
-        return self.factor(spec.side, empty.packed_P, empty.updates)
+        empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
+        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
 
     def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
-        new = KroneckerFactor(side, packed_P, updates.to(self.device)).to(self.home)
-        return replace(new, history=History(side, *values).to(self.home)) if self.plan.adaptive else new
+        history = History(side, *values).to(self.home) if self.plan.adaptive else None
+        return KroneckerFactor(side, packed_P.to(self.home), updates.to(self.device), history)
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
@@ -184,14 +186,14 @@ class FactorUpdates:
             due: may name factors that do not exist, as layers share one; these are left out.
         """
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        return FactorDraft(step, due, dict(self.factors), set(self.ready))
+        return FactorDraft(step, self.config.factor.decay.at(step), due, dict(self.factors), set(self.ready))
 
     # the stages of a step
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
         """Average batch sums, already reduced over ranks, into this rank's factors."""
         batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
-        world, decay, timetable = self.channel.world, self.config.factor.decay.at(draft.step), self.timetable
+        world, timetable = self.channel.world, self.timetable
         for key, batch in batches.items():
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
@@ -203,7 +205,7 @@ class FactorUpdates:
             [batch.sum_P for batch in batches.values()],
             counts,
             # the adaptive rule may have skipped ordinary updates: the past decays once for each of them
-            decays=[decay ** timetable.clocks[key].interval for key in batches],
+            decays=[draft.decay ** timetable.clocks[key].interval for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive,
         )
@@ -330,6 +332,6 @@ class FactorUpdates:
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         due = FactorsDue(frozenset(), frozenset(self.specs))
-        draft = FactorDraft(step, due, dict(self.factors), set())
+        draft = FactorDraft(step, 0.0, due, dict(self.factors), set())
         self.decompose(draft)
         return draft

@@ -279,7 +279,7 @@ _ROWS = {
         ("adaptive: a change does not halve", "max(1, interval // 2)", "max(1, interval - 1)"),
         ("adaptive: grows by doubling", "return interval + previous,", "return 2 * interval,")],
     ("step/factors.py", "tests/deepspeed/test_refresh.py"): [
-        ("adaptive: sat out updates not decayed", "decay ** timetable.clocks[key].interval", "decay")],
+        ("adaptive: sat out updates not decayed", "draft.decay ** timetable.clocks[key].interval", "draft.decay")],
     ("model/rows.py", "tests/model/test_rows.py"): [
         ("reduce: mean over padding too", "(x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)",
          "(x_NTD.float() * mask).mean(dim=1)")],
