@@ -9,8 +9,7 @@ from typing import Any
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moments import take_adamws
-from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of
+from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of, take_adamws
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS

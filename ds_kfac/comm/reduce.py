@@ -196,15 +196,15 @@ class Reducer:
     def send(self, bucket: Bucket, sums: Mapping[str, BatchSum]) -> Message:
         """Collective. ``sums``: this rank's, for the slots that it contributes to or owns."""
 
-        def of(move: Move) -> BatchSum:
-            return sums[bucket[move.param].slot.factor]
+        def count_of(move: Move) -> Tensor:
+            return sums[bucket[move.param].slot.factor].count.reshape(1)
 
         def elements_of(move: Move) -> Tensor:
-            return of(move).sum_P.narrow(0, move.start, move.numel)
+            return sums[bucket[move.param].slot.factor].sum_P.narrow(0, move.start, move.numel)
 
         counts, elements = plans(bucket, self.channel.rank, self.channel.world)
         parts = (
-            MessagePart("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
+            MessagePart("factors", counts, count_of, torch.float32),
             MessagePart("factors", elements, elements_of, self.layout.dtype),
         )
         return Message(parts, self.channel, self.device)

@@ -63,7 +63,7 @@ KFAC = {
     "plan": AT_ONCE,
 }
 BF16 = {"communication": {"dtype": "bf16"}}
-ESTIMATED_NODE = partial(patch.object, assembly, "_node", lambda device: (1, 0))
+ESTIMATED_NODE = partial(patch.object, assembly, "_costs", lambda device: BUILTIN["cpu"])
 """As estimated, whatever cores the ranks share here."""
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 

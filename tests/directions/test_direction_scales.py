@@ -70,14 +70,15 @@ def make(
     engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
     layout = SimpleNamespace(
         grad_scale=lambda: scale, optimizer=optimizer, engine=engine, clip_factor=lambda norm: 0.5 / norm,
-        last_first=False,
+        last_first=False, rank=0,
     )  # fmt: skip
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
         direction = kind(plan, layout, exchange, SimpleNamespace(nu=None))
     else:
         moments = AdamMoments
-        direction = kind(plan, layout, exchange, SimpleNamespace(direction_scale=None, adam_ratio=1.0))
+        optimizer = SimpleNamespace(direction_scale=None, adam_ratio=1.0, check_parts=lambda here: None)
+        direction = kind(plan, layout, exchange, optimizer)
     states, gradients = {}, {}
     for index, spec in enumerate(specs):
         basis = random_basis(ROWS, COLUMNS, seed=index)

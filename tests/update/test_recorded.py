@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ds_kfac.directions import places
+from ds_kfac.directions import step_tensors
 from ds_kfac.update import recorded
 from ds_kfac.update.recorded import ATTEMPTS, STEADY, Recorded
 from tests.close import exact
@@ -108,7 +108,7 @@ def test_who_is_recorded(case):
     each, most = recorded.RECORDED_LAYER, recorded.RECORDED_NUMEL
     numel = {"large": each + 1, "none": 0}.get(case, each)
     layers = [SimpleNamespace(numel=numel)] * (1 if case == "large" else most // each + (case == "many"))
-    assert places.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
+    assert step_tensors.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
 
 
 CASES = {
@@ -174,4 +174,4 @@ def test_the_tape_leaves_inputs_as_they_were():
 
 def test_a_recording_is_made_by_the_device_type():
     with patch.dict(recorded.RECORDERS, clear=True):
-        assert not places.is_recorded(SimpleNamespace(batched=True), [SimpleNamespace(numel=1)], "cuda")
+        assert not step_tensors.is_recorded(SimpleNamespace(batched=True), [SimpleNamespace(numel=1)], "cuda")
