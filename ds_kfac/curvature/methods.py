@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
+from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, packed, refresh_inverse
 from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
@@ -152,7 +152,7 @@ class _Inverse(Method):
     damps_identity, of_layer = True, LayerInverse
 
     def numel(self, side: Side) -> int:
-        return inverse_numel(side)
+        return sum(count * width**2 for count, width in side.groups)
 
     def paired(self, damping_kind: str) -> bool:
         return damping_kind == "tikhonov"
