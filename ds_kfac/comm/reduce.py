@@ -136,12 +136,6 @@ def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], C
     return counts, elements
 
 
-def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
-    """(source, target) -> bytes of a message, without padding."""
-    counts, elements = payloads(bucket, itemsize)
-    return counts + elements
-
-
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
     """This rank's moves of a message: of counts, and of the pieces' elements."""
