@@ -217,16 +217,16 @@ class Capture(StepSums):
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
-        in captured forwards. torch.compile sees the first condition alone."""
+        in captured forwards of no trace, export or torch.func. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
+            if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours:
+            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
