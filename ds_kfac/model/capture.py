@@ -78,7 +78,8 @@ class Capture(StepSums):
         self.active, self._model, self.sampled, self.outside = False, model, sampled or on_demand, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self._announced, self.forward = False, Forward()  # whether a backward was ever announced
+        self._announced = False  # whether a backward was ever announced
+        self.forward = self._loose = Forward()  # of calls outside of any of the model's
         self._running: Forward | None = None  # the forward whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self._inside = self._measures = False  # whether the model's forward runs; whether gradients are captured
@@ -132,15 +133,14 @@ class Capture(StepSums):
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
         if self.active:
-            self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
+            self.forward, self.pending, self.counted, self.outside = self._loose, [], 0, 0
             self.end_backward()
             self.inputs.begin_step()
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self._measures = not self.sampled and not self._of_gradients.isdisjoint(self.keys)
-        self.seen, self._forwards, self.divided = set(), [], []
-        self.measured = {} if measure else None
+        self.seen, self._forwards, self.divided, self.measured = set(), [], [], {} if measure else None
 
     def leave(self) -> None:
         """No forward runs any more: calls of torch are not looked at."""
@@ -191,6 +191,8 @@ class Capture(StepSums):
         unknown = [f.seed is None and f.sums is None and f.info.divisor is None for f in self._means]
         self.several |= sum(unknown) > 1
         self._means.clear()
+        if self.forward is self._loose:  # the model's methods may be called, not the model
+            self.forward = self._loose = Forward()
         if self.divided and unknown not in ([], [True]):
             self.divided[-1][1].clear()
         self.seed, self.losses, self._running, self.reductions = None, None, None, []
@@ -259,8 +261,7 @@ class Capture(StepSums):
     ) -> None:
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
         try:
-            if isinstance(output, tuple):  # Megatron's linears return their bias, too
-                output = output[0]
+            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
             if output.requires_grad and (weight is None or weight.requires_grad):
                 x = inputs[0] if inputs else next(iter(named.values()))
                 self.inputs.see(layer.name, x)
@@ -380,8 +381,7 @@ class Capture(StepSums):
             return
         inner = self._inside and not running
         own = self in running if running else inner or (call.forward.detached and not self._announced)
-        if not own:
-            self.outside += 1
+        self.outside += not own
         if not own and call.proof is None:
             return
         try:

@@ -292,3 +292,13 @@ def test_hooks_of_others_come_after_ours():
     rows = (outputs[0].grad * N * T).reshape(-1, WIDTH)
     packed = (rows.T @ rows / (N * T))[tuple(torch.tril_indices(WIDTH, WIDTH))]
     close(found["inner"][1], packed, sums=1000)
+
+
+def test_a_method_of_the_model_may_be_called_in_place_of_the_model():
+    model = nn.Sequential(nn.Linear(7, 5))
+    recorder = Recorder(model)
+    for rows in (6, 3):
+        loss = model[0](torch.randn(rows, 7)).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+    assert recorder.counts("0") == [9, 9]
