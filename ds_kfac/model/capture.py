@@ -388,9 +388,9 @@ class Capture(StepSums):
             weight = self._weights[call.layer.name]
             if not weight.requires_grad or not runs(get_gradient_edge(weight).node):
                 return
-            self._running = call.forward if own else self._running
-            self._means.add(call.forward)
             if own:
+                self._running = call.forward
+                self._means.add(call.forward)
                 self.add(call, gradient, 1.0 if inner else None)
             else:
                 call.proof.see_gradient(call, call.gradient_of(gradient), others=True)

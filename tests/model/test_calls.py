@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model import capture
 from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -302,3 +303,14 @@ def test_a_method_of_the_model_may_be_called_in_place_of_the_model():
         with recorder.capture.own_backward(loss):
             loss.backward()
     assert recorder.counts("0") == [9, 9]
+
+
+def test_a_backward_of_another_engine_is_none_of_several_forwards():
+    """A generator's goes through its discriminator, which proves its rows; then comes the discriminator's own."""
+    judge, other = Recorder(nn.Sequential(nn.Linear(7, 5)), LINEAR), Recorder(nn.Sequential(nn.Linear(7, 7)), LINEAR)
+    judge.begin(proof=Proof(judge.layers, judge.capture.inputs.key, 0, torch.device("cpu")))
+    for recorder, x in ((other, other.model(torch.randn(6, 7))), (judge, torch.randn(6, 7))):
+        loss = judge.model(x).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+    assert judge.counts("0") == [6, 6] and not judge.capture.several
