@@ -130,7 +130,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
-        check_tensors(model, arguments.get("model_parameters") if parsed.enabled else ())
+        check_tensors(model, arguments if parsed.enabled else {})
         if model is not None and parsed.enabled and any(x.grad is not None for x in model.parameters()):
             model.zero_grad()
             warn("parameters had gradients before deepspeed.initialize, which the first step would take: dropped")

@@ -186,6 +186,7 @@ class StepSums:
         arrived: calls of this backward whose input is to be released after it.
         passed, earlier: forwards that this backward went through, and those of the step's earlier ones.
         several: whether some backward was of several forwards whose losses the model did not return.
+        forward: the model's last forward; ``loose`` for calls outside of any, as where a method of the model is called.
         running: the forward whose gradients come in this backward.
         inside: whether the model's forward runs.
         of_gradients: keys of factors of gradients.
@@ -210,6 +211,7 @@ class StepSums:
         self.divided: list[tuple[int, list[int]]] = []
         self.arrived: list[Call] = []
         self.passed, self.earlier, self.several = set[Forward](), set[Forward](), False
+        self.forward = self.loose = Forward()
         self.running: Forward | None = None
         self.inside = False
         self.of_gradients = set[str]()
@@ -307,6 +309,8 @@ class StepSums:
             self.divided[-1][1].clear()
         self.earlier |= self.passed
         self.passed.clear()
+        if self.forward is self.loose:
+            self.forward = self.loose = Forward()
         self.seed, self.losses, self.running, self.reductions = None, None, None, []
         self.inside = False  # still set if the forward raised
         for call in self.arrived:

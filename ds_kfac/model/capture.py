@@ -56,7 +56,6 @@ class Capture(StepSums):
 
     Attributes:
         pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
-        forward: the model's last forward.
         counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
         seen: layers called in this step with an input that has elements.
         every_row: layers whose masks belong to other rows: all their rows count.
@@ -79,7 +78,7 @@ class Capture(StepSums):
         self.active, self._model, self.sampled, self.outside = False, model, sampled or on_demand, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self._announced, self.forward = False, Forward()  # whether a backward was ever announced
+        self._announced = False  # whether a backward was ever announced
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self._captures_G = False  # whether gradients are captured
         self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
@@ -131,7 +130,7 @@ class Capture(StepSums):
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
         if self.active:
-            self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
+            self.forward, self.pending, self.counted, self.outside = self.loose, [], 0, 0
             self.end_backward()
             self.earlier.clear()
             self.rows.counted.clear()
@@ -140,8 +139,7 @@ class Capture(StepSums):
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
         self._captures_G = not self.sampled and not self.of_gradients.isdisjoint(self.keys)
-        self.seen, self._forwards, self.divided = set(), [], []
-        self.measured = {} if measure else None
+        self.seen, self._forwards, self.divided, self.measured = set(), [], [], {} if measure else None
 
     def leave(self) -> None:
         """No forward runs any more: calls of torch are not looked at."""
@@ -200,16 +198,16 @@ class Capture(StepSums):
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
-        in captured forwards. torch.compile sees the first condition alone."""
+        in captured forwards of no trace, export or torch.func. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
+            if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours:
+            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
@@ -242,8 +240,7 @@ class Capture(StepSums):
     ) -> None:
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
         try:
-            if isinstance(output, tuple):  # Megatron's linears return their bias, too
-                output = output[0]
+            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
             if output.requires_grad and (weight is None or weight.requires_grad):
                 x = inputs[0] if inputs else next(iter(named.values()))
                 self.inputs.see(layer.name, x)
@@ -363,17 +360,16 @@ class Capture(StepSums):
             return
         inner = self.inside and not running
         own = self in running if running else inner or (call.forward.detached and not self._announced)
-        if not own:
-            self.outside += 1
+        self.outside += not own
         if not own and call.proof is None:
             return
         try:
             weight = self._weights[call.layer.name]
             if not weight.requires_grad or not runs(get_gradient_edge(weight).node):
                 return
-            self.running = call.forward if own else self.running
-            self.passed.add(call.forward)
             if own:
+                self.running = call.forward
+                self.passed.add(call.forward)
                 self.add(call, gradient, 1.0 if inner else None)
             else:
                 call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
