@@ -4,7 +4,7 @@ import os
 import shutil
 import textwrap
 
-WIDTH = 100
+WIDTH = 160
 """Columns if there is no terminal, as in a file or a launcher's log."""
 NARROWEST = 40
 
