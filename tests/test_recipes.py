@@ -95,6 +95,7 @@ def test_our_own_settings_are_near_a_recipe():
     ("kind", "given", "title", "values"),
     [
         (WORDS, ("KFACAdamW", 0.1, 1.0, 0.95), "Pretraining a decoder", ["lr 0.1 (0.002 there)"]),
+        (WORDS, ("KFACAdamW", 2e-2, 0.1, 0.95), "Pretraining a decoder", ["lr 0.02 (0.002 there)"]),
         (WORDS, ("KFACAdamW", 2e-5, 1.0, 0.95), "Supervised fine-tuning", ["weight_decay 1 (0.01 there)"]),
         (WORDS, ("KFACAdamW", 2e-3, 1.0, 0.9999), "Pretraining a decoder", ["betas[1] 0.9999 (0.95 there)"]),
         (EXPERTS, ("KFACAdamW", 0.1, 0.01, 0.95), "Mixture of experts", ["lr 0.1 (0.002 there)"]),

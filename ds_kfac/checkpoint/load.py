@@ -296,7 +296,8 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
     except CheckpointError as error:
         lost = "factors, eigenbases" + (" and moments of the K-FAC layers" if kfac.moments else "")
         if kfac.config.checkpoint.on_missing == "fresh":
-            return f"WARNING: {error}\nK-FAC starts afresh, without {lost}: expect some steps to recover"
+            text = str(error).removeprefix("ds_kfac: ")
+            return f"WARNING: {text}\n  K-FAC starts afresh, without {lost}: expect some steps to recover"
         raise CheckpointError(
             f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them and without {lost}, "
             f"set {files.FRESH}"

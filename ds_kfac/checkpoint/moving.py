@@ -69,6 +69,8 @@ def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> s
             "universal checkpoint. After a move, when this run's own checkpoints are loaded, take that out. To move: "
             + UNIVERSAL.format(folder=tag_of(load_dir, None))
         )
+    if "current world size is" in str(error):
+        return f"ds_kfac: {folder} is of another number of ranks. Convert it: {UNIVERSAL.format(folder=folder)}"
     there, saved = saved_at(folder), list(folder.glob("mp_rank_*_model_states.pt"))
     is_3, partitions = int(engine.zero_optimization_stage()) == 3, hasattr(engine.optimizer, "dp_process_group")
     if there not in (None, STAGES[2 if is_3 else int(partitions)]):

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-WIDTH = 100
+WIDTH = 160
 """Columns if there is no terminal, as in a file or a launcher's log."""
 NARROWEST = 40
 Row = tuple[str, ...]

@@ -38,7 +38,7 @@ from ds_kfac.model.divisors import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
-from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
+from ds_kfac.step.counters import PREFIX, constants, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -132,8 +132,8 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.counters."""
-        return counters(self.job)
+        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the device."""
+        return {name.removeprefix(PREFIX): value for name, value, _ in events(self.job, 0, self._constants())}
 
     def explain(self, layer: str | None = None) -> str:
         """A layer's state in words: its factors' updates, the basis in use or why it has none, what is due next, and on

@@ -68,6 +68,10 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
+FROZEN = (
+    "ds_kfac: every parameter of the model is frozen, and DeepSpeed makes no engine for it at ZeRO stages 1 and 2. "
+    "Unfreeze what is to be trained (a PEFT model: is_trainable=True); to evaluate take stage 0 or 3"
+)
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"
@@ -137,6 +141,8 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer
+            if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
+                raise ValueError(FROZEN)
             arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
             if getattr(arguments.get("args"), "deepspeed_config", None) is not None:  # DeepSpeed takes one of the two
                 arguments["args"] = copy(arguments["args"])

@@ -19,6 +19,8 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 FAR = 10.0
 """What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches move them, too."""
 LIMIT = math.log(FAR) + 1e-6
+HIGH = math.log(FAR) - 1e-6
+"""Of a rate: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
 LITTLE = 0.01
 """A weight decay that takes hardly anything back: less is no other setting."""
 BETA2 = (0.5, 0.999)
@@ -111,7 +113,7 @@ def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2
     if not recipes or not lr:
         return []
     nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
-    wrong = {"lr": (lr, nearest.lr)} if abs(math.log(lr / nearest.lr)) > LIMIT else {}
+    wrong = {"lr": (lr, nearest.lr)} if not -LIMIT <= math.log(lr / nearest.lr) <= HIGH else {}
     if _decay_apart(nearest, weight_decay) > LIMIT:
         wrong["weight_decay"] = weight_decay, nearest.weight_decay
     if beta2 is not None and optimizer == NAME and not BETA2[0] <= beta2 <= BETA2[1]:

@@ -67,7 +67,7 @@ def summary(
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",
-        f"  all other trained parameters ({share.others:,}): {rest}",
+        *([f"  all other trained parameters ({share.others:,}): {rest}"] if share.others else []),
         f"  step: {rule.described(plan, optimizer, ratio)}",
         f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
         f"{_interval(plan.schedule.refresh)}",
@@ -151,7 +151,7 @@ def _mode(kfac: KFACPreconditioner) -> str:
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
         f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
-        f"{engine.gradient_accumulation_steps()} micro-batches a step{offload}, {kfac.layout.world} ranks"
+        f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size {kfac.layout.world}"
     )
 
 

@@ -232,10 +232,15 @@ def test_a_flat_key_of_a_whole_config_is_told_its_nested_form():
     assert 'write {"kfac": {"damping": {"value": 3}}}' in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac"])
+@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac", "kfca", "kfc"])
 def test_a_misspelt_block_is_not_ignored(key):
     with pytest.raises(ValueError, match='did you mean "kfac"'):
         find_block({key: {"enabled": True}})
+
+
+def test_a_block_inside_of_another_is_not_ignored():
+    with pytest.raises(ValueError, match='"kfac" is not read inside of "optimizer"'):
+        find_block({"optimizer": {"type": "KFACAdamW", "kfac": {}}})
 
 
 def test_other_blocks_are_none_of_our_business():
