@@ -148,7 +148,7 @@ def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
     results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=name)[0]
     assert results["recorded"] > (20 if "adam" in name else 10) and results["plain"] == 0
     for name, (one, other) in results["weights"].items():
-        exact(one, other), name
+        exact(one, other, what=name)
 
 
 @pytest.mark.distributed
