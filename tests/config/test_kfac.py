@@ -70,12 +70,7 @@ def test_intervals_may_be_schedules():
 
 
 @pytest.mark.parametrize(
-    ("given", "burn_in"),
-    [
-        (None, BurnIn(50, 5, 10)),
-        ({"steps": 0}, None),
-        ({"steps": 30}, BurnIn(30, 5, 10)),
-    ],
+    ("given", "burn_in"), [(None, BurnIn(50, 5, 10)), ({"steps": 0}, None), ({"steps": 30}, BurnIn(30, 5, 10))]
 )
 def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
     assert resolved({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(50), burn_in)
@@ -96,10 +91,7 @@ NUMBER_OR_SCHEDULE = 'input should be a valid number or a schedule such as {"sch
         ({**RAMP, "strat": 1}, "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?"),
         ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
         ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
-        (
-            {**RAMP, "end": None},
-            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
-        ),
+        ({**RAMP, "end": None}, "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, "),
         ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
         ({**RAMP, "end": float("inf")}, "kfac.damping.value.end: got inf; input should be a finite number"),
         ({**RAMP, "steps": 0}, "kfac.damping.value.steps: got 0; input should be greater than or equal to 1"),

@@ -52,13 +52,7 @@ def make(
     """A direction over layers of one shape, with states that have eigenbases, and gradients that carry ``scale``, and
     are multiplied by ``times``."""
     specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies) for name in layers)
-    plan = planned(
-        {
-            "preconditioner": {"kl_clip": 0.001, **preconditioner},
-            "adam": adam or PLAIN,
-        },
-        batched=batched,
-    )
+    plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN}, batched=batched)
     exchange = SimpleNamespace(
         owned=specs,
         device=CPU,

@@ -132,8 +132,9 @@ REPLAYS = {"adam": 3, "gradient": 2}
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rule", CASES)
 def test_engines_with_recorded_steps_match_the_reference(rule, world):
-    results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=CASES[rule])[0]
-    assert len(results) == len(CASES[rule]) == 10
+    cases = CASES[rule][:: 3 - world]  # half of them on one rank
+    results = run_ranks("tests.deepspeed.recorded:compare", world=world, payload=cases)[0]
+    assert len(results) == len(cases) == 5 * world
     for case, result in results.items():
         check(case, result)
         assert result["replays"] == REPLAYS[rule], case
@@ -147,7 +148,7 @@ def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
     results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=name)[0]
     assert results["recorded"] > (20 if "adam" in name else 10) and results["plain"] == 0
     for name, (one, other) in results["weights"].items():
-        exact(one, other), name
+        exact(one, other, what=name)
 
 
 @pytest.mark.distributed
