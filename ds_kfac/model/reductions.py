@@ -91,9 +91,11 @@ class Reduction:
                 shape = (prod(shape) // shape[min(1, len(shape) - 1)],)
             if node._saved_reduction == 2 and self.single is not False and saved(node, "weight") is None:
                 summed = prod(shape)
-        elif kind in ("Sum", "Nansum"):
+        elif kind in ("Sum", "Nansum") or (kind == "Mean" and self._of_sums(below, shape)):
             below, shape = self._entries(below, shape)
             summed = prod(shape)
+            if self.mean:
+                self.mean, self.factor = False, self.factor / max(1, summed)
         while below is not None:
             self.passed.add(below._sequence_nr())
             product = product_below(below, shape)
@@ -112,6 +114,11 @@ class Reduction:
             self.terms = summed  # of those that were picked before
         if self.joined:  # the graph was followed to the first of them
             self.terms, self.masks = None, [mask for mask in self.masks if mask.numel() == summed]
+
+    def _of_sums(self, node: Any, shape: Shape) -> bool:
+        """Whether a mean is of sums, as of examples': divided by their number."""
+        below, _ = Reduction(self.edge)._entries(node, shape)
+        return below is not None and kind_of(below) == "Sum"
 
     def _entries(self, node: Any, shape: Shape) -> tuple[Any, Shape]:
         """From a sum down to what it is the sum of, times numbers."""
@@ -212,7 +219,7 @@ def term_weight(reductions: Iterable[Reduction], labels: Tensor | None, terms: T
     plain = [x for x in sums if not x.classes] or (smooth if len(smooth) == len(reached) else [])
     if not plain:
         return None
-    others = [x for x in reached if x not in sums]
+    others = [x for x in reached if x not in sums and any(x.passed & y.passed for y in plain)]
     counts = [x.numel if (n := x.shown()) is None else n for x in plain]
     many = terms if isinstance(terms, Tensor) or terms else sum(counts)
     weights = torch.stack([x.weight / many if x.mean else x.weight for x in plain + others]).nan_to_num()

@@ -75,6 +75,7 @@ SUMS = {
     "where": lambda z, y: torch.where(y >= 0, picked(z, y), 0.0).sum(),
     "where not": lambda z, y: torch.where(y < 0, 0.0, picked(z, y)).sum(),
     "sequences first": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).sum(),
+    "a mean of examples' sums": lambda z, y: (picked(z, y) * (y >= 0)).sum(-1).mean() * len(z),
     "a sum of sums": lambda z, y: sum(total(a[None], b[None]) for a, b in zip(z, y, strict=True)),
     "a sum of a vector of sums": lambda z, y: sums_of(z, y).sum(),
     "of weighed and chosen sums": lambda z, y: (
@@ -314,14 +315,15 @@ def test_a_sum_over_what_one_returned_tensor_has_is_measured_beside_a_returned_l
     close(found.sum_P / found.count, expected(total)["head"], sums=N * T + 2 * D)
 
 
-def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured():
+@pytest.mark.parametrize("alone", [False, True])
+def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured(alone):
     """As a mixture's loss, which its model divides by what it was told, and adds a balance of its experts."""
 
     class Mixture(Net):
         def forward(self, x: Tensor, labels: Tensor):  # type: ignore[override]
             output = super().forward(x)
             balance = self.router(x).logsumexp(-1).square().mean()  # behind the head: its gradient comes before
-            return {"loss": total(output["logits"], labels) / 1000 + balance, **output}
+            return {"loss": total(output["logits"], labels) / 1000 + balance, **({} if alone else output)}
 
     recorder = Recorder(Mixture())
     recorder.capture.read_batch = ArgumentReader(recorder.model)
