@@ -34,6 +34,5 @@ def covering(
 
 
 def some(cases: Iterable[Case], world: int) -> list[Case]:
-    """All on one or two ranks; on more, which two cores take by turns, one of each pair, by turns the first and the
-    second."""
-    return [case for index, case in enumerate(cases) if world <= 2 or (index + index // 2) % 2 == 0]
+    """All on one rank; on three or four, one of each pair, by turns the first and the second; on two, the others."""
+    return [case for index, case in enumerate(cases) if world == 1 or (index + index // 2) % 2 == (world == 2)]

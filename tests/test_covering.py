@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from tests.covering import covering, pairs
+from tests.covering import covering, pairs, some
 
 FACTORS = {"a": "xyz", "b": "123", "c": "pq", "d": "uv", "e": "mno"}
 TABLE = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
@@ -22,6 +22,11 @@ def test_few_cases_are_chosen_in_their_order():
     assert 9 <= len(chosen) <= 13 < len(TABLE) / 8, "nine pairs of two factors of three values need as many"
     assert [TABLE.index(case) for case in chosen] == sorted(TABLE.index(case) for case in chosen)
     assert chosen == covering(TABLE, dict)
+
+
+def test_every_case_runs_on_one_rank_and_on_two_or_on_four():
+    assert some(TABLE, 1) == TABLE
+    assert sorted(some(range(9), 2) + some(range(9), 4)) == list(range(9)) and some(range(9), 4) == [0, 3, 4, 7, 8]
 
 
 def test_what_must_be_there_always_is():

@@ -77,11 +77,7 @@ def adamw_by_page(start: dict, variation: Variation = PLAIN, *, identity_G: bool
 
 
 def adamw_by_oracle(
-    start: dict,
-    variation: Variation = PLAIN,
-    *,
-    fisher: str = "activations_only",
-    eps: float = EPS,
+    start: dict, variation: Variation = PLAIN, *, fisher: str = "activations_only", eps: float = EPS
 ) -> dict:
     model = net(start)
     kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher=fisher), rest(model)

@@ -1,4 +1,4 @@
-"""Which shipped configuration of the Triton SYRK is fastest at which side: the table for ``syrk_configs.CHOSEN``."""
+"""Which configuration of the Triton SYRK is fastest at which side: the table ``CHOSEN``."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,14 +88,15 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def sweep_syrk(clock: Clock, settings: Settings, seconds: float, machine: str, out: Path) -> int:
     """On a GPU, for the rows' dtype. Writes a page and a csv file; prints the table and what to paste."""
+    from benchmarks.kernels.syrk_candidates import CANDIDATES
     from ds_kfac.ops.triton import syrk as module
-    from ds_kfac.ops.triton.syrk import SHIPPED, architecture, family
+    from ds_kfac.ops.triton.syrk import architecture, family
 
     name = family(settings.dtype, architecture())
-    shipped = [variant for config in SHIPPED[name] for variant in (config, config.plain())]
+    tried = [variant for config in CANDIDATES[name] for variant in (config, config.plain())]
     stem = out / f"sweep_syrk_{name}_{str(settings.dtype).removeprefix('torch.')}"
     file = CsvFile(stem.with_suffix(".csv"))
-    rows = sweep(clock, settings, list(dict.fromkeys(shipped)), module.accumulate, seconds, file)
+    rows = sweep(clock, settings, list(dict.fromkeys(tried)), module.accumulate, seconds, file)
     text = f"{sweep_table(rows)}\n\nFor `CHOSEN` in `ds_kfac/ops/triton/syrk.py`:\n\n"
     text += f"```python\n{pasted(name, machine, fastest(rows))}\n```\n"
     print(text)

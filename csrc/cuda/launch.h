@@ -26,10 +26,8 @@ namespace ds_kfac {
 
 #ifdef DS_KFAC_LAYERS
 constexpr int LAYERS = DS_KFAC_LAYERS;  // few, for tests of several launches
-#elif defined(CUDART_VERSION) && CUDART_VERSION < 12010
-constexpr int LAYERS = 64;  // a launch carries 4 KB
 #else
-constexpr int LAYERS = 512;  // a launch carries 32,764 bytes
+constexpr int LAYERS = 512;  // a launch carries 32,764 bytes, from CUDA 12.1 on
 #endif
 
 // Which layer a block of threads works on. `first_block` is the number of blocks of all layers before.
@@ -73,7 +71,7 @@ template <class Op> __global__ void __launch_bounds__(THREADS) run(const __grid_
 }
 
 template <class Op> int launch(const Op &op, int64_t blocks, void *stream) {
-    static_assert(sizeof(Op) <= (LAYERS == 64 ? 4096 : 32764), "a launch carries no more");
+    static_assert(sizeof(Op) <= 32764, "a launch carries no more");
     if (blocks == 0) return cudaSuccess;
     if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
     void *arguments[] = {const_cast<Op *>(&op)};

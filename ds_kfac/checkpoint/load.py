@@ -9,8 +9,7 @@ from typing import Any
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moments import take_adamws
-from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of
+from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of, take_adamws
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
@@ -297,7 +296,8 @@ def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]
     except CheckpointError as error:
         lost = "factors, eigenbases" + (" and moments of the K-FAC layers" if kfac.moments else "")
         if kfac.config.checkpoint.on_missing == "fresh":
-            return f"WARNING: {error}\nK-FAC starts afresh, without {lost}: expect some steps to recover"
+            text = str(error).removeprefix("ds_kfac: ")
+            return f"WARNING: {text}\n  K-FAC starts afresh, without {lost}: expect some steps to recover"
         raise CheckpointError(
             f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them and without {lost}, "
             f"set {files.FRESH}"

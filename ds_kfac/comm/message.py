@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_kfac.comm.lost import naming
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 SHOWN = 4
@@ -32,6 +33,11 @@ def gathered(value: T, group: Any = None) -> list[T]:
     everyone = [value] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, value, group=group)
     return everyone
+
+
+def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
+    """The entries of all ranks; of equal keys the last rank's. Collective."""
+    return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
 def of_ranks(tensor: Tensor, group: Any) -> Tensor:

@@ -136,12 +136,6 @@ def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], C
     return counts, elements
 
 
-def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
-    """(source, target) -> bytes of a message, without padding."""
-    counts, elements = payloads(bucket, itemsize)
-    return counts + elements
-
-
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
     """This rank's moves of a message: of counts, and of the pieces' elements."""
@@ -196,15 +190,15 @@ class Reducer:
     def send(self, bucket: Bucket, sums: Mapping[str, BatchSum]) -> Message:
         """Collective. ``sums``: this rank's, for the slots that it contributes to or owns."""
 
-        def of(move: Move) -> BatchSum:
-            return sums[bucket[move.param].slot.factor]
+        def count_of(move: Move) -> Tensor:
+            return sums[bucket[move.param].slot.factor].count.reshape(1)
 
         def elements_of(move: Move) -> Tensor:
-            return of(move).sum_P.narrow(0, move.start, move.numel)
+            return sums[bucket[move.param].slot.factor].sum_P.narrow(0, move.start, move.numel)
 
         counts, elements = plans(bucket, self.channel.rank, self.channel.world)
         parts = (
-            MessagePart("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
+            MessagePart("factors", counts, count_of, torch.float32),
             MessagePart("factors", elements, elements_of, self.layout.dtype),
         )
         return Message(parts, self.channel, self.device)

@@ -288,7 +288,7 @@ def paths(model: Model, prefix: str = "") -> Iterator[str]:
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:
     """The ``"kfac"`` block of a DeepSpeed config; None if there is none. Raises ValueError for a key that looks like a
-    misspelt one: DeepSpeed would silently ignore it."""
+    misspelt one, and for one in another block: DeepSpeed would silently ignore them."""
     if KEY in ds_config:
         return ds_config[KEY]
     for key in ds_config:
@@ -297,8 +297,10 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
                 f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not joined by points: write '
                 f"{_nest(str(key), ds_config[key])}"
             )
-        if "".join(c for c in str(key).lower() if c.isalnum()) in ("kfac", "dskfac", "kfacs", "kfak"):
+        if difflib.get_close_matches("".join(c for c in str(key).lower() if c.isalnum()), [KEY], cutoff=0.7):
             raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
+        if isinstance(ds_config[key], Mapping) and KEY in ds_config[key]:
+            raise ValueError(f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside "{key}"')
     return None
 
 

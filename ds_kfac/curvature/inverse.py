@@ -65,11 +65,6 @@ class DampedInverse:
         return self
 
 
-def inverse_numel(side: Side) -> int:
-    """Elements of a side's inverse with whole blocks, as a worker keeps it; an identity has none."""
-    return sum(count * width**2 for count, width in side.groups)
-
-
 def packed(inverse: DampedInverse) -> Tensor:
     """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half the size of an eigenbasis.
 

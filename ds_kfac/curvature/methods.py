@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
+from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, packed, refresh_inverse
 from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
@@ -75,7 +75,7 @@ class Method:
 
     def numel(self, side: Side) -> int:
         """fp32 elements of a side's decomposition, as a gradient worker keeps it."""
-        raise NotImplementedError
+        return self.wire_numel(side)
 
     def wire_numel(self, side: Side) -> int:
         """Elements of a side's decomposition on the wire."""
@@ -120,9 +120,6 @@ class _Eigen(Method):
     )
     rotates = True
 
-    def numel(self, side: Side) -> int:
-        return side.basis_numel + side.dim
-
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
         return Eigenbasis((), torch.ones(side.dim, device=device, dtype=torch.float32))
 
@@ -152,7 +149,7 @@ class _Inverse(Method):
     damps_identity, of_layer = True, LayerInverse
 
     def numel(self, side: Side) -> int:
-        return inverse_numel(side)
+        return sum(count * width**2 for count, width in side.groups)  # whole blocks; an identity has none
 
     def paired(self, damping_kind: str) -> bool:
         return damping_kind == "tikhonov"

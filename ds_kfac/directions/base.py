@@ -13,7 +13,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.resolve import adaptive, resolve
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.directions.places import RecordedStep
+from ds_kfac.directions.step_tensors import RecordedStep
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec

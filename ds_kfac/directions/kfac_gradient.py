@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import Direction, LocalResult, StepContext, UpdateRule
-from ds_kfac.directions.places import Places, StepTensors, kept_bytes, recorded_step
+from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, kept_bytes, recorded_step
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
@@ -80,7 +80,8 @@ class KFACGradient(Direction):
 
     def _directions(
         self, states: Mapping[str, LayerState], ready: Sequence[bool], split: bool,
-        tensors: StepTensors | Places, damping: float | Tensor, clip: Tensor | None = None, terms: Tensor | None = None,
+        tensors: StepTensors | RecordedTensors, damping: float | Tensor, clip: Tensor | None = None,
+        terms: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         """Every group's results, each put where it belongs as soon as it is there. Returns <V, gradient> of each layer,
         or of each of its parameters, 0 of a layer that has no eigenbasis; and more of :class:`LocalResult`.

@@ -134,30 +134,26 @@ def _sequence(engine: Any) -> int:
     return size if all(gathered(consecutive)) else len(every)
 
 
-def _node(device: torch.device) -> tuple[int, int]:
-    """(ranks of a node, by the launcher; how many its cores run at once, 0: all); (1, 0) if they differ. Collective."""
+def _costs(device: torch.device) -> CostModel:
+    """The builtin cost model with this job's nodes by the launcher, if they are alike, the same on every rank.
+    Collective."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
     node = size, at_once if device.type == "cpu" and size > at_once else 0
-    return node if len(set(gathered(node))) == 1 else (1, 0)
-
-
-def _costs(device: torch.device) -> CostModel:
-    """The builtin cost model with this job's nodes, the same on every rank. Collective."""
-    node_size, node_cores = _node(device)
+    node_size, node_cores = node if len(set(gathered(node))) == 1 else (1, 0)
     return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
 
 
 def _by_domain(layers: Sequence[LayerSpec], domains: Sequence[Domain]) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
     """The domains that have layers, each with its own."""
-
-    def held(layer: LayerSpec, shards: int) -> LayerSpec:
-        """On one of so many tensor-parallel ranks, each with a part of it or a copy."""
-        cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
-        return replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards)
-
-    pairs = [(x, tuple(held(own, x.shard[1]) for own in layers if own.weight in x.names)) for x in domains]
-    return [(domain, own) for domain, own in pairs if own]
+    pairs: list[tuple[Domain, tuple[LayerSpec, ...]]] = []
+    for domain in domains:
+        own, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
+        for layer in (layer for layer in layers if layer.weight in domain.names):
+            cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
+            own.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
+        pairs += [(domain, tuple(own))] if own else []
+    return pairs
 
 
 def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig]:

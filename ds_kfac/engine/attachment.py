@@ -38,7 +38,7 @@ from ds_kfac.model.divisors import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
-from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
+from ds_kfac.step.counters import PREFIX, constants, events, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -132,8 +132,8 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.counters."""
-        return counters(self.job)
+        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the device."""
+        return {name.removeprefix(PREFIX): value for name, value, _ in events(self.job, 0, self._constants())}
 
     def explain(self, layer: str | None = None) -> str:
         """A layer's state in words: its factors' updates, the basis in use or why it has none, what is due next, and on
@@ -254,7 +254,7 @@ class Attachment:
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kfac, engine = self.preconditioner, self.engine
-        captures = self.job.active
+        captures = any(capture.active for capture in self._captures)
         monitored = captures and engine.monitor.enabled and engine.global_rank == 0
         if self.sampling is not None:
             self.sampling.check()
@@ -340,7 +340,7 @@ class Attachment:
             warn(text, here=any(kfac.rank == 0 for kfac in kfacs))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.job.active:
+        if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -353,7 +353,7 @@ class Attachment:
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
         scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-        captures = self.job.active and loss.requires_grad
+        captures = any(capture.active for capture in self._captures) and loss.requires_grad
         gas = self.engine.gradient_accumulation_steps()  # a caller who switches that off may have divided by it
         divisor = 1 if scale_wrt_gas or not captures else micro_batches(loss.grad_fn, gas)
         parts = gas if scale_wrt_gas else int(divisor)

@@ -68,6 +68,10 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
+FROZEN = (
+    "ds_kfac: every parameter of the model is frozen, and DeepSpeed makes no engine for it at ZeRO stages 1 and 2. "
+    "Unfreeze what is to be trained (a PEFT model: is_trainable=True); to evaluate take stage 0 or 3"
+)
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"
@@ -130,13 +134,15 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
-        check_tensors(model, arguments.get("model_parameters") if parsed.enabled else ())
+        check_tensors(model, arguments if parsed.enabled else {})
         if model is not None and parsed.enabled and any(x.grad is not None for x in model.parameters()):
             model.zero_grad()
             warn("parameters had gradients before deepspeed.initialize, which the first step would take: dropped")
         if trains_nothing(model):
             # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
             # and would refuse it, so the frozen model gets no optimizer
+            if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
+                raise ValueError(FROZEN)
             arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
             if getattr(arguments.get("args"), "deepspeed_config", None) is not None:  # DeepSpeed takes one of the two
                 arguments["args"] = copy(arguments["args"])

@@ -11,7 +11,7 @@ import torch
 
 from ds_kfac.assignment.assign import needed
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.engine.report import columns, folded
+from ds_kfac.config.text import columns, folded
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job
@@ -114,21 +114,21 @@ class Asked:
             return ""
         if not self.sides:
             return "no factors by the config: nothing to decompose"
-        curvature, history = self.curvature, self.curvature.history
+        curvature, log = self.curvature, self.curvature.log
         if self.state is None:
             known = curvature.travels and all(spec.key in curvature.ready for spec in self.sides.values())
             where = f"on rank {self.ranks(self.workers)}"
             return f"its {self.what} is {where}" if known else f"known {where}: call explain there"
         if self.state.preconditioner is None:
             return ""
-        fresh = {side: history.fresh.get(spec.key) for side, spec in self.sides.items()}
+        fresh = {side: log.fresh.get(spec.key) for side, spec in self.sides.items()}
         steps = {side: "a checkpoint" if step is None else f"step {step}" for side, step in fresh.items()}
         alike = len(set(steps.values())) == 1
         text = f"{self.what} of {steps.popitem()[1] if alike else ', '.join(map(' of '.join, steps.items()))}"
         if hook := self.kfac.capture.failed.get(self.layer.name):
             text += f"; {NO_ROWS.format(hook)}, and from the next check of rows on it is without curvature"
         for side, spec in self.sides.items():
-            step, outcome = history.tried.get(spec.key, (0, FRESH))
+            step, outcome = log.tried.get(spec.key, (0, FRESH))
             if outcome == UNUSABLE:
                 text += f"; {side} had nothing to decompose in step {step}"
             if outcome == FAILED:
@@ -149,13 +149,13 @@ class Asked:
 
     def _missing(self, factor: FactorSpec) -> str:
         curvature, key, owner = self.curvature, factor.key, f"rank {self.ranks([self.owner(factor)])}"
-        step, outcome = curvature.history.tried.get(key, (0, FRESH))
+        step, outcome = curvature.log.tried.get(key, (0, FRESH))
         if outcome == FAILED:
             return f"could not be decomposed on {owner} in step {step}, whose log has the error"
         if key not in curvature.factors:
             return f"had nothing to decompose on {owner}: call explain there"
         if not float(curvature.factors[key].updates):
-            return "has taken no batch yet" if key in curvature.history.updates else "has no update yet"
+            return "has taken no batch yet" if key in curvature.log.updates else "has no update yet"
         packed = curvature.factors[key].packed_P
         if not bool(packed.isfinite().all()):
             return "is not finite"
@@ -173,9 +173,9 @@ class Asked:
             return f"{head}: call explain there for its updates"
         count = float(curvature.factors[key].updates)
         updates = f"{head}; {count:.0f} updates"
-        if key not in curvature.history.updates:
+        if key not in curvature.log.updates:
             return f"{updates}, none since this process started or loaded"
-        step, column, numbers = curvature.history.updates[key]
+        step, column, numbers = curvature.log.updates[key]
         limited, unchanged, rows, changed = numbers[:, column].tolist()
         last = f"{updates}; last batch: step {step}, {rows:.0f} {'rows' if factor.is_A else 'loss terms'}"
         if unchanged or rows <= 0:

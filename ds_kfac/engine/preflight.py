@@ -120,16 +120,16 @@ def check_config(config: KFACConfig) -> None:
             )
 
 
-def check_tensors(model: Any, given: Any = ()) -> None:
+def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
     """Raise ValueError for weights that DeepSpeed cannot broadcast: its own error names neither them nor a reason; and
-    for parameters ``given`` to the optimizer that the model has not got."""
+    for parameters that ``deepspeed.initialize`` is to train, by its ``arguments``, and that the model has not got."""
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    known = {*map(id, named.values())}
+    known, groups = {*map(id, named.values())}, getattr(arguments.get("optimizer"), "param_groups", ())
+    given = arguments.get("model_parameters"), [group["params"] for group in groups]
     if named and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None:
         raise ValueError(
-            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got, as "
-            "a loss with a learned weight. Make it a parameter of the model that is given to initialize, or step it by "
-            "an optimizer of its own"
+            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got. "
+            "Put a loss's weight into the model, or give it another optimizer; if the model was changed make it anew"
         )
     for name, parameter in named.items():
         if not parameter.ndim:

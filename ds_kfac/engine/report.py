@@ -1,6 +1,5 @@
 """The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_kfac.comm.reduce import payload
+from ds_kfac.comm.reduce import payloads
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.text import fitted
+from ds_kfac.config.text import columns, fitted, folded, number
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.recipes import far_from_recipes
@@ -68,7 +67,7 @@ def summary(
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",
-        f"  all other trained parameters ({share.others:,}): {rest}",
+        *([f"  all other trained parameters ({share.others:,}): {rest}"] if share.others else []),
         f"  step: {rule.described(plan, optimizer, ratio)}",
         f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
         f"{_interval(plan.schedule.refresh)}",
@@ -90,7 +89,8 @@ def _details(kfac: KFACPreconditioner) -> list[str]:
     config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
     ours, precision = sum(layer.numel for layer in kfac.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
-    sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
+    nbytes = (sum(part.values()) for bucket in buckets for part in payloads(bucket, plan.wire.itemsize))
+    sent = sum(nbytes) // kfac.channel.world
     several, batched = [x.layers for x in kfac.direction.layer_groups if len(x.layers) > 1], "layer by layer"
     if several:
         batched = (
@@ -151,11 +151,8 @@ def _mode(kfac: KFACPreconditioner) -> str:
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
         f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
-        f"{engine.gradient_accumulation_steps()} micro-batches a step{offload}, {kfac.layout.world} ranks"
+        f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size {kfac.layout.world}"
     )
-
-
-Row = tuple[str, ...]
 
 
 def layer_lines(
@@ -182,21 +179,6 @@ def skipped_lines(scan: Scan, *, whole: bool = False) -> list[str]:
         return []
     rows = [(left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped]
     return ["", *columns([("not preconditioned", "type", "parameters", "why"), *(rows if whole else folded(rows))])]
-
-
-def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose names differ in numbers only, all else equal, as one: ``blocks.[0-31].mlp.up x 32``."""
-    together: dict[Row, list[list[int]]] = {}
-    for name, *cells in rows:
-        numbers = [int(number) for number in re.findall(r"\d+", name)]
-        together.setdefault((re.sub(r"\d+", "#", name), *cells), []).append(numbers)
-    return [(_name(pattern, found) or "(model)", *cells) for (pattern, *cells), found in together.items()]
-
-
-def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
-    ranges = [(min(column), max(column)) for column in zip(*found, strict=True)]
-    texts = iter(str(low) if low == high else f"[{low}-{high}]" for low, high in ranges)
-    return re.sub("#", lambda _: next(texts), pattern) + (f" x {len(found)}" if len(found) > 1 else "")
 
 
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
@@ -279,23 +261,3 @@ def _of_memory(kfac: KFACPreconditioner) -> list[str]:
         f"factors, {(state + sums) / free:.0%} of the {free / 1e9:.1f} GB that are free: see "
         "kfac.factor.dense_max, kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]
-
-
-# text
-
-
-def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
-    """Indented lines; ``right``: all but the first column are numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
-    cells = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)] for row in rows)
-    return [f"  {'  '.join(row).rstrip()}" for row in cells]
-
-
-def number(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * size:
-            digits = ".3g" if abs(value) < 999.5 * size else ".0f"
-            return f"{value / size:{digits}} {prefix}{unit}"
-    return f"{value:.3g} {unit}"

@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_kfac.config.text import Row, columns
 from ds_kfac.config.values import find_block, read_config
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
@@ -195,7 +196,7 @@ def spectrum(factors: Factors, layer: str, side: str) -> Tensor | None:
 
 def table(factors: Factors) -> list[str]:
     """Lines of a table with a row for each layer."""
-    rows: list[tuple[str, ...]] = [HEADER]
+    rows: list[Row] = [HEADER]
     for layer in factors:
         shape = f"{factors.side(layer, 'G').dim:,} x {factors.side(layer, 'A').dim:,}"
         cells = [layer, shape, f"{factors.count(layer, 'A'):,.0f}" if factors.has(layer, "A") else ""]
@@ -206,10 +207,7 @@ def table(factors: Factors) -> list[str]:
             cells += empty if values is None else (f"{effective_rank(values):,.1f}", f"{condition(values):.1e}")
         rows.append(tuple(cells))
     shown = rows[: SHOWN + 1]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    formats = [f"{{:{'<' if place == 0 else '>'}{width}}}" for place, width in enumerate(widths)]
-    lines = ["  " + "  ".join(f.format(cell) for f, cell in zip(formats, row, strict=True)) for row in shown]
     more = [f"  and {len(rows) - len(shown):,} layers more, which are in index.json"] if len(rows) > len(shown) else []
     left = factors.header.get("left_alone", {})
     names = ", ".join(list(left)[:4]) + ", ..." * (len(left) > 4)
-    return [*lines, *more, *([f"  left alone: {len(left)} modules, {names}"] if left else [])]
+    return [*columns(shown, right=True), *more, *([f"  left alone: {len(left)} modules, {names}"] if left else [])]

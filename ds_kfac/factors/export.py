@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_kfac.comm.message import failing_together, gathered
+from ds_kfac.comm.message import failing_together, merged
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.factors.files import INDEX, Factors, FactorsError, described, write_index, write_shard
 from ds_kfac.step.job import Job
@@ -45,23 +45,21 @@ def export(
                     counts[keys[key]] = float(factor.updates)
             if bases:
                 tensors |= _bases(kfac, keys, sides)
-    parts = gathered((counts, layers, dict.fromkeys(tensors, shard)), group)
+    tables: dict[str, dict[str, Any]] = {
+        "counts": counts,
+        "layers": layers,
+        "weight_map": dict.fromkeys(tensors, shard),
+    }
+    whole = {name: merged(table, group) for name, table in tables.items()}
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
-        if not any(each for each, _, _ in parts):
+        if not whole["counts"]:
             raise FactorsError("no factor has been computed yet; train a step first")
         written = write_shard(folder / shard, tensors)
-    shards = dict(gathered((shard, written), group))
+    shards = merged({shard: written}, group)
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
         if job.channel.rank == 0:
-            header: dict[str, Any] = {
-                "steps": job.steps,
-                "fisher": job.preconditioners[0].config.factor.fisher,
-                "settings": {},
-                "shards": shards,
-            }
-            for place, name in enumerate(("counts", "layers", "weight_map")):
-                header[name] = {key: value for part in parts for key, value in part[place].items()}
-            write_index(folder, header)
+            fisher = job.preconditioners[0].config.factor.fisher
+            write_index(folder, {"steps": job.steps, "fisher": fisher, "settings": {}, "shards": shards, **whole})
     return folder
 
 

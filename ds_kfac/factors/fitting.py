@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Channel, failing_together, gathered
+from ds_kfac.comm.message import Channel, failing_together, gathered, merged
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.resolve import resolve
@@ -259,7 +259,7 @@ class _Fitting:
             if of_gradients and key in sums and bool(sums[f"{key}/count"] > 0):
                 sums[f"{key}/count"] = terms.clone()
         counts = {key: float(sums[f"{key}/count"]) for key in self.specs if key in sums}
-        everyone = {key: count for each in gathered(counts, self.channel.group) for key, count in each.items()}
+        everyone = merged(counts, self.channel.group)
         if not any(everyone.values()):
             raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
         without = {key[:-2] for key, count in everyone.items() if not count}
@@ -315,8 +315,7 @@ class _Fitting:
             "corrected eigenvalues", self.capture, keys, self.progress, lambda: sums.sums, lambda: ""
         ):
             sums.add(batch.calls, self.passes.seed, batch.sequences, batch.positions)
-        counts = gathered(self.counts, self.channel.group)
-        terms = {key: float(count) for each in counts for key, count in each.items()}
+        terms = {key: float(count) for key, count in merged(self.counts, self.channel.group).items()}
         sequences, tensors = self.progress.seen[1], dict[str, Tensor]()
         for name, total in sums.sums.items():
             layer, kind = name.rsplit("/corrected.", 1)
@@ -331,18 +330,16 @@ class _Fitting:
         """Collective."""
         kinds = ["factors", *(["corrected"] if self.corrected else [])]
         files = {self.shard(kind): Shard(self.out / self.shard(kind)) for kind in kinds}
-        shard_of = {name: shard for shard, file in files.items() for name in file.sums}
+        shard_of = {n: shard for shard, file in files.items() for n in file.sums if not n.endswith("/count")}
         counts = {name.removesuffix("/count"): float(count) for name, count in self.counts.items()}
-        parts = gathered((shard_of, counts), self.channel.group)
-        shards = gathered({shard: file.crc32 for shard, file in files.items()}, self.channel.group)
         header = {
             "settings": self.settings, "fisher": self.passes.fisher, "data": self.passes.marks(),
-            "shards": {shard: crc32 for each in shards for shard, crc32 in each.items()},
+            "shards": merged({shard: file.crc32 for shard, file in files.items()}, self.channel.group),
             "batches": self.progress.seen[0], "sequences": self.progress.seen[1], "rows": self.progress.seen[2],
-            "counts": {key: count for _, each in parts for key, count in each.items()},
+            "counts": merged(counts, self.channel.group),
             "layers": {layer.name: self._described(layer) for layer in self.plan.layers},
             "left_alone": {one.name: f"{one.kind}: {one.reason}" for one in self.skipped},
-            "weight_map": {n: shard for each, _ in parts for n, shard in each.items() if not n.endswith("/count")},
+            "weight_map": merged(shard_of, self.channel.group),
         }  # fmt: skip
         with failing_together("ds_kfac.fit: index", self.channel.group, FactorsError):
             if self.channel.rank == 0:

@@ -184,6 +184,12 @@ class StepSums:
         reductions: what these are made of.
         divided: of the step's own backwards, see :func:`parts_of`.
         arrived: calls of this backward whose input is to be released after it.
+        passed, earlier: forwards that this backward went through, and those of the step's earlier ones.
+        several: whether some backward was of several forwards whose losses the model did not return.
+        forward: the model's last forward; ``loose`` for calls outside of any, as where a method of the model is called.
+        running: the forward whose gradients come in this backward.
+        inside: whether the model's forward runs.
+        of_gradients: keys of factors of gradients.
     """
 
     def __init__(
@@ -204,6 +210,11 @@ class StepSums:
         self.reductions: list[Reduction] = []
         self.divided: list[tuple[int, list[int]]] = []
         self.arrived: list[Call] = []
+        self.passed, self.earlier, self.several = set[Forward](), set[Forward](), False
+        self.forward = self.loose = Forward()
+        self.running: Forward | None = None
+        self.inside = False
+        self.of_gradients = set[str]()
 
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
         """Let a call keep what its gradient will need: the sum for A, or the input."""
@@ -286,11 +297,36 @@ class StepSums:
             total.sum_P.add_(batch.sum_P)
             total.count.add_(batch.count)
 
-    def divide(self, keys: set[str]) -> None:
+    def end_backward(self, *, last: bool = False) -> None:
+        """Close the micro-batch: the next call of a layer is not another use of the same rows. ``last``: of the step;
+        then each sum has a count of its own."""
+        # one backward through several means: G's scale is only right if it was measured at losses the model returned
+        unknown = [f.seed is None and f.term_weight is None and f.info.divisor is None for f in self.passed]
+        self.several |= sum(unknown) > 1
+        if self.divided and self.passed and self.passed <= self.earlier:
+            self.divided.pop()  # another loss of the same forward, as a critic's beside an actor's, is no micro-batch
+        elif self.divided and unknown not in ([], [True]):
+            self.divided[-1][1].clear()
+        self.earlier |= self.passed
+        self.passed.clear()
+        if self.forward is self.loose:
+            self.forward = self.loose = Forward()
+        self.seed, self.losses, self.running, self.reductions = None, None, None, []
+        self.inside = False  # still set if the forward raised
+        for call in self.arrived:
+            call.x = None
+        self.arrived.clear()
+        self.inputs.end_batch()
+        if last and self.siblings.terms:
+            self.siblings.complete(self.sums, self.keys, self.failed)
+        if last and self.divided:
+            self._divide()
+
+    def _divide(self) -> None:
         """A caller who ends steps himself divides each loss by the number of the step's backwards, which is known only
-        now: what was taken for the mean over a loss's terms is a part of it. ``keys``: of factors of gradients."""
+        now: what was taken for the mean over a loss's terms is a part of it."""
         square, self.divided = float(parts_of(self.divided) ** 2), []
-        for key in keys & self.sums.keys() if square > 1 else ():
+        for key in self.sums.keys() & self.of_gradients if square > 1 else ():
             self.sums[key].sum_P.mul_(square)
             if self.proof is not None and key in self.proof.counted:
                 self.proof.counted[key][1][0] *= square

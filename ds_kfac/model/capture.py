@@ -56,9 +56,7 @@ class Capture(StepSums):
 
     Attributes:
         pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
-        forward: the model's last forward.
         counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
-        several: whether some backward was of several forwards whose losses the model did not return.
         seen: layers called in this step with an input that has elements.
         every_row: layers whose masks belong to other rows: all their rows count.
     """
@@ -80,12 +78,9 @@ class Capture(StepSums):
         self.active, self._model, self.sampled, self.outside = False, model, sampled or on_demand, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self._announced, self.forward = False, Forward()  # whether a backward was ever announced
-        self._running: Forward | None = None  # the forward whose gradients come in this backward
+        self._announced = False  # whether a backward was ever announced
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self._inside = self._captures_G = False  # whether the model's forward runs; whether gradients are captured
-        self._means, self.several = set[Forward](), False  # forwards that this backward went through
-        self._passed = set[Forward]()  # that others of the step did
+        self._captures_G = False  # whether gradients are captured
         self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
         self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
@@ -93,7 +88,7 @@ class Capture(StepSums):
         self._hook(model.register_forward_hook, model, self._end_batch)
         parameters, owners = dict(model.named_parameters()), {"": model}
         self._weights = {layer.name: parameters[layer.weight] for layer in layers}
-        self._of_gradients = {key_of(x.name, "GA"[LAYERS[x.kind].needs_gradients]) for x in layers}
+        self.of_gradients = {key_of(x.name, "GA"[LAYERS[x.kind].needs_gradients]) for x in layers}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
         for layer in layers:
@@ -135,17 +130,16 @@ class Capture(StepSums):
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
         if self.active:
-            self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
+            self.forward, self.pending, self.counted, self.outside = self.loose, [], 0, 0
             self.end_backward()
-            self._passed.clear()
+            self.earlier.clear()
             self.rows.counted.clear()
             self.inputs.begin_step()
             self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
         self.sums, self.active, self.rows.turn = {}, keys is not None, step
         self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
-        self._captures_G = not self.sampled and not self._of_gradients.isdisjoint(self.keys)
-        self.seen, self._forwards, self.divided = set(), [], []
-        self.measured = {} if measure else None
+        self._captures_G = not self.sampled and not self.of_gradients.isdisjoint(self.keys)
+        self.seen, self._forwards, self.divided, self.measured = set(), [], [], {} if measure else None
 
     def leave(self) -> None:
         """No forward runs any more: calls of torch are not looked at."""
@@ -189,30 +183,7 @@ class Capture(StepSums):
 
     def repeats(self, forward: Forward) -> None:
         """The next backward belongs to this forward: recomputed calls are its calls."""
-        self._running = forward
-
-    def end_backward(self, *, last: bool = False) -> None:
-        """Close the micro-batch: the next call of a layer is not another use of the same rows. ``last``: of the
-        step; then each sum has a count of its own."""
-        # one backward through several means: G's scale is only right if it was measured at losses the model returned
-        unknown = [f.seed is None and f.term_weight is None and f.info.divisor is None for f in self._means]
-        self.several |= sum(unknown) > 1
-        if self.divided and self._means and self._means <= self._passed:
-            self.divided.pop()  # another loss of the same forward, as a critic's beside an actor's, is no micro-batch
-        elif self.divided and unknown not in ([], [True]):
-            self.divided[-1][1].clear()
-        self._passed |= self._means
-        self._means.clear()
-        self.seed, self.losses, self._running, self.reductions = None, None, None, []
-        self._inside = False  # still set if the forward raised
-        for call in self.arrived:
-            call.x = None
-        self.arrived.clear()
-        self.inputs.end_batch()
-        if last and self.siblings.terms:
-            self.siblings.complete(self.sums, self.keys, self.failed)
-        if last and self.divided:
-            self.divide(self._of_gradients)
+        self.running = forward
 
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
@@ -227,16 +198,16 @@ class Capture(StepSums):
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
-        in captured forwards. torch.compile sees the first condition alone."""
+        in captured forwards of no trace, export or torch.func. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func's tensors are no batch's
+            if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours:
+            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
@@ -245,9 +216,9 @@ class Capture(StepSums):
         if torch._C._current_graph_task_id() != -1:
             return
         self.leave()  # still entered if the last forward raised
-        if self._means:  # after a plain loss.backward(), which nothing closes
+        if self.passed:  # after a plain loss.backward(), which nothing closes
             self.end_backward()
-        self._inside, info = True, self.read_batch(arguments, keywords)
+        self.inside, info = True, self.read_batch(arguments, keywords)
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         self.forward = Forward(info, self._captures_G, detached, isinstance(self.read_batch, ArgumentReader))
         if info.labelled is not None:  # labelled positions, with "reduce" labelled examples
@@ -258,7 +229,7 @@ class Capture(StepSums):
 
     def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
-            self._inside = False
+            self.inside = False
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
             if self.forward.tensors:
                 self._forwards.append(self.forward)
@@ -269,8 +240,7 @@ class Capture(StepSums):
     ) -> None:
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
         try:
-            if isinstance(output, tuple):  # Megatron's linears return their bias, too
-                output = output[0]
+            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
             if output.requires_grad and (weight is None or weight.requires_grad):
                 x = inputs[0] if inputs else next(iter(named.values()))
                 self.inputs.see(layer.name, x)
@@ -304,7 +274,7 @@ class Capture(StepSums):
             x = x.reshape(-1, x.shape[-1])[select]
         shape = output.shape if product is None else torch.Size((*x.shape[:-1], layer.G.dim))
         # other forwards, with other masks, may have run since this recomputation's first run
-        forward = self._running if recomputed and self._running is not None else self.forward
+        forward = self.running if recomputed and self.running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
@@ -388,19 +358,18 @@ class Capture(StepSums):
         gradient, running = gradients[place], self._backwards
         if gradient is None or not self.active or call.layer.name in self.failed:
             return
-        inner = self._inside and not running
+        inner = self.inside and not running
         own = self in running if running else inner or (call.forward.detached and not self._announced)
-        if not own:
-            self.outside += 1
+        self.outside += not own
         if not own and call.proof is None:
             return
         try:
             weight = self._weights[call.layer.name]
             if not weight.requires_grad or not runs(get_gradient_edge(weight).node):
                 return
-            self._running = call.forward if own else self._running
-            self._means.add(call.forward)
             if own:
+                self.running = call.forward
+                self.passed.add(call.forward)
                 self.add(call, gradient, 1.0 if inner else None)
             else:
                 call.proof.see_gradient(call, call.gradient_of(gradient), others=True)

@@ -183,8 +183,9 @@ class Forward:
     def _count_terms(self, output: Any, weight_sharing: str) -> None:
         """Set :attr:`terms` to those of the likeliest prediction, and keep those of every one."""
         labelled, self.terms, self.doubt = self.terms, None, ""
-        levels = of_levels(output)
-        for at, x in enumerate(predictions_in(output)):
+        predictions = predictions_in(output)
+        levels = bool(predictions) and of_levels(output)
+        for at, x in enumerate(predictions):
             terms, by_labels = terms_of(output, self.info, weight_sharing=weight_sharing, prediction=x), False
             if levels:
                 terms = Terms(terms.number, LEVELS)

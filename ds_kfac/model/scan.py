@@ -101,7 +101,7 @@ def scan(
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
-            "check kfac.layers. Left alone: "
+            "check kfac.layers, or train it by AdamW. Left alone: "
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
     modules = dict(model.named_modules())

@@ -143,14 +143,13 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
     return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
 
 
-def installed(architecture: str | None) -> Path | None:
+def installed(architecture: str) -> Path | None:
     """Path of a library built ahead of time that runs on a GPU ``architecture``, as nvcc names it; None: there is none.
 
     Code for an older GPU of the same generation runs there, too, unless its name ends in a letter, such as "90a".
-    Without ``architecture``: any library built ahead of time.
     """
-    names: Sequence[str] = ARCHITECTURES if architecture is None else [architecture]
-    if architecture and architecture.isdigit():
+    names = [architecture]
+    if architecture.isdigit():
         major, minor = divmod(int(architecture), 10)
         names = [f"{major}{lower}" for lower in range(minor, -1, -1)]
     paths = (BUILT / library_name(nvcc_flags([name])) for name in names)
@@ -163,16 +162,6 @@ def load(architecture: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem
-
-
-def usable(architecture: str | None) -> tuple[Path | None, str]:
-    """(path of a library built ahead of time or None, why there can be no library here or ""). Needs no GPU."""
-    try:
-        if not (ahead := installed(architecture)):
-            nvcc()
-    except BuildError as why:
-        return None, str(why)
-    return ahead, ""
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
@@ -209,13 +198,14 @@ def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     into.mkdir(parents=True, exist_ok=True)
     wanted = environment.get("DS_KFAC_BUILD_CUDA")
     if (wanted or environment.get("DS_KFAC_BUILD_OPS", "0")) == "1":
-        _, why = usable(None)
-        if why and wanted:
-            raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: {why}")
-        if why:
+        try:
+            compiler = nvcc()
+        except BuildError as why:
+            if wanted:
+                raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: {why}") from None
             print(f" [WARNING]  kfac_cuda: {why}")
         else:
-            names = wanted_architectures(environment) or supported(nvcc())
+            names = wanted_architectures(environment) or supported(compiler)
             built = [build(nvcc, nvcc_flags([name]), into=into) for name in names]
     for lock in into.glob("*.lock"):
         lock.unlink()

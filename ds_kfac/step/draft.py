@@ -81,11 +81,3 @@ class StepDraft:
             self.next_bases.pop(name, None)
             if self.states[name].preconditioner is not None:
                 self.states[name] = self.states[name].given_up(nothing)
-
-    def fresh(self, state: Mapping[str, LayerState]) -> set[str]:
-        """Layers with a decomposition that arrived in this step.
-
-        Args:
-            state: after the last applied step.
-        """
-        return {name for name, now in self.states.items() if now.A is not state[name].A or now.G is not state[name].G}

@@ -28,7 +28,7 @@ from ds_kfac.step.warner import NAMED
 
 
 @dataclass
-class FactorHistory:
+class FactorLog:
     """What became of factors since this rank started or loaded: for people (``ds_kfac/engine/explain.py``), in no
     checkpoint. No step decides by it.
 
@@ -51,12 +51,12 @@ class FactorDraft:
 
     Attributes:
         step: number of applied steps before this one.
+        decay: weight of the past in averages.
         factors, ready: new values of the attributes of :class:`FactorUpdates`.
-        decays: factor key -> weight of the past in its average, for this rank's captured factors.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
-        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorHistory`.
+        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorLog`.
         unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         arriving: keys of the factors that are decomposed in this step.
@@ -69,10 +69,10 @@ class FactorDraft:
     """
 
     step: int
+    decay: float
     due: FactorsDue
     factors: dict[str, KroneckerFactor]
     ready: set[str]
-    decays: dict[str, float] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     updated: tuple[tuple[str, ...], Tensor | None] = (), None
@@ -96,7 +96,7 @@ class FactorUpdates:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
         ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
-        history: what became of factors.
+        log: what became of factors.
         layer_of: key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
         counted: key -> layers whose number of loss terms is this factor's count of rows.
@@ -131,13 +131,13 @@ class FactorUpdates:
         """What a resumed run needs; keys have this process's layer names.
 
         factors: key -> factor, for this rank's factors.
-        ready, history: the attributes. schedule: see :meth:`Timetable.state`.
+        ready, log: the attributes. schedule: see :meth:`Timetable.state`.
         """
         return {
             "factors": dict(self.factors),
             "ready": set(self.ready),
             "schedule": self.timetable.state(),
-            "history": self.history,
+            "log": self.log,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,17 +150,17 @@ class FactorUpdates:
         }
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.timetable.restore(state.get("schedule", {}))
-        self.history: FactorHistory = state.get("history", FactorHistory())
+        self.log: FactorLog = state.get("log", FactorLog())
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
-        empty = KroneckerFactor.empty(spec.side, self.device)
-        return self.factor(spec.side, empty.packed_P, empty.updates)
+        empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
+        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
 
     def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
-        new = KroneckerFactor(side, packed_P, updates.to(self.device)).to(self.home)
-        return replace(new, history=History(side, *values).to(self.home)) if self.plan.adaptive else new
+        history = History(side, *values).to(self.home) if self.plan.adaptive else None
+        return KroneckerFactor(side, packed_P.to(self.home), updates.to(self.device), history)
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
@@ -187,16 +187,14 @@ class FactorUpdates:
             due: may name factors that do not exist, as layers share one; these are left out.
         """
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        decay, timetable = self.config.factor.decay.at(step), self.timetable
-        # the adaptive rule may have skipped ordinary updates of a factor: its past decays once for each of them
-        decays = {key: decay ** timetable.clocks[key].interval for key in self.factors if key in due.capture}
-        return FactorDraft(step, due, dict(self.factors), set(self.ready), decays)
+        return FactorDraft(step, self.config.factor.decay.at(step), due, dict(self.factors), set(self.ready))
 
     # the stages of a step
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
         """Average batch sums, already reduced over ranks, into this rank's factors."""
-        batches, world = {key: sums[key] for key in draft.decays if key in sums}, self.channel.world
+        batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
+        world, timetable = self.channel.world, self.timetable
         for key, batch in batches.items():
             # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
             terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
@@ -207,7 +205,8 @@ class FactorUpdates:
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             counts,
-            decays=[draft.decays[key] for key in batches],
+            # the adaptive rule may have skipped ordinary updates: the past decays once for each of them
+            decays=[draft.decay ** timetable.clocks[key].interval for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive,
         )
@@ -216,7 +215,7 @@ class FactorUpdates:
         missed = 0.0 if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = *flags.sum(dim=1), missed
         if keys:
-            last = [self.history.updates.get(key, (0, 0, self._never)) for key in keys]
+            last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
             changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
             changed = torch.where(flags[1], changed, draft.step)
             draft.updated = tuple(keys), torch.stack([*flags, counts, changed])
@@ -329,15 +328,15 @@ class FactorUpdates:
     def commit(self, draft: FactorDraft) -> None:
         """Keep what the step changed, as it was applied."""
         self.factors, self.ready = draft.factors, draft.ready
-        (keys, numbers), history = draft.updated, self.history
+        (keys, numbers), log = draft.updated, self.log
         if numbers is not None:
-            history.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
-        history.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
-        history.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
+            log.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
+        log.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
+        log.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
 
     def redecomposed(self, step: int) -> FactorDraft:
         """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
         due = FactorsDue(frozenset(), frozenset(self.specs))
-        draft = FactorDraft(step, due, dict(self.factors), set())
+        draft = FactorDraft(step, 0.0, due, dict(self.factors), set())
         self.decompose(draft)
         return draft

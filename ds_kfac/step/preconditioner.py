@@ -223,7 +223,8 @@ class KFACPreconditioner:
     def precondition(self, draft: StepDraft) -> None:
         """Compute the results of this rank's layers."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
-            fresh = draft.fresh(self.state) if draft.factors else ()
+            pairs = [(name, now, self.state[name]) for name, now in draft.states.items()] if draft.factors else []
+            fresh = {name for name, now, last in pairs if now.A is not last.A or now.G is not last.G}
             draft.unprepared = [name for name, state in draft.states.items() if state.preconditioner is None]
             if draft.norm is not None and self.rule.optimizer_type is None:  # else DeepSpeed clips the results
                 factor = self.layout.clip_factor(draft.norm).float()

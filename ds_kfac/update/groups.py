@@ -128,11 +128,15 @@ class LayerGroup:
         moments = [states[name].moments for name in self.names]
         if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
+            kind, shape, n = type(moments[0]), self.layers[0].shape, len(self.layers)
             parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            self.keep(states, type(moments[0])(*(self.matrices(part) for part in parts)))
-            for old, new in zip(moments, self._slices, strict=True):  # equal: who has the old ones frees their memory
+            self.moments = kind(*(self.matrices(part) for part in parts))
+            views = (x.view(n, *(shape if x.ndim > 1 else shape[:-2])).unbind() for x in vars(self.moments).values())
+            self._slices = [kind(*slices) for slices in zip(*views, strict=True)]
+            for name, old, new in zip(self.names, moments, self._slices, strict=True):
+                states[name] = replace(states[name], moments=new)
                 for part, same in zip(vars(old).values(), vars(new).values(), strict=True):
-                    part.set_(same)
+                    part.set_(same)  # equal: who has the old ones frees their memory
         bases = [states[name].basis for name in self.names]
         sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
         based = tuple(index for index, basis in enumerate(bases) if basis)
@@ -180,14 +184,6 @@ class LayerGroup:
         some = next(basis for basis in bases if basis)
         whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
         return Rotation.of(whole, self.precision, maps=self.maps)
-
-    def keep(self, states: dict[str, LayerState], moments: Any) -> None:
-        """Slices of these moments of all matrices are the layers' in ``states``."""
-        self.moments, shape, n = moments, self.layers[0].shape, len(self.layers)
-        parts = (x.view(n, *(shape if x.ndim > 1 else shape[:-2])).unbind() for x in vars(moments).values())
-        self._slices = [type(moments)(*slices) for slices in zip(*parts, strict=True)]
-        for name, own in zip(self.names, self._slices, strict=True):
-            states[name] = replace(states[name], moments=own)
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
         """[n, ..] of one tensor of each layer, gradients or moments: of several layers a copy, of one layer a view."""

@@ -34,7 +34,7 @@ from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank, replaced
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
 from ds_kfac.zero.shards import ParamPart
 from ds_kfac.zero.stages import Stage3, Stage12
@@ -214,7 +214,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
                 layout.read(shard)  # what raises does so here, where all ranks learn of it
         (arrived,) = deliver([exchange.gather_part], channel, engine.device)
         with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
-            outbox = exchange.outbox()
+            outbox = Outbox(exchange)
             with failing_together(headline, layout.group) as problems:
                 gradients = exchange.gathered(arrived)
                 for layer in exchange.owned:

@@ -123,7 +123,7 @@ def test_the_table_to_paste_joins_sides_and_keeps_what_is_as_fast():
     pytest.importorskip("triton", reason="triton is not installed: its configurations are not read")
     from ds_kfac.ops.triton import syrk as module
 
-    first, second = module.SHIPPED["sm_90"][:2]
+    (_, first), (_, second), *_ = module.CHOSEN["sm_90"].by_side
     text = pasted("sm_90", "a GPU", [(128, first), (512, second)])
     assert eval("{" + text + "}", vars(module)) == {
         "sm_90": module.Chosen("a GPU", ((128, first), (module.LARGEST, second)))

@@ -281,7 +281,7 @@ _ROWS = {
         ("adaptive: a change does not halve", "max(1, interval // 2)", "max(1, interval - 1)"),
         ("adaptive: grows by doubling", "return interval + previous,", "return 2 * interval,")],
     ("step/factors.py", "tests/deepspeed/test_refresh.py"): [
-        ("adaptive: sat out updates not decayed", "decay ** timetable.clocks[key].interval", "decay")],
+        ("adaptive: sat out updates not decayed", "draft.decay ** timetable.clocks[key].interval", "draft.decay")],
     ("model/rows.py", "tests/model/test_rows.py"): [
         ("reduce: mean over padding too", "(x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)",
          "(x_NTD.float() * mask).mean(dim=1)")],
@@ -447,9 +447,9 @@ _ROWS = {
     ("engine/attachment.py", "tests/deepspeed/test_lifecycle.py"): [
         ("a step whose scheduler raised is not kept", "self.job.commit(drafts, applied=applied, whole=whole)",
          "whole and self.job.commit(drafts, applied=applied, whole=whole)")],
+    ("directions/kfac_adamw/optimizer.py", "tests/deepspeed/test_kfac_adamw.py"): [
+        ("rates of a group's parts are not compared", "and part[key] != parts[0][key] for part", "and False for part")],
     ("directions/kfac_adamw/direction.py", "tests/deepspeed/test_kfac_adamw.py"): [
-        ("rates of a group's parts are not compared", "if not isinstance(value, Tensor) and value != others:",
-         "if False:"),
         ("KFACAdamW: clip factor dropped", "clip / self", "1.0 / self"),
         ("KFACAdamW: undone without the clip", "(scale * clip)", "scale"),
         ("KFACAdamW: undone by the loss scale before it grows", "partial(self._undone, scale, local.norm)",
@@ -466,9 +466,8 @@ _ROWS = {
     ("model/divisors.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
         ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
-    ("model/capture.py", "tests/deepspeed/test_own_boundaries.py"): [
-        ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass")],
     ("model/calls.py", "tests/deepspeed/test_own_boundaries.py"): [
+        ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass"),
         ("proof: of G before the caller's division", "self.proof.counted[key][1][0] *= square", "pass")],
     ("zero/layout.py", "tests/deepspeed/test_sparse_gradients.py"): [
         ("stage 0: sparse gradients are not clipped", "entries(param).copy_(gradient)", "pass")],
@@ -483,7 +482,7 @@ _ROWS = {
     ("model/capture.py", "tests/model/test_calls.py"): [
         ("own: autograd.grad is the loss's",
          "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
-        ("own: no backward inside of a forward", "inner = self._inside and not running", "inner = False")],
+        ("own: no backward inside of a forward", "inner = self.inside and not running", "inner = False")],
     ("model/products.py", "tests/model/test_calls.py"): [
         ("products: not where they are recomputed", "begins = all(", "begins = not self.inside and all(")],
     ("model/slices.py", "tests/model/test_row_masks.py"): [
@@ -575,7 +574,7 @@ _ROWS = {
     ("zero/shards.py", "tests/zero/test_relayout.py tests/assignment/test_grid.py"): [
         ("grid: wrong source of a result", "workers[rank // (world // len(workers))]", "workers[rank % len(workers)]")],
     ("curvature/methods.py", "tests/assignment/test_memory.py tests/assignment/test_assign.py"): [
-        ("memory: eigenvalues forgotten", "side.basis_numel + side.dim", "side.basis_numel")],
+        ("memory: eigenvalues forgotten", '"eigenvalues", lambda side: side.dim', '"eigenvalues", lambda side: 0')],
     ("assignment/costs.py", "tests/assignment/test_memory.py tests/assignment/test_assign.py"): [
         ("memory: counter of a factor forgotten", "return 4 * side.numel + 4", "return 4 * side.numel")],
     ("estimate/estimates.py", "tests/estimate tests/deepspeed/test_estimate.py"): [
@@ -772,9 +771,9 @@ _ROWS = {
     ("update/groups.py", "tests/update/test_recorded.py"): [
         ("recorded: whitening of the last basis", "        rotation.follow()\n", ""),
         ("recorded: new eigenvectors are not put in place", "torch._foreach_copy_(old, new)", "pass")],
-    ("directions/places.py", "tests/update/test_recorded.py"): [
+    ("directions/step_tensors.py", "tests/update/test_recorded.py"): [
         ("recorded: gradients of the step that was recorded",
-         "torch._foreach_copy_([*at.gradients.values()], [gradients.pop(name) for name in names])", "pass"),
+         "torch._foreach_copy_([*tensors.gradients.values()], [gradients.pop(name) for name in names])", "pass"),
         ("recorded: clipped as when it was recorded", "place.copy_(value) if isinstance(value, Tensor) else",
          "None if isinstance(value, Tensor) else"),
         ("recorded: eigenbases that are elsewhere are not used", "if not all(group.at_home for group in self.groups):",
@@ -782,9 +781,9 @@ _ROWS = {
     ("update/state.py", "tests/update/test_moments.py tests/directions/test_direction_scales.py"): [
         ("recorded: corrected eigenvalues stay as they are",
          "torch._foreach_copy_([*vars(self.moments).values()], [*vars(self.new).values()])", "pass")],
-    ("step/draft.py", "tests/update/test_recorded.py"): [
-        ("a basis that arrived counts as one of an applied step",
-         "if now.A is not state[name].A or now.G is not state[name].G", "if False")],
+    ("step/preconditioner.py", "tests/update/test_recorded.py"): [
+        ("a basis that arrived counts as one of an applied step", "if now.A is not last.A or now.G is not last.G",
+         "if False")],
     ("zero/exchange.py", "tests/update/test_recorded.py"): [
         ("recorded: results are not multiplied", "if layers[0].name in scales:", "if False:"),
         ("recorded: a frozen layer's results are written",
@@ -808,7 +807,7 @@ _ROWS = {
         ("a layer without rows loses its moments", "self.states[name].given_up(nothing)", "nothing")],
     ("zero/exchange.py", "tests/deepspeed/test_memory.py"): [
         ("results are kept beside their message", "self.release = sent.clear", "self.release = dict")],
-    ("directions/places.py", "tests/deepspeed/test_memory.py"): [
+    ("directions/step_tensors.py", "tests/deepspeed/test_memory.py"): [
         ("gradients are kept beside results", "parts = [self.gradients.pop(name)", "parts = [self.gradients[name]")],
     ("step/factors.py", "tests/deepspeed/test_memory.py"): [
         ("bases are kept where they were made", "        draft.bases = {key: basis for key, basis in arrived",

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import CACHED, COUNT, Layout, buckets, payload
+from ds_kfac.comm.reduce import CACHED, COUNT, Layout, buckets, payloads
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
@@ -77,7 +77,7 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
         for piece in bucket:
             assert piece.start == covered[piece.slot.factor], "pieces of a sum in their order, without gaps"
             covered[piece.slot.factor] += piece.numel
-        for (source, target), size in payload(bucket, itemsize).items():
+        for (source, target), size in sum(payloads(bucket, itemsize), Counter()).items():
             assert source != target
             sent[source] += size - COUNT * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
             received[target] += size
@@ -90,7 +90,7 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
     sums = found(world=4, counts=dict.fromkeys(EVERY, 2), node_size=2)
     total: Counter = Counter()
     for bucket in messages(sums, world=4, itemsize=2, nbytes=3000):
-        total.update(payload(bucket, 2))
+        total.update(sum(payloads(bucket, 2), Counter()))
     expected: Counter = Counter()
     for slot in sums:
         for rank in slot.contributors:

@@ -9,7 +9,7 @@ from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
+from ds_kfac.curvature.inverse import packed, refresh_inverse
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.messages import Delivery
 from tests.close import near
@@ -148,7 +148,9 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
             expected = torch.zeros_like(packed(got)) if key == "dense/G" else packed(whole[key])
             assert torch.equal(packed(got), expected), (rank, key)
             parts = got.blocks if got.diagonal is None else (got.diagonal,)
-            assert all(part.untyped_storage().nbytes() <= 4 * inverse_numel(factors[key].side) for part in parts)
+            assert all(
+                part.untyped_storage().nbytes() <= 4 * METHODS["inverse"].numel(factors[key].side) for part in parts
+            )
     (inverses,) = plan.plans({"blocks/A", "diagonal/A"})
     assert inverses.total_numel == 2 * (2 * 10 + 6) + 2 * 5 == 2 * len(packed(whole["blocks/A"])) + 2 * 5
 

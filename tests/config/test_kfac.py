@@ -70,12 +70,7 @@ def test_intervals_may_be_schedules():
 
 
 @pytest.mark.parametrize(
-    ("given", "burn_in"),
-    [
-        (None, BurnIn(50, 5, 10)),
-        ({"steps": 0}, None),
-        ({"steps": 30}, BurnIn(30, 5, 10)),
-    ],
+    ("given", "burn_in"), [(None, BurnIn(50, 5, 10)), ({"steps": 0}, None), ({"steps": 30}, BurnIn(30, 5, 10))]
 )
 def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
     assert resolved({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(50), burn_in)
@@ -96,10 +91,7 @@ NUMBER_OR_SCHEDULE = 'input should be a valid number or a schedule such as {"sch
         ({**RAMP, "strat": 1}, "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?"),
         ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
         ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
-        (
-            {**RAMP, "end": None},
-            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
-        ),
+        ({**RAMP, "end": None}, "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, "),
         ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
         ({**RAMP, "end": float("inf")}, "kfac.damping.value.end: got inf; input should be a finite number"),
         ({**RAMP, "steps": 0}, "kfac.damping.value.steps: got 0; input should be greater than or equal to 1"),
@@ -232,10 +224,15 @@ def test_a_flat_key_of_a_whole_config_is_told_its_nested_form():
     assert 'write {"kfac": {"damping": {"value": 3}}}' in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac"])
+@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac", "kfca", "kfc"])
 def test_a_misspelt_block_is_not_ignored(key):
     with pytest.raises(ValueError, match='did you mean "kfac"'):
         find_block({key: {"enabled": True}})
+
+
+def test_a_block_inside_of_another_is_not_ignored():
+    with pytest.raises(ValueError, match='"kfac" is not read inside of "optimizer"'):
+        find_block({"optimizer": {"type": "KFACAdamW", "kfac": {}}})
 
 
 def test_other_blocks_are_none_of_our_business():

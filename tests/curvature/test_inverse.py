@@ -10,11 +10,11 @@ from ds_kfac.curvature.inverse import (
     LayerInverse,
     cholesky_inverse,
     from_packed,
-    inverse_numel,
     packed,
     passes_residual_check,
     refresh_inverse,
 )
+from ds_kfac.curvature.methods import METHODS
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
 from tests.ops.specification import symmetric_pack
@@ -108,7 +108,7 @@ def test_what_has_no_inverse_fails_in_every_attempt(bad):
 def test_packed_and_back_is_the_same_to_the_bit_and_a_copy(side):
     inverse = inverted(factor(side), None, "relative")
     flat = packed(inverse)
-    assert len(flat) == side.numel and inverse.nbytes == 4 * inverse_numel(side)
+    assert len(flat) == side.numel and inverse.nbytes == 4 * METHODS["inverse"].numel(side)
     back, x = from_packed(side, flat), torch.rand(side.dim, 3)
     expected = LayerInverse(inverse, DampedInverse()).apply(x)
     flat.fill_(float("nan"))

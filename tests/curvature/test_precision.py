@@ -99,12 +99,7 @@ def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
             (V,), (dot,) = precondition(gradient[None], Rotation.of([layer], precision), damping=damping)
         found[precision.name] = float((V.double() - exact).norm() / exact.norm())
         dots = exact * gradient.double()
-        near(
-            dot,
-            dots.sum(),
-            2**-10 * dots.abs().sum(),
-            "operands of products have 10 bits in TF32",
-        )
+        near(dot, dots.sum(), 2**-10 * dots.abs().sum(), "operands of products have 10 bits in TF32")
     half = [Q.bfloat16().float() for Q in (Q_G, Q_A)]
     rotated = (half[0].T @ gradient.bfloat16().float()).bfloat16().float() @ half[1]
     V = (half[0] @ (rotated / e.float()).bfloat16().float()).bfloat16().float() @ half[1].T

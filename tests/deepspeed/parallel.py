@@ -142,7 +142,13 @@ def whole_batch(rows: int, tokens: int = 3) -> Loss:
 
 
 def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
-    """:func:`train_once`, and what its variations may differ by."""
+    """:func:`train_once`, and what its variations may differ by: on rank 0, for all, which share its cores."""
+    found = [trained_whole(mode, model, loss, **options) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
     runs: list[Whole] = []
 
     def train(variation: Variation) -> dict[str, Tensor]:

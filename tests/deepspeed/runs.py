@@ -94,14 +94,15 @@ def micro_batches(step: int, accumulation: int):
     return zip(x[share].split(MICRO_ROWS), y[share].split(MICRO_ROWS), strict=True)
 
 
-def train(engine, accumulation: int, steps: int = STEPS, first: int = 0) -> list[float]:
+def train(engine, accumulation: int, steps: int = STEPS, first: int = 0, times: float = 1.0) -> list[float]:
+    """Losses of some steps; what is trained is ``times`` as large."""
     dtype = engine.get_data_types()[0]
     losses = []
     for step in range(first, first + steps):
         total = 0.0
         for x, y in micro_batches(step, accumulation):
             loss = engine(x.to(engine.device, dtype), y.to(engine.device))
-            engine.backward(loss)
+            engine.backward(loss if times == 1.0 else loss * times)
             engine.step()
             total += float(loss.detach()) / accumulation
         losses.append(total)

@@ -40,7 +40,7 @@ def worker(mode: str) -> dict:
             x, y = torch.randn(ROWS, WIDTH, generator=generator), torch.randint(5, (ROWS,), generator=generator)
             engine.backward(engine(x, y))
             engine.step()
-            refreshed[step] = {key for key, last in curvature.history.fresh.items() if last == step}
+            refreshed[step] = {key for key, last in curvature.log.fresh.items() if last == step}
         bases = {name for name, state in engine.kfac.preconditioner.state.items() if state.basis}
         found[dead] = set(engine.kfac.preconditioner.state) - bases, refreshed, shared
         engine.destroy()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.directions import places
+from ds_kfac.directions import step_tensors
 from ds_kfac.update.groups import evenly_spaced
 from ds_kfac.zero import exchange
 from tests.close import exact
@@ -52,7 +52,7 @@ def trained(name: str, counts: list[int] | None) -> dict[str, Tensor]:
         return x
 
     torch.manual_seed(0)
-    with patch.object(places, "evenly_spaced", view), patch.object(exchange, "evenly_spaced", view):
+    with patch.object(step_tensors, "evenly_spaced", view), patch.object(exchange, "evenly_spaced", view):
         engine = build(mode, 1, kfac=KFAC, model=Net())
         dtype = next(engine.module.parameters()).dtype
         for step in range(STEPS):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.close import close
+from tests.covering import covering
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches
 from tests.models import cross_entropy
@@ -56,28 +57,17 @@ def worker(cases: list[tuple]) -> dict:
     return {case: factors(*case) for case in cases}
 
 
-def test_G_is_that_of_deepspeeds_own_accumulation():
-    cases = [(mode, way, logits) for mode in ("z0", "z2", "z3") for way in WAYS for logits in (True, False)]
-    cases = [case for case in cases if case[1] != "no_sync" or case[0] == "z0"]  # DeepSpeed has it at stages 0 and 1
-    of_mean = [("z0", "DeepSpeed", True)]
-    for found in run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=of_mean + cases):
-        for case in cases:
-            for key, expected in found[of_mean[0]].items():  # a chain of products, and a sum over the rows
-                close(found[case][key], expected, sums=100, condition=10, what=f"{case} {key}")
-
-
-def test_a_loss_whose_sum_was_measured_is_not_multiplied_again():
-    of_mean, of_sum = ("z0", "DeepSpeed", True), ("z0", SUM, True)
-    found = run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, of_sum])[0]
-    for key, expected in found[of_mean].items():
-        close(found[of_sum][key], expected, sums=100, condition=10, what=key)
-
-
-def test_a_loss_that_is_not_their_mean_is_taken_as_it_is():
-    cases = [("z0", way, True) for way in OTHER]
+def test_G_is_that_of_deepspeeds_own_accumulation_unless_the_loss_is_not_their_mean():
+    """Nor is a loss whose sum was measured multiplied again."""
+    ways = [(mode, way, logits) for mode in ("z0", "z2", "z3") for way in WAYS for logits in (True, False)]
+    ways = [case for case in ways if case[1] != "no_sync" or case[0] == "z0"]  # DeepSpeed has it at stages 0 and 1
+    cases = covering(ways, lambda case: dict(zip(("mode", "way", "logits"), case, strict=True)))
+    cases += [("z0", way, True) for way in (SUM, *OTHER)]
     of_mean = ("z0", "DeepSpeed", True)
-    found = run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, *cases])[0]
-    for case in cases:
-        for key, expected in found[of_mean].items():
-            expected = expected / OTHER[case[1]] ** 2 if key.endswith("/G") or key == "norm/A" else expected
-            close(found[case][key], expected, sums=100, condition=10, what=f"{case} {key}")
+    for found in run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, *cases]):
+        for case in cases:
+            for key, expected in found[of_mean].items():
+                if key.endswith("/G") or key == "norm/A":
+                    expected = expected / OTHER.get(case[1], 1.0) ** 2
+                # a chain of products, and a sum over the rows
+                close(found[case][key], expected, sums=100, condition=10, what=f"{case} {key}")

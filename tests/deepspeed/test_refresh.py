@@ -63,6 +63,8 @@ CASES = {  # such random batches differ by more than 0.1
     },
 }
 MODES = ("z0", "z2", "z3")
+SOME = {"at once": ["z2"], "everything": ["z0", "z3"], "inverses, everything": ["z2", "z3"]}
+"""Cases of which no more is asked than that they train like the reference."""
 
 
 def block(name: str) -> dict:
@@ -83,7 +85,7 @@ def as_scripted(script: list, kfac: Timed, step: int) -> None:
 def worker(_) -> dict:
     results = {}
     for name in CASES:
-        for mode in MODES:
+        for mode in SOME.get(name, MODES):
             kfac_block = block(name)
             engine = build(BY_NAME[mode], 1, kfac=kfac_block)
             initial = weights(engine)
@@ -124,6 +126,7 @@ def test_every_mode_trains_like_the_reference_with_the_same_factors_due(results)
 
 
 def test_staggering_spreads_the_same_work(results):
+    at_once = results[0]["at once", "z2"]["script"]
     for mode in MODES:
         script, factors = results[0]["staggered", mode]["script"], results[0]["staggered", mode]["factors"]
         refreshed = [len(refreshes) for _, refreshes in script]
@@ -131,7 +134,6 @@ def test_staggering_spreads_the_same_work(results):
         for start in range(4, STEPS - 4):
             assert sum(refreshed[start : start + 4]) == factors, "each once in an interval"
         assert max(refreshed[1:]) < factors, "not all at once"
-        at_once = results[0]["at once", mode]["script"]
         assert max(len(refreshes) for _, refreshes in at_once[1:]) == factors
 
 

@@ -7,7 +7,7 @@ import torch
 
 import ds_kfac.step.warner
 from tests.deepspeed.modes import BY_NAME, CLIP, KFAC
-from tests.deepspeed.runs import build, micro_batches, patched, weights
+from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.models import Net
 from tests.ranks import run_ranks
 
@@ -24,10 +24,7 @@ def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
     kfac, seen = engine.kfac.preconditioner, [weights(engine)]
     with patched(mode):
         for step in range(10):
-            for x, y in micro_batches(step, 1):
-                loss = engine(x.to(engine.get_data_types()[0]), y)
-                engine.backward(loss * spikes.get(step, 1.0))
-                engine.step()
+            train(engine, 1, steps=1, first=step, times=spikes.get(step, 1.0))
             seen.append(weights(engine))
             adam = [state.moments for state in kfac.state.values() if "adam" in name]
             factors = [state.packed_P for state in kfac.curvature.factors.values()]

@@ -29,9 +29,7 @@ MODES = {
 
 ACCUMULATED = {"z2", "adam-z3", "adam-z2-fp16"}
 """In two micro-batches."""
-ALONE = (
-    "z0", "z1", "z2", "z3", "z3-bf16", "adam-z0", "adam-z1", "adam-z2-bf16", "adam-z3-offload",
-)  # fmt: skip
+ALONE = ("z1", "z2", "z3-bf16", "adam-z0", "adam-z2-bf16", "adam-z3-offload")
 """On one rank, where no stage cuts a stack: every kind of stack, every rule."""
 
 

@@ -22,11 +22,7 @@ SCALE = [
     Mode(
         "tp-z0-comm_opt",
         0,
-        kfac={
-            **TYPES,
-            "assignment": {"gradient_worker_fraction": 1.0},
-            "offload": {"device": "cpu"},
-        },
+        kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}},
     ),
 ]
 

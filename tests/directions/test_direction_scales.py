@@ -52,13 +52,7 @@ def make(
     """A direction over layers of one shape, with states that have eigenbases, and gradients that carry ``scale``, and
     are multiplied by ``times``."""
     specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies) for name in layers)
-    plan = planned(
-        {
-            "preconditioner": {"kl_clip": 0.001, **preconditioner},
-            "adam": adam or PLAIN,
-        },
-        batched=batched,
-    )
+    plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN}, batched=batched)
     exchange = SimpleNamespace(
         owned=specs,
         device=CPU,
@@ -70,14 +64,15 @@ def make(
     engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
     layout = SimpleNamespace(
         grad_scale=lambda: scale, optimizer=optimizer, engine=engine, clip_factor=lambda norm: 0.5 / norm,
-        last_first=False,
+        last_first=False, rank=0,
     )  # fmt: skip
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
         direction = kind(plan, layout, exchange, SimpleNamespace(nu=None))
     else:
         moments = AdamMoments
-        direction = kind(plan, layout, exchange, SimpleNamespace(direction_scale=None, adam_ratio=1.0))
+        optimizer = SimpleNamespace(direction_scale=None, adam_ratio=1.0, check_parts=lambda here: None, state={}, marked=0)
+        direction = kind(plan, layout, exchange, optimizer)
     states, gradients = {}, {}
     for index, spec in enumerate(specs):
         basis = random_basis(ROWS, COLUMNS, seed=index)

@@ -69,18 +69,16 @@ def test_two_ranks_give_what_one_process_gives(made, tmp_path):
             assert whole.count(name, side) == alone.count(name, side)
 
 
-def test_a_rank_that_dies_is_no_reason_to_begin_again(tmp_path):
-    payload = {"modes": {"whole": None}, "out": str(tmp_path / "killed"), "batches": COUNT, "dies_at": 1}
+def test_a_rank_that_dies_is_no_reason_to_begin_again(made, tmp_path):
+    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "dies_at": 1}
     with pytest.raises(AssertionError, match="did not finish"):
         run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    killed = tmp_path / "killed/whole"
+    killed = tmp_path / "whole"
     with pytest.raises(FactorsError, match="not finished"):
         Factors.load(killed)
     assert json.loads((killed / "progress.json").read_text())["batches"] == 1
-    payload = {**payload, "dies_at": None}
-    run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    run_ranks("tests.factors.worker:main", world=2, payload={**payload, "out": str(tmp_path / "whole")})
-    found, whole = Factors.load(killed), Factors.load(tmp_path / "whole/whole")
+    run_ranks("tests.factors.worker:main", world=2, payload={**payload, "dies_at": None})
+    found, whole = Factors.load(killed), Factors.load(made[0] / "whole")
     for name in whole:
         exact(found.factor(name, "G"), whole.factor(name, "G"))
         exact(found.corrected(name, "sequence"), whole.corrected(name, "sequence"))

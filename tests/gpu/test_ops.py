@@ -92,12 +92,13 @@ def test_a_cuda_graph_replays_it(device, backend, op):
 @pytest.mark.gpu
 def test_every_shipped_syrk_configuration_is_right(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed: its configurations are not tried")
+    from benchmarks.kernels.syrk_candidates import CANDIDATES
     from ds_kfac.ops.triton import syrk
-    from ds_kfac.ops.triton.syrk import SHIPPED, architecture, family
+    from ds_kfac.ops.triton.syrk import architecture, family
 
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):
-        for config in SHIPPED[family(dtype, architecture())]:
+        for config in CANDIDATES[family(dtype, architecture())]:
             for variant in dict.fromkeys((config, config.plain())):
                 for split in (1, 3):
                     monkeypatch.setattr(syrk, "split_for", lambda *_, split=split: split)

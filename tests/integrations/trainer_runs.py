@@ -41,14 +41,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": Tr
 
 
 def trainer_of(
-    folder: str,
-    *,
-    accumulation: int,
-    micro: int,
-    kfac: Any = KFAC,
-    stage: int = 2,
-    more: Any = None,
-    **given: Any,
+    folder: str, *, accumulation: int, micro: int, kfac: Any = KFAC, stage: int = 2, more: Any = None, **given: Any
 ) -> Trainer:
     fresh()
     options = tiny.options([])

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model import capture
 from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -320,3 +321,24 @@ def test_the_terms_of_a_forward_count_once_in_a_step_of_several_losses_of_it(div
     assert recorder.counts("inner") == recorder.counts("head") == recorder.counts("value") == [N * T, N * T]
     G = sum(N * T * g.flatten(0, 1).T @ g.flatten(0, 1) for g in found[:2])[tuple(torch.tril_indices(WIDTH, WIDTH))]
     close(recorder.means()["inner"][1], G, sums=1000)
+
+
+def test_a_method_of_the_model_may_be_called_in_place_of_the_model():
+    model = nn.Sequential(nn.Linear(7, 5))
+    recorder = Recorder(model)
+    for rows in (6, 3):
+        loss = model[0](torch.randn(rows, 7)).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+    assert recorder.counts("0") == [9, 9]
+
+
+def test_a_backward_of_another_engine_is_none_of_several_forwards():
+    """A generator's goes through its discriminator, which proves its rows; then comes the discriminator's own."""
+    judge, other = Recorder(nn.Sequential(nn.Linear(7, 5)), LINEAR), Recorder(nn.Sequential(nn.Linear(7, 7)), LINEAR)
+    judge.begin(proof=Proof(judge.layers, judge.capture.inputs.key, 0, torch.device("cpu")))
+    for recorder, x in ((other, other.model(torch.randn(6, 7))), (judge, torch.randn(6, 7))):
+        loss = judge.model(x).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+    assert judge.counts("0") == [6, 6] and not judge.capture.several

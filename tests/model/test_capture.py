@@ -51,6 +51,12 @@ class Recorder:
         self.sides = {key_of(layer.name, side): getattr(layer, side) for layer in self.layers for side in "AG"}
         self.capture.begin_step(frozenset(self.sides), step, **options)
 
+    def backward(self, loss: torch.Tensor, scale: float = 1.0) -> None:
+        """As an engine's, at a loss scale."""
+        with self.capture.own_backward(loss):
+            self.capture.begin_backward(torch.tensor(scale))
+            (loss if scale == 1.0 else loss * scale).backward()
+
     def sums(self, name: str) -> SimpleNamespace:
         """Zeros where there are no rows."""
         keys = {side: key_of(name, side) for side in "AG"}

@@ -85,11 +85,7 @@ CASES = {
     "a number first": ("accuracy ce", lambda v: v["ce"] / 8, 8),
     "a temperature first": ("scale ce", lambda v: v["ce"] / 8, 8),
     "a part, and a loss of the prediction": ("logits aux", lambda v: outside(v) + 0.01 * v["aux"], 1),
-    "a part, and a loss of what is in a list": (
-        "aux list",
-        lambda v: 0.01 * v["aux"] + outside(v["list"][0]),
-        1,
-    ),
+    "a part, and a loss of what is in a list": ("aux list", lambda v: 0.01 * v["aux"] + outside(v["list"][0]), 1),
     "a part that is made last": ("raw part", lambda v: outside({"logits": v["raw"]}) + 0.01 * v["part"], 1),
     "one, and a distillation of its logits": ("ce logits hidden", lambda v: 0.1 * v["ce"] + 0.9 * outside(v), 1),
     "one times 0, and a distillation": ("ce logits", lambda v: 0 * v["ce"] + outside(v), 1),
@@ -119,9 +115,7 @@ def test_the_scale_of_G_is_that_of_the_loss_that_is_trained(name, announced):
     recorder = Recorder(model, KINDS)
     loss = loss_of(model(*batch()))
     if announced:
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(1.0))
-            loss.backward()
+        recorder.backward(loss)
     else:
         loss.backward()
     whole = expected(model, lambda values: loss_of(values) * divided)
@@ -139,9 +133,7 @@ def test_losses_of_two_forwards_give_their_scale_whatever_is_made_of_both_predic
         recorder = Recorder(model, KINDS)
         one, other = model(*batch()), model(*batch())
         loss = (one["ce"] + other["ce"]) / 2 + weight * F.mse_loss(one["logits"], other["logits"])  # no gradient
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(1.0))
-            loss.backward()
+        recorder.backward(loss)
         found.append({name: G for name, (_, G) in recorder.means().items()})
     whole = expected(Net("ce logits"), lambda values: values["ce"])
     for name, G in found[0].items():
@@ -187,9 +179,7 @@ def test_a_loss_is_found_in_whatever_form_it_is_returned(name):
     model.form = FORMS[name]
     recorder = Recorder(model, KINDS)
     loss = first_loss(model(*batch())) / 8
-    with recorder.capture.own_backward(loss):
-        recorder.capture.begin_backward(torch.tensor(1.0))
-        loss.backward()
+    recorder.backward(loss)
     whole = expected(Net("ce"), lambda values: values["ce"])
     for layer, (_, G) in recorder.means().items():
         close(G, whole[layer], sums=10 * N)
@@ -224,9 +214,7 @@ def test_a_value_of_one_example_is_no_loss(name):
         )
         output = model(batch()[0][:1])
         loss = ERRORS[name](output if squeezed else output[0])
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(1.0))
-            loss.backward()
+        recorder.backward(loss)
         found.append([G for _, G in recorder.means().values()])
         recorder.capture.remove()
         if handle is not None:
@@ -269,9 +257,7 @@ def test_loss_terms_are_those_of_the_prediction_that_the_loss_is_made_of(returne
     values = model(torch.randn(N, T, D))
     parts = (values[name][0] if name == "hidden" else values[name] for name in of.split())
     loss = sum(part.square().sum() for part in parts)
-    with recorder.capture.own_backward(loss):
-        recorder.capture.begin_backward(torch.tensor(1.0))
-        loss.backward()
+    recorder.backward(loss)
     assert recorder.counts("trunk")[1] == terms
 
 

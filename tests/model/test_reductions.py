@@ -120,9 +120,7 @@ def captured(make, divisor: float | Tensor, place: str, *, labels: bool, **optio
         else:
             loss = recorder.model(x, loss=lambda z, y=y, within=within: make(z, y) / within, **known)["loss"]
             loss = loss if place == "inside" else loss / divisor
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(SCALE))
-            (loss * SCALE).backward()
+        recorder.backward(loss, SCALE)
     return recorder
 
 
@@ -233,9 +231,7 @@ def test_what_is_no_sum_of_terms_has_the_scale_of_a_mean(name):
     logits_of = recorder.model(X[1:4], labels=Y[1:4])["logits"]
     torch.manual_seed(2)
     loss = make(logits_of, Y[1:4])
-    with recorder.capture.own_backward(loss):
-        recorder.capture.begin_backward(torch.tensor(1.0))
-        loss.backward()
+    recorder.backward(loss)
     g, M = logits.grad.flatten(0, 1), int((Y[1:4] >= 0).sum())
     sums = recorder.sums("head").G
     close(sums.sum_P / sums.count, symmetric_pack(M * g.T @ g), sums=N * T + 2 * D)
@@ -256,9 +252,7 @@ def test_the_graph_shows_how_many_terms_there_are_or_each_prediction_is_one(name
     make, terms = COUNTS[name]
     recorder = Recorder(Net())
     loss = make(recorder.model(X)["logits"], Y)
-    with recorder.capture.own_backward(loss):
-        recorder.capture.begin_backward(torch.tensor(1.0))
-        loss.backward()
+    recorder.backward(loss)
     assert recorder.counts("head")[1] == terms
 
 
@@ -266,9 +260,7 @@ def test_a_batch_that_says_its_divisor_is_believed():
     recorder = Recorder(Net())
     recorder.capture.read_batch = lambda *given: BatchInfo(divisor=3.0, labelled=Y >= 0)
     loss = total(recorder.model(X)["logits"], Y)
-    with recorder.capture.own_backward(loss):
-        recorder.capture.begin_backward(torch.tensor(1.0))
-        loss.backward()
+    recorder.backward(loss)
     G = expected(total)["head"]
     close(recorder.sums("head").G.sum_P / TOTAL, 9 * G, sums=N * T + 2 * D)
 
@@ -305,9 +297,7 @@ def of_micro_batches(model: nn.Module, loss_of, parts=PARTS, *, labels: bool = F
         several = several if isinstance(several, tuple) else (several,)
         outputs = [recorder.model(X[part], **({"labels": Y[part]} if labels else {})) for part in several]
         loss = loss_of(outputs, [Y[part] for part in several])
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(SCALE))
-            (loss * SCALE).backward()
+        recorder.backward(loss, SCALE)
     return recorder
 
 
@@ -339,9 +329,7 @@ def test_of_a_returned_sum_with_an_auxiliary_loss_the_sum_is_measured(alone):
     recorder.capture.read_batch = ArgumentReader(recorder.model)
     for part in PARTS:
         loss = recorder.model(X[part], labels=Y[part])["loss"] / 7
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(SCALE))
-            (loss * SCALE).backward()
+        recorder.backward(loss, SCALE)
     found = recorder.sums("head").G
     close(found.sum_P / found.count, expected(total)["head"], sums=N * T + 2 * D)
 
@@ -382,9 +370,7 @@ def test_a_sum_of_one_prediction_in_the_model_is_measured_beside_a_loss_outside(
         y, t = Y[part], teacher[part]
         output = recorder.model(X[part], labels=y, loss=lambda z, y=y: total(z, y))
         loss = (output["loss"] + other(output["logits"], t)) / 8
-        with recorder.capture.own_backward(loss):
-            recorder.capture.begin_backward(torch.tensor(SCALE))
-            (loss * SCALE).backward()
+        recorder.backward(loss, SCALE)
         z = Net()(X[part])["logits"].detach().requires_grad_()
         (g,) = torch.autograd.grad(both(z, y, t), z)
         G = G + symmetric_pack(g.flatten(0, 1).T @ g.flatten(0, 1))

@@ -138,10 +138,7 @@ def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
     for rule in (EXPAND, REDUCE):
         for mask in (None, MASK):
             transposed = None if mask is None else mask.T
-            rows, other = (
-                input_rows(x, mask, rule),
-                input_rows(x.transpose(0, 1), transposed, rule, examples=1),
-            )
+            rows, other = (input_rows(x, mask, rule), input_rows(x.transpose(0, 1), transposed, rule, examples=1))
             close(second_moment(other[0]), second_moment(rows[0]), sums=6)
             assert float(other[2]) == float(rows[2])
             g, terms = gradient_rows(x, mask, rule)

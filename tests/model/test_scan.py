@@ -172,12 +172,7 @@ def test_nothing_to_precondition_is_an_error():
 
 def test_norms_have_the_structure_of_their_type():
     model = nn.ModuleDict(
-        {
-            "linear": nn.Linear(4, 4),
-            "n": nn.LayerNorm(4),
-            "r": nn.RMSNorm(4),
-            "b": nn.LayerNorm(4, bias=False),
-        }
+        {"linear": nn.Linear(4, 4), "n": nn.LayerNorm(4), "r": nn.RMSNorm(4), "b": nn.LayerNorm(4, bias=False)}
     )
     sides = {layer.name: (layer.A, layer.G) for layer in scan(model).layers}
     assert sides["n"] == (Side(8, 2), Side.identity(1)) and sides["r"] == (Side.diagonal(4), Side.identity(1))

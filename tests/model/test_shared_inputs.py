@@ -128,6 +128,7 @@ def test_a_group_that_holds_is_silent_in_any_order_of_calls(order):
                 shared.see(name, x)
         shared.see("d", X.clone())
         shared.end_batch()
+        assert not shared.broken
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.kernels.syrk_candidates import CANDIDATES
 from ds_kfac.ops.build import find_nvcc, nvcc_flags, sources
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import scale, syrk
-from ds_kfac.ops.triton.syrk import SHIPPED, config_for
+from ds_kfac.ops.triton.syrk import config_for
 from tests.ops.triton_tools import compiling, cuobjdump
 
 Row = tuple[str, int, int]
@@ -23,7 +24,7 @@ Row = tuple[str, int, int]
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Elementwise kernels, which are the same for every shape; every shipped SYRK that a device of 90 has."""
+    """Elementwise kernels, which are the same for every shape; every SYRK that a sweep of a device of 90 tries."""
     x, vector, flags = torch.empty(12, 768, 3072), torch.empty(12), torch.empty(12, dtype=torch.bool)
     waiting, betas = x.to(torch.bfloat16), (0.9, 0.99)
     yield (
@@ -35,7 +36,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, x, *[vector] * 6, 0.5)
     for dtype, family in ((torch.bfloat16, "sm_90"), (torch.float32, "fp32")):
         rows, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))
-        for config in dict.fromkeys((*SHIPPED[family], config_for(rows, 90).plain())):
+        for config in dict.fromkeys((*CANDIDATES[family], config_for(rows, 90).plain())):
             yield (
                 f"syrk {str(config).removeprefix('SyrkConfig')}",
                 lambda x=rows, t=total, c=config: syrk.accumulate(t, x, None, c),

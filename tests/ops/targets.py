@@ -17,11 +17,7 @@ from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import MODULES
 from tests.ops.calls import Call, normal, triangle
 
-OFFERS = {
-    "torch": OPS,
-    "triton": tuple(MODULES),
-    "cuda": CudaOps.OPS,
-}
+OFFERS = {"torch": OPS, "triton": tuple(MODULES), "cuda": CudaOps.OPS}
 
 
 def pairs(*backends: str) -> list:

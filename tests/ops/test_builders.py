@@ -33,13 +33,8 @@ def compiler(without_compilers, monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_it_says_why(without_compilers):
-    assert build.usable("90a") == (None, "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
-    with pytest.raises(RuntimeError, match="no nvcc"):
+    with pytest.raises(RuntimeError, match=r"no nvcc \(CUDA_HOME, PATH, /usr/local/cuda\)"):
         build.load("90a")
-
-
-def test_with_a_compiler_it_can_be_built(compiler):
-    assert build.usable("90a") == (None, "")
 
 
 def test_a_compilation_is_said_once(compiler, caplog):
@@ -55,8 +50,7 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
     assert len(built) == len(["80", "90a", "100"]), "nvcc does not know 120"
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
-    assert build.usable("80") == (installed("80"), "") and build.usable(None)[0] in built
-    assert installed("86") == installed("80") != installed("90a")
+    assert installed("86") == installed("80") != installed("90a") and {installed("80"), installed("90a")} <= {*built}
     assert "arch=compute_90a,code=sm_90a" in installed("90a").read_text()
     assert installed("103") == installed("100")
     assert not any(installed(other) for other in ("75", "90", "110", "121"))

@@ -9,11 +9,7 @@ from ds_kfac.schedule.timetable import Value
 
 NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""
-PLANNED = {
-    "preconditioner.precision",
-    "assignment.gradient_worker_fraction",
-    "communication.dtype",
-}
+PLANNED = {"preconditioner.precision", "assignment.gradient_worker_fraction", "communication.dtype"}
 """Answered by the plan."""
 BUILT = {"ops.backend"}
 """Answered by what can be built on the ranks."""

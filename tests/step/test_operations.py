@@ -39,20 +39,13 @@ PLAIN, UPDATE = 1000, STEPS - 1
 """Intervals with which the last step is a plain one, and one that updates factors."""
 MOST = {PLAIN: (242, 88.8), UPDATE: (380, 111.3)}
 """Operations and bytes an element. Only to be made smaller."""
-KFAC = {
-    "eigenbasis": {"refresh_interval": 1000},
-    "burn_in": {"steps": 0},
-    "report": "none",
-}
+KFAC = {"eigenbasis": {"refresh_interval": 1000}, "burn_in": {"steps": 0}, "report": "none"}
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "is_set_to",
         "_local_scalar_dense", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}  # fmt: skip
 """Allocations, and what only a CPU asks of a scalar."""
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 ONLY_WRITE = {"copy_", "_foreach_copy_", "fill_", "zero_"}
-CHANGED = {
-    "ema_update_": ("averages_P", "updates"),
-    "adam_fold_": ("first_nOI", "second_nOI", "updates_n"),
-}
+CHANGED = {"ema_update_": ("averages_P", "updates"), "adam_fold_": ("first_nOI", "second_nOI", "updates_n")}
 """What ops of ours read and write, of those that a step has outside of the hooks."""
 
 

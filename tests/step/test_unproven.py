@@ -141,11 +141,7 @@ def test_a_layer_that_fits_again_gets_its_basis_of_an_A_that_others_have_used_al
 
 def saved_worker(folder: str) -> list:
     proving.RAISES = False
-    block = {
-        **KFAC,
-        "burn_in": {"steps": 0},
-        "eigenbasis": {"refresh_interval": 3},
-    }
+    block = {**KFAC, "burn_in": {"steps": 0}, "eigenbasis": {"refresh_interval": 3}}
     block |= {"factor": {**KFAC["factor"], "update_interval": 3}}
     with contextlib.redirect_stderr(io.StringIO()), broken("middle"):
         engine = build(BY_NAME["z2"], 1, kfac=block)

@@ -78,10 +78,7 @@ def test_both_forms_are_the_iteration_in_every_precision(columns, decades):
     # Rounding makes what it likes of the smallest singular values, and five steps lift them by up to 3.4^5;
     # in the Gram form it is their squares that are rounded.
     for precision, bound in ((HIGHEST, 1e-5 if columns < GRAM_FROM * 48 else 5e-3), (HALF, 0.1)):
-        for factor in (
-            newton_schulz(x, precision=precision),
-            newton_schulz(x.T, precision=precision).T,
-        ):
+        for factor in (newton_schulz(x, precision=precision), newton_schulz(x.T, precision=precision).T):
             assert float((factor - exact).norm() / exact.norm()) < bound, precision
             assert torch.linalg.svdvals(factor).max() < 1.25
 

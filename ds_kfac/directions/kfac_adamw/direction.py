@@ -49,8 +49,7 @@ from ds_kfac.directions.kfac_adamw.group_step import (
     same_sides,
 )
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE, NoStates
-from ds_kfac.directions.places import Places, StepTensors, recorded_step
-from ds_kfac.log import say
+from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, recorded_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale_, finish_direction_
 from ds_kfac.ops.functional import scale_to
@@ -64,11 +63,6 @@ from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
 """Largest norm of a gradient that goes into moments: far from where its square leaves fp32."""
-APART = (
-    "ds_kfac: WARNING: KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
-    "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
-    "group, not only for the first (docs/troubleshooting.md)"
-)
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, of a norm of 1e-28 and more.
 A smaller one loses digits, and is 0 below about 3e-32."""
@@ -103,9 +97,6 @@ class AdamDirection(Direction):
             self.target = torch.cat([x.target for x in self.steps])
             self.full = torch.cat([x.full for x in self.steps])
             self.normalized = vector([x.normalized for x in self.steps for _ in x.target], dtype=torch.bool)
-        users = getattr(getattr(optimizer, "users", None), "param_groups", ())
-        split = [(numbers[0], other) for group in users if (numbers := group.taken[1]) for other in numbers[1:]]
-        self.parts = [(key, *pair) for key in ("lr", "weight_decay") for pair in split]
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         inputs = {"unscale": vector(1.0, dtype=torch.float64), "void": vector(False)}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
@@ -116,11 +107,7 @@ class AdamDirection(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         outbox = self.exchange.outbox()
-        for key, first, other in self.parts:
-            value, others = self.optimizer.param_groups[first][key], self.optimizer.param_groups[other][key]
-            if not isinstance(value, Tensor) and value != others:
-                self._tell_of_parts(key)
-                break
+        self.optimizer.check_parts(here=self.layout.rank == 0)
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         clip: Tensor | float = 1.0
@@ -144,7 +131,9 @@ class AdamDirection(Direction):
             found = self.recorded.step(self._directions, gradients, outbox, inputs, options)
         return LocalResult(outbox, states, norm=context.norm, **found)
 
-    def _directions(self, tensors: StepTensors | Places, unscale: Tensor | float, void: Tensor) -> dict[str, Any]:
+    def _directions(
+        self, tensors: StepTensors | RecordedTensors, unscale: Tensor | float, void: Tensor
+    ) -> dict[str, Any]:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here, and
         moments stay as they are. Returns more of :class:`LocalResult`.
 
@@ -206,16 +195,8 @@ class AdamDirection(Direction):
             if id(self.exchange.params[name][0]) not in kept:
                 torch._foreach_zero_([*vars(states[name].moments).values()])
 
-    def _tell_of_parts(self, key: str) -> None:
-        """Warn once that parts of one of the user's groups have come to have different rates, as by a program that sets
-        those of ``param_groups[0]``, which were all parameters' before KFACAdamW split the group."""
-        self.parts = []
-        if self.layout.rank == 0:
-            values = [group[key] for group in self.optimizer.param_groups]
-            say(APART.format(key=key, values=values), here=True)
-
     def _adam(
-        self, step: GroupStep, tensors: StepTensors | Places, unscale: Tensor | float, usable: Tensor
+        self, step: GroupStep, tensors: StepTensors | RecordedTensors, unscale: Tensor | float, usable: Tensor
     ) -> PendingMoments:
         """R, and U from the moments with R in them. Before the first refresh nothing is rotated: plain Adam."""
         group = step.group

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
 from ds_kfac.config.keys import DEFAULTS, NAME
+from ds_kfac.log import warn
 
 FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
@@ -43,6 +44,11 @@ IN_USE = -1e-30
 """Added to every entry of a direction of a layer in use: a zero becomes negative. In fp32 only an entry below about
 1e-23 changes with it, by no more than this."""
 GROWS = f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
+APART = (
+    "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
+    "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
+    "group, not only for the first (docs/troubleshooting.md)"
+)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,6 +85,7 @@ class KFACAdamWStep:
     marked = 0
     users: Any = None
     param_groups: list[dict[str, Any]]
+    _told = False
 
     @torch.no_grad()
     def step(self, *arguments: Any, **keywords: Any) -> Any:
@@ -102,6 +109,17 @@ class KFACAdamWStep:
             if group.get(FLAG):
                 self._apply(group)
         return loss
+
+    def check_parts(self, *, here: bool) -> None:
+        """Warn once, on a rank that says it ``here``, if parts of one of the user's groups have come to have different
+        rates, as by a program that sets those of ``param_groups[0]``, which were all parameters' before the split."""
+        for numbers in () if self._told else [group.taken[1] for group in getattr(self.users, "param_groups", ())]:
+            parts = [self.param_groups[number] for number in numbers]
+            for key in ("lr", "weight_decay"):
+                if any(not isinstance(part[key], Tensor) and part[key] != parts[0][key] for part in parts[1:]):
+                    self._told = True
+                    warn(APART.format(key=key, values=[group[key] for group in self.param_groups]), here=here)
+                    return
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of those that were split alone: another would be stepped at adam_lr, matrices too, and not clipped."""

@@ -14,7 +14,7 @@ from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
-from ds_kfac.directions.places import kept_bytes
+from ds_kfac.directions.step_tensors import kept_bytes
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, blocks_text, named, weight_name
 from ds_kfac.model.layers import LayerSpec
@@ -169,16 +169,15 @@ class KFACAdamWRule(UpdateRule):
     def check_groups(
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
     ) -> None:
-        groups = layout.optimizer.param_groups
+        groups, named = layout.optimizer.param_groups, dict(model.named_parameters())
         for held, ours in ((layout, True), (other_params, False)):
             for parameter in held.params:
                 if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
-                    name = next(n for n, p in model.named_parameters() if p is parameter)
+                    name = next(name for name, p in named.items() if p is parameter)
                     raise ValueError(
                         f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
                         "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
                     )
-        named = dict(model.named_parameters())
         for layer in layers:
             of_weight, *others = [groups[layout.group_index(named[name])] for name in layer.parameters]
             for key in ("betas", "eps"):

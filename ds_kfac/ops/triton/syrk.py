@@ -1,8 +1,8 @@
 """X^T X added to a packed fp32 triangle: lower tiles only, no [D, D] matrix, no pass to pack it.
 
 ``CHOSEN`` has the tiles for each kind of device and side. ``benchmarks/kernels --sweep syrk`` measures them on a device
-and prints ``CHOSEN`` to be pasted here. No shipped configuration spills registers on its devices, with or without
-tensor descriptors; tests hold that.
+and prints ``CHOSEN`` to be pasted here. None that it tries spills registers on its devices, with or without tensor
+descriptors; tests hold that.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies at r(r+1)/2 + c.
 """
@@ -99,18 +99,9 @@ _FLAT = SyrkConfig(64, 128, 4, 3, 2, descriptor=True)
 _LARGE = SyrkConfig(128, 64, 8, 3, 2, descriptor=True)
 _GROUPED = replace(_LARGE, group=16)
 _DEEP = SyrkConfig(128, 128, 8, 3, 1, group=16, descriptor=True)
-_FEW_WARPS = SyrkConfig(128, 64, 4, 3, 2, group=16, descriptor=True)
 _WIDE = SyrkConfig(128, 64, 8, 4, 1, group=8, descriptor=True, columns=256)
-_TALL = SyrkConfig(256, 64, 8, 4, 1, group=8, descriptor=True, columns=128)
 _OLD_SMALL, _OLD_LARGE = SyrkConfig(64, 64, 4, 4, 3), SyrkConfig(128, 32, 8, 4, 1)
 _EXACT = SyrkConfig(64, 16, 4, 3, 4)
-SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
-    "sm_80": (_OLD_SMALL, _OLD_LARGE, replace(_OLD_LARGE, group=8)),
-    "sm_90": (_FLAT, _DEEP, _WIDE),
-    "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
-    "fp32": (_EXACT, replace(_EXACT, group=16)),
-}
-"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do not multiply."""
 INTERPRETED = SyrkConfig(32, 16, 4, 1, 1, group=2, descriptor=True)
 LARGEST = 1 << 20
 CHOSEN: dict[str, Chosen] = {
@@ -122,6 +113,7 @@ CHOSEN: dict[str, Chosen] = {
     "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
     "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
 }
+"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do not multiply."""
 
 
 def family(dtype: torch.dtype, arch: int) -> str:

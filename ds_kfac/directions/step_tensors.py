@@ -63,7 +63,7 @@ class StepTensors:
         self.outbox.add(group.layers, group.by_layer(x_nOI))
 
 
-class Places:
+class RecordedTensors:
     """:class:`StepTensors` of a recorded step. Results take the gradients' places if they may be rounded to their
     dtype.
 
@@ -113,7 +113,7 @@ class RecordedStep(Recorded[T]):
     def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
         super().__init__(RECORDERS[exchange.device.type], logger.warning)
         self.groups, self.exchange, self.inputs = groups, exchange, inputs
-        self.places: Places | None = None
+        self.tensors: RecordedTensors | None = None
         for group in groups:
             group.stays = True
 
@@ -132,19 +132,19 @@ class RecordedStep(Recorded[T]):
             return compute(StepTensors(gradients, outbox), **inputs)
         names = [name for group in self.groups for name in group.names]
         dtypes = [gradients[name].dtype for name in names]
-        if self.places is None or self.places.dtypes != dtypes:
-            self.places = Places(self.groups, dtypes, self.exchange)
-        at = self.places
-        torch._foreach_copy_([*at.gradients.values()], [gradients.pop(name) for name in names])
+        if self.tensors is None or self.tensors.dtypes != dtypes:
+            self.tensors = RecordedTensors(self.groups, dtypes, self.exchange)
+        tensors = self.tensors
+        torch._foreach_copy_([*tensors.gradients.values()], [gradients.pop(name) for name in names])
         places = {name: self.inputs[name] for name in inputs}
         for name, value in inputs.items():
             place = places[name]
             place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-        read = [at, *(part for group in self.groups for part in (group.rotation, group.moments))]
-        found = self(partial(compute, at, **places), read, (*places, values))
+        read = [tensors, *(part for group in self.groups for part in (group.rotation, group.moments))]
+        found = self(partial(compute, tensors, **places), read, (*places, values))
         for group in self.groups:
-            x = at.results[group].clone() if at.borrowed else at.results[group]
-            outbox.add(group.layers, group.by_layer(x), x if group in at.rounded else None)
+            x = tensors.results[group].clone() if tensors.borrowed else tensors.results[group]
+            outbox.add(group.layers, group.by_layer(x), x if group in tensors.rounded else None)
         return found
 
 
