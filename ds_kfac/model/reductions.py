@@ -84,6 +84,7 @@ class Reduction:
         self.opaque = not kind
         self.mean = kind == "Mean" or (getattr(node, "_saved_reduction", 0) == 1 and saved(node, "weight") is None)
         (below, shape), product = operand(node, ()), None
+        of_sums = kind == "Mean" and kind_of(Reduction(self.edge)._entries(below, shape)[0]) == "Sum"
         if kind in LOSSES or getattr(node, "_saved_reduction", 0) == 2:
             if kind in LOSSES:
                 self.terms = label_count(node)
@@ -91,10 +92,10 @@ class Reduction:
                 shape = (prod(shape) // shape[min(1, len(shape) - 1)],)
             if node._saved_reduction == 2 and self.single is not False and saved(node, "weight") is None:
                 summed = prod(shape)
-        elif kind in ("Sum", "Nansum") or (kind == "Mean" and self._of_sums(below, shape)):
+        elif kind in ("Sum", "Nansum") or of_sums:
             below, shape = self._entries(below, shape)
             summed = prod(shape)
-            if self.mean:
+            if of_sums:
                 self.mean, self.factor = False, self.factor / max(1, summed)
         while below is not None:
             self.passed.add(below._sequence_nr())
@@ -114,11 +115,6 @@ class Reduction:
             self.terms = summed  # of those that were picked before
         if self.joined:  # the graph was followed to the first of them
             self.terms, self.masks = None, [mask for mask in self.masks if mask.numel() == summed]
-
-    def _of_sums(self, node: Any, shape: Shape) -> bool:
-        """Whether a mean is of sums, as of examples': divided by their number."""
-        below, _ = Reduction(self.edge)._entries(node, shape)
-        return below is not None and kind_of(below) == "Sum"
 
     def _entries(self, node: Any, shape: Shape) -> tuple[Any, Shape]:
         """From a sum down to what it is the sum of, times numbers."""

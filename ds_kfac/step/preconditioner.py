@@ -311,7 +311,7 @@ class KFACPreconditioner:
                 self._rebase(self.state, draft.next_bases)
             if due.capture:
                 without = [name for name in draft.unprepared if name not in self.proving.unfit]
-                frozen = [layer.name for layer in self.owned if self.proving.frozen(layer)]
+                frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
                 self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
