@@ -104,8 +104,10 @@ class Attachment:
         self._wrap("destroy", self._destroy)
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
         self._loads = ExitStack()
-        with suppress(AttributeError):  # of one that makes no torch.optim.Optimizer of itself, as timm's Lookahead
-            self._loads.callback(kfac.engine_view.inner.register_load_state_dict_post_hook(told).remove)
+        inner = kfac.engine_view.inner
+        for optimizer in (inner, *vars(inner).values()):  # what it wraps, too: timm's Lookahead has no hooks of its own
+            with suppress(AttributeError):
+                self._loads.callback(optimizer.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
