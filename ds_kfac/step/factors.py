@@ -254,15 +254,16 @@ class FactorUpdates:
     ) -> list[Refreshed]:
         """Decompositions of these factors, in this order."""
         method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
+        paired = method.paired(config.damping.kind)
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
             if last is not None and method.step_flops and not self.timetable.exact(key, draft.step, method.exact_every):
                 basis = last(self.specs[key])
-            if method.damps_identity or self.plan.paired:  # the inverse has the damping in it, which depends on both
+            if method.damps_identity or paired:  # the inverse has the damping in it, which depends on both
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
-                elif self.plan.paired:
+                elif paired:
                     partner = draft.factors[key_of(layer.name, other)]
             requests.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
         options: dict[str, Any] = {}
