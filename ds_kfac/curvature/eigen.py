@@ -8,7 +8,7 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -133,24 +133,31 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
     solved: dict[Place, BlockEigh] = {}
     for call in calls(requests, widest=BATCHED_UP_TO if joint else 0):
-        parts = blocks_of(requests, call)
+        factors = [(requests[index].factor, group) for index, group in call]
+        parts = [factor.side.group(factor.packed_P, group) for factor, group in factors]
         solved |= zip(call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True)
     return joined(requests, solved, "eigh")
 
 
 def calls(requests: Sequence[Request], *, widest: float = math.inf) -> list[list[Place]]:
-    """The blocks of all requests as they share calls of a solver, see :func:`batches`; diagonals have none."""
-    sides = [request.factor.side for request in requests]
-    places = [(index, group) for index, side in enumerate(sides) if side.block > 1 for group in range(len(side.groups))]
-    shapes = [sides[index].groups[group] for index, group in places]
-    alone = {number for number, (index, _) in enumerate(places) if requests[index].alone}
-    return [[places[number] for number in call] for call in batches(shapes, widest=widest, alone=alone)]
+    """The blocks that share a call of a solver: of one width, with :data:`BATCH_NUMEL` elements at most.
 
-
-def blocks_of(requests: Sequence[Request], call: Sequence[Place]) -> list[Tensor]:
-    """The blocks [n, b, b] of each place of a call."""
-    factors = [(requests[index].factor, group) for index, group in call]
-    return [factor.side.group(factor.packed_P, group) for factor, group in factors]
+    Args:
+        widest: wider blocks share no call.
+    """
+    made: list[list[Place]] = []
+    filling: dict[int, tuple[list[Place], int]] = {}  # width -> the call that is not full yet, and its blocks
+    for index, request in enumerate(requests):
+        side = request.factor.side
+        for group, (count, width) in enumerate(side.groups if side.block > 1 else ()):
+            call, blocks = filling.get(width, ([], 0))
+            if not call or width > widest or request.alone or (blocks + count) * width**2 > BATCH_NUMEL:
+                call, blocks = [], 0
+                made.append(call)
+            call.append((index, group))
+            if not request.alone:
+                filling[width] = call, blocks + count
+    return made
 
 
 def joined(
@@ -172,30 +179,6 @@ def joined(
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
         results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries))
     return results
-
-
-def batches(
-    shapes: Sequence[tuple[int, int]], *, widest: float = math.inf, alone: Collection[int] = ()
-) -> list[list[int]]:
-    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most.
-
-    Args:
-        shapes: (n, b) of each group of blocks.
-        widest: wider blocks share no call.
-        alone: indices of groups that share no call.
-    """
-    calls: list[list[int]] = []
-    filling: dict[int, list[int]] = {}  # width -> the call that is not full yet
-    for index, (count, width) in enumerate(shapes):
-        call = filling.get(width, [])
-        blocks = count + sum(shapes[other][0] for other in call)
-        if not call or width > widest or index in alone or blocks * width**2 > BATCH_NUMEL:
-            call = []
-            calls.append(call)
-        call.append(index)
-        if index not in alone:
-            filling[width] = call
-    return calls
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:

@@ -105,7 +105,8 @@ def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
     """In the order of the requests; a basis of None if any of the factor's blocks fails a check."""
     steps: dict[Place, tuple[Tensor, Tensor, Tensor]] = {}
     for call in eigen.calls(requests):
-        blocks = eigen.blocks_of(requests, call)
+        factors = [(requests[index].factor, group) for index, group in call]
+        blocks = [factor.side.group(factor.packed_P, group) for factor, group in factors]
         lasts = [last.vectors[group] for index, group in call if (last := requests[index].last) is not None]
         parts = (part.split([*map(len, blocks)]) for part in orthogonal_iteration(torch.cat(blocks), torch.cat(lasts)))
         # copies: a view would keep the whole batch in memory, and in checkpoints
