@@ -68,8 +68,7 @@ def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     decay = max(float(groups[index].get("weight_decay", 0.0)) for index in own)
     optimizer = kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__
     beta2 = groups[first]["betas"][1] if "betas" in groups[first] else None
-    text = said(kind, optimizer, float(peaks[first]), decay, beta2)
-    return [text] if text else []
+    return said(kind, optimizer, float(peaks[first]), decay, beta2)
 
 
 def config_far_from_recipes(
@@ -84,8 +83,7 @@ def config_far_from_recipes(
     if "lr" not in params or "weight_decay" not in params or scheduler not in (None, "WarmupCosineLR"):
         return []
     beta2 = params["betas"][1] if "betas" in params else None
-    text = said(kind_of(layers, model), NAME, params["lr"], params["weight_decay"], beta2)
-    return [text] if text else []
+    return said(kind_of(layers, model), NAME, params["lr"], params["weight_decay"], beta2)
 
 
 def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
@@ -103,15 +101,15 @@ def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
     return EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
 
 
-def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> str | None:
-    """The line for a run of these settings; None: a recipe is near, or there is none for it.
+def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> list[str]:
+    """The line for a run of these settings; none if a recipe is near, or there is none for it.
 
     Args:
         lr: of the matrices, the largest of the schedule as far as it is known.
     """
     recipes = [recipe for recipe in RECIPES if kind in recipe.models and recipe.optimizer == optimizer]
     if not recipes or not lr:
-        return None
+        return []
     nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
     wrong = {"lr": (lr, nearest.lr)} if abs(math.log(lr / nearest.lr)) > LIMIT else {}
     if _decay_apart(nearest, weight_decay) > LIMIT:
@@ -119,12 +117,12 @@ def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2
     if beta2 is not None and optimizer == NAME and not BETA2[0] <= beta2 <= BETA2[1]:
         wrong["betas[1]"] = beta2, 0.95
     if not wrong:
-        return None
+        return []
     values = ", ".join(f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in wrong.items())
-    return (
+    return [
         f"far from every recipe for a {kind}; from the nearest one, {nearest.title!r} in docs/recipes.md: {values}. If "
         "it is meant, all is well"
-    )
+    ]
 
 
 def _decay_apart(recipe: Recipe, weight_decay: float) -> float:
