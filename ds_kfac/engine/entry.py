@@ -27,7 +27,6 @@ from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.preflight import (
-    check_config,
     check_objects,
     check_tensors,
     saying_how_to_launch,
@@ -35,7 +34,7 @@ from ds_kfac.engine.preflight import (
     trains_nothing,
     warn_of_compilation,
 )
-from ds_kfac.engine.refusals import of_engine, refused, without_optimizer
+from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
 from ds_kfac.log import say, warn
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay

@@ -104,7 +104,7 @@ def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
 
 
 def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> list[str]:
-    """A sentence about a run of these settings; none if a recipe is near, or there is none for it.
+    """The line for a run of these settings; none if a recipe is near, or there is none for it.
 
     Args:
         lr: of the matrices, the largest of the schedule as far as it is known.

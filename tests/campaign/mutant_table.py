@@ -586,7 +586,7 @@ _ROWS = {
         ("versions: offsets are ends", "initial=0))[:-1]", "initial=0))[1:]")],
     ("zero/shards.py", "tests/deepspeed/test_estimate.py"): [
         ("round robin ignored by the plan", "step = world if round_robin else 1", "step = 1")],
-    ("engine/preflight.py", "tests/deepspeed/test_one_config.py"): [
+    ("engine/refusals.py", "tests/deepspeed/test_one_config.py"): [
         ("a config of its own on a rank goes unnoticed", "if rank is not None:", "if False:")],
     ("comm/lost.py", "tests/deepspeed/test_lost_ranks.py"): [
         ("a note of what raised stays for ever", "        if _noted:\n", "        if False:\n"),
