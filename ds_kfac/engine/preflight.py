@@ -129,7 +129,7 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
     if named and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None:
         raise ValueError(
             f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got. "
-            "Put a loss's weight into the model, or give it another optimizer; if the model was changed make this one anew"
+            "Put a loss's weight into the model, or another optimizer; if the model was changed make this one anew"
         )
     for name, parameter in named.items():
         if not parameter.ndim:
