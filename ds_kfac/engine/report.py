@@ -39,12 +39,8 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
     first, layout = kfacs[0], kfacs[0].layout
     warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
     found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
-    where = f", {first.engine_view.domain.name}" if first.engine_view.domain.name else ""
-    mode, plans, optimizer = (
-        f"{_mode(first)}{where}",
-        [kfac.plan for kfac in kfacs],
-        type(first.engine_view.inner).__name__,
-    )
+    mode = _mode(first) + (f", {first.engine_view.domain.name}" if first.engine_view.domain.name else "")
+    plans, optimizer = [kfac.plan for kfac in kfacs], type(first.engine_view.inner).__name__
     ratio = getattr(first.engine_view.inner, "adam_ratio", 1.0)
     brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings, ratio)
     details = [line for kfac, part in zip(kfacs, scans, strict=True) for line in _details(kfac, part)]
@@ -150,11 +146,10 @@ def _interval(value: Value) -> str:
 def _mode(kfac: KFACPreconditioner) -> str:
     engine = kfac.layout.engine
     dtype = str(next(iter(kfac.layout.params)).dtype).removeprefix("torch.")
-    wrapper = type(engine.optimizer).__name__
     offload = ", optimizer offloaded to CPU" if engine.zero_optimization() and engine.zero_cpu_offload() else ""
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
-        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
+        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {type(engine.optimizer).__name__}, "
         f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size {kfac.layout.world}"
     )
 
