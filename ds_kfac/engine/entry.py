@@ -67,10 +67,7 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
-FROZEN = (
-    "ds_kfac: every parameter of the model is frozen, and DeepSpeed makes no engine for it at ZeRO stages 1 and 2. "
-    "Unfreeze what is to be trained (a PEFT model: is_trainable=True); to evaluate take stage 0 or 3"
-)
+FROZEN = "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO stage 0 or 3"
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"

@@ -18,9 +18,8 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
 """What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches move them, too."""
-LIMIT = math.log(FAR) + 1e-6
-HIGH = math.log(FAR) - 1e-6
-"""Of a rate: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
+LIMIT, HIGH = math.log(FAR) + 1e-6, math.log(FAR) - 1e-6
+"""HIGH is of rates: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
 LITTLE = 0.01
 """A weight decay that takes hardly anything back: less is no other setting."""
 BETA2 = (0.5, 0.999)

@@ -145,11 +145,10 @@ def _interval(value: Value) -> str:
 def _mode(kfac: KFACPreconditioner) -> str:
     engine = kfac.layout.engine
     dtype = str(next(iter(kfac.layout.params)).dtype).removeprefix("torch.")
-    wrapper = type(engine.optimizer).__name__
     offload = ", optimizer offloaded to CPU" if engine.zero_optimization() and engine.zero_cpu_offload() else ""
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
-        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
+        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {type(engine.optimizer).__name__}, "
         f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size {kfac.layout.world}"
     )
 
