@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ds_kfac import __version__, only_for_data
-from ds_kfac.config.text import fitted, must_exist
 from ds_kfac.integrations import launcher, plot
+from ds_kfac.log import fitted
 
 
 def _count(text: str) -> int:
@@ -113,6 +113,12 @@ def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
     begins = [name for name in commands if len(word) > 1 and name.startswith(word)] or [*filter(None, [GONE.get(word)])]
     close = begins or difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
     return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
+
+
+def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
+    """Raise ValueError if there is nothing at a path. ``option``: text before the path; ``what``: what it takes."""
+    if not os.path.exists(path):
+        raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

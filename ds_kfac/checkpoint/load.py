@@ -109,7 +109,7 @@ def _read(
 def _groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
     """Groups of the saved run that this one may have too; those of this run, which go on being checked, if the saved
     one did not know any yet; None if they are still to be found."""
-    if header["shared"] is None or not kfac.plan.shares:
+    if header["shared"] is None or kfac.curvature.paired:  # then each has an A of its own
         return kfac.observations.groups
     here = {saved: name for name, saved in kfac.names.items()}
     groups = tuple(tuple(here[name] for name in group if name in here) for group in header["shared"])

@@ -7,7 +7,7 @@ order, so the result does not depend on the order of arrival. Which message has 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -26,7 +26,7 @@ COUNT = 4
 PIECES = 4
 """A piece takes at most 1/PIECES of its message."""
 CACHED = 64
-"""Cached layouts of steps, and plans of messages: contributors repeat after as many updates as a node has ranks."""
+"""Cached messages of steps, and their plans: contributors repeat after as many updates as a node has ranks."""
 IN_FLIGHT = 2
 """Messages at a time; each holds what it sends and what it receives."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,7 +67,8 @@ Bucket = tuple[SumPiece, ...]
 """Pieces that travel in one message."""
 
 
-def buckets(slots: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
+@lru_cache(maxsize=CACHED)
+def buckets(slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
     """The messages of some sums, in the order in which they leave.
 
     Args:
@@ -109,21 +110,15 @@ class Layout:
     contributors: Contributors
     dtype: torch.dtype
     nbytes: int
-    _cached: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """The sums of some factors at a step, and their messages in order; cached by factors and contributors."""
-        owners = {factor.key: self.eigen_workers[factor.key] for factor in self.factors if factor.key in keys}
-        ranks = {key: self.contributors.of(key, owner, step) for key, owner in owners.items()}
-        context = tuple(ranks.items())
-        if context not in self._cached:
-            if len(self._cached) == CACHED:
-                self._cached.pop(next(iter(self._cached)))
-            sizes = {factor.key: factor.side.numel for factor in self.factors}
-            sums = tuple(Slot(key, sizes[key], owner, ranks[key]) for key, owner in owners.items())
-            world, itemsize = self.contributors.world, self.dtype.itemsize
-            self._cached[context] = sums, buckets(sums, world=world, itemsize=itemsize, nbytes=self.nbytes)
-        return self._cached[context]
+        """The sums of some factors at a step, and their messages in order."""
+        owners = [(factor, self.eigen_workers[factor.key]) for factor in self.factors if factor.key in keys]
+        slots = tuple(
+            Slot(factor.key, factor.side.numel, owner, self.contributors.of(factor.key, owner, step))
+            for factor, owner in owners
+        )
+        return slots, buckets(slots, world=self.contributors.world, itemsize=self.dtype.itemsize, nbytes=self.nbytes)
 
 
 def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:

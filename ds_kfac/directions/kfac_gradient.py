@@ -98,22 +98,22 @@ class KFACGradient(Direction):
         replaced = limited = torch.zeros((), dtype=torch.float32, device=self.exchange.device)
         first = 0
         for group in self.layer_groups:
-            places = slice(first, first := first + len(group.layers))
+            own = slice(first, first := first + len(group.layers))
             gradient = tensors.take(group)[0].float()
             if clip is not None:
                 gradient = gradient * clip
-            if not any(ready[places]):
+            if not any(ready[own]):
                 V, dot = gradient, gradient.new_zeros(group.n)
             else:
-                on = group.flags(ready[places], gradient.device)
+                on = group.flags(ready[own], gradient.device)
                 inverses = None if group.rotation else states[group.names[0]].preconditioner
-                terms_n = None if terms is None else repeated(terms[places], group.maps)
+                terms_n = None if terms is None else repeated(terms[own], group.maps)
                 V, dot, finite, corrected = self._precondition(group, inverses, gradient, on, damping, terms_n)
                 replaced = replaced + group.any_map(~finite if on is None else ~finite & on).sum()
                 if corrected is not None:
                     pending.append(corrected[0])
                     limited = limited + group.any_map(corrected[1]).sum()
-            dots.append(self._dots(group, ready[places], V, gradient, dot, split))
+            dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
         return torch.cat(dots), {"pending": pending, "replaced": replaced, "limited": limited}

@@ -38,7 +38,7 @@ from ds_kfac.model.divisors import micro_batches
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
-from ds_kfac.step.counters import PREFIX, constants, events, selected
+from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -135,7 +135,7 @@ class Attachment:
 
     def counters(self) -> dict[str, float]:
         """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the device."""
-        return {name.removeprefix(PREFIX): value for name, value, _ in events(self.job, 0, self._constants())}
+        return {**counters(self.job), **health(self.preconditioner), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
         """A layer's state in words: its factors' updates, the basis in use or why it has none, what is due next, and on
@@ -283,8 +283,9 @@ class Attachment:
         for rescale in self._rescalings if applied else ():
             rescale()
         if monitored:
-            more, self._monitored = {} if self._monitored else self._constants(), True
-            engine.monitor.write_events(events(self.job, engine.global_samples, more))
+            known, self._monitored = self._constants() if self._monitored else {}, True
+            shown = {PREFIX + name: value for name, value in self.counters().items() if name not in known}
+            engine.monitor.write_events([(name, value, engine.global_samples) for name, value in shown.items()])
         return result
 
     def _warn(self) -> None:

@@ -55,7 +55,6 @@ class BatchRamp:
         if wrong := self._refusal():
             raise ValueError(f"ds_kfac: BatchRamp: {wrong}")
         self.rates = self._rates()
-        self._written = self._rates()
         engine.lr_scheduler = self
 
     def _refusal(self) -> str | None:
@@ -146,8 +145,8 @@ class BatchRamp:
 
     def _take_over(self) -> None:
         """Adopt rates that the user has set since the last step."""
-        for index, (group, rate, ours) in enumerate(zip(self._groups, self.rates, self._written, strict=False)):
-            new = group["lr"]
+        for index, (group, rate) in enumerate(zip(self._groups, self.rates, strict=False)):
+            new, ours = group["lr"], rate * self.gain
             if isinstance(new, Tensor):  # compared on its device, without waiting for it
                 self.rates[index] = torch.where(new == ours, rate, new / self.gain)
             elif new != ours:
@@ -160,7 +159,6 @@ class BatchRamp:
                 group["lr"].copy_(rate * gain)
             else:
                 group["lr"] = rate * gain
-        self._written = self._rates()
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self._groups]
@@ -170,7 +168,6 @@ class BatchRamp:
     def state_dict(self) -> dict[str, Any]:
         """The schedule's state with ours beside it, so that it also loads without a ramp."""
         self._take_over()
-        self._written = self._rates()
         ramp = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
         return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: ramp}
 

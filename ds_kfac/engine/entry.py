@@ -27,7 +27,6 @@ from ds_kfac.directions.table import DIRECTIONS, is_factory, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.preflight import (
-    check_config,
     check_objects,
     check_tensors,
     saying_how_to_launch,
@@ -35,7 +34,7 @@ from ds_kfac.engine.preflight import (
     trains_nothing,
     warn_of_compilation,
 )
-from ds_kfac.engine.refusals import of_engine, refused, without_optimizer
+from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
 from ds_kfac.log import say, warn
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
@@ -68,10 +67,7 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
-FROZEN = (
-    "ds_kfac: every parameter of the model is frozen, and DeepSpeed makes no engine for it at ZeRO stages 1 and 2. "
-    "Unfreeze what is to be trained (a PEFT model: is_trainable=True); to evaluate take stage 0 or 3"
-)
+FROZEN = "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO stage 0 or 3"
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"

@@ -11,7 +11,7 @@ import torch
 
 from ds_kfac.assignment.assign import needed
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.config.text import columns, folded
+from ds_kfac.log import columns, folded
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job
@@ -90,12 +90,14 @@ class Asked:
         return ", ".join(str(of_job[rank]) for rank in of_group)
 
     def due(self) -> tuple[int, int]:
-        """The next steps at which a factor of the layer is updated, and refreshed: a layer that lacks one at its next
-        update."""
+        """The next steps at which a factor of the layer is updated, and refreshed: of a layer without a basis at its
+        next update; of one that is not proven at the update after that, which may prove it."""
         timetable, steps = self.curvature.timetable, self.kfac.steps
         dues = [timetable.next_due(spec.key, steps) for spec in self.sides.values()]
         again = any(spec.key in self.kfac.due.capture for spec in self.sides.values())
         update = steps if again else min(update for update, _ in dues)
+        if self.layer.name in self.kfac.proving.unfit:
+            return update, min(timetable.next_due(spec.key, update + 1)[0] for spec in self.sides.values())
         waits = self.state is not None and self.state.preconditioner is None
         return update, update if waits else min(refresh for _, refresh in dues)
 

@@ -15,8 +15,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_kfac.comm.message import gathered
-from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.log import say, warn
@@ -99,25 +97,6 @@ def _warn_of_compilation() -> None:
             "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
             "that was killed has left"
         )
-
-
-def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block differs between ranks: their plans would differ, and ranks would wait
-    for each other for ever. Collective."""
-    values = {block: getattr(config, block) for block in KFACConfig.model_fields}
-    flat = {
-        f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
-        for block, value in values.items()
-        for key in (type(value).model_fields if isinstance(value, Block) else [block])
-    }
-    everyone = gathered({key: value for key, value in flat.items() if key != "report"})  # what a rank prints
-    for key, value in everyone[0].items():
-        rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)
-        if rank is not None:
-            raise ValueError(
-                f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, {everyone[rank][key]} on rank "
-                f"{rank}. Give every rank one config"
-            )
 
 
 def check_tensors(model: Any, arguments: dict[str, Any]) -> None:

@@ -18,9 +18,8 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
 """What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches move them, too."""
-LIMIT = math.log(FAR) + 1e-6
-HIGH = math.log(FAR) - 1e-6
-"""Of a rate: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
+LIMIT, HIGH = math.log(FAR) + 1e-6, math.log(FAR) - 1e-6
+"""HIGH is of rates: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
 LITTLE = 0.01
 """A weight decay that takes hardly anything back: less is no other setting."""
 BETA2 = (0.5, 0.999)
@@ -104,7 +103,7 @@ def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
 
 
 def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> list[str]:
-    """A sentence about a run of these settings; none if a recipe is near, or there is none for it.
+    """The line for a run of these settings; none if a recipe is near, or there is none for it.
 
     Args:
         lr: of the matrices, the largest of the schedule as far as it is known.

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
 from ds_kfac.comm.message import gathered
-from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.config.values import AUTO
 from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.zero import deepspeed_versions
@@ -327,6 +327,25 @@ def refused(context: Context) -> list[str]:
     if not context.optimizer:  # other refusals read the optimizer
         return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
+
+
+def check_config(config: KFACConfig) -> None:
+    """Raise ValueError on every rank if the block differs between ranks: their plans would differ, and ranks would wait
+    for each other for ever. Collective."""
+    values = {block: getattr(config, block) for block in KFACConfig.model_fields}
+    flat = {
+        f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
+        for block, value in values.items()
+        for key in (type(value).model_fields if isinstance(value, Block) else [block])
+    }
+    everyone = gathered({key: value for key, value in flat.items() if key != "report"})  # what a rank prints
+    for key, value in everyone[0].items():
+        rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)
+        if rank is not None:
+            raise ValueError(
+                f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, {everyone[rank][key]} on rank "
+                f"{rank}. Give every rank one config"
+            )
 
 
 def check_model(model: nn.Module, config: KFACConfig) -> None:

@@ -11,11 +11,10 @@ from torch import nn
 
 from ds_kfac.comm.reduce import payloads
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.text import columns, fitted, folded, number
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.recipes import far_from_recipes
-from ds_kfac.log import say
+from ds_kfac.log import columns, fitted, folded, number, say
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
@@ -146,11 +145,10 @@ def _interval(value: Value) -> str:
 def _mode(kfac: KFACPreconditioner) -> str:
     engine = kfac.layout.engine
     dtype = str(next(iter(kfac.layout.params)).dtype).removeprefix("torch.")
-    wrapper = type(engine.optimizer).__name__
     offload = ", optimizer offloaded to CPU" if engine.zero_optimization() and engine.zero_cpu_offload() else ""
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
-        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
+        f"{str(kfac.layout.dtype).removeprefix('torch.')}, {type(engine.optimizer).__name__}, "
         f"gradient accumulation {engine.gradient_accumulation_steps()}{offload}, world size {kfac.layout.world}"
     )
 

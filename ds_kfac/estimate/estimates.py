@@ -208,7 +208,7 @@ class Estimate:
         kept = np.array(self._kept())
         waiting = self._on_workers(lambda layer: pending * layer.numel)
 
-        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _cached={})
+        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first)
         memory["sums"], under_way = self._reduced(self.every, self.layout)
         captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
         for step in {step for steps in steps_of(plan) for step in steps}:

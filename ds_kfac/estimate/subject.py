@@ -246,7 +246,7 @@ class Subject:
         )
         plan = make_plan(self.layers, facts, self.config, costs)
         of_layers = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
-        return plan.with_observations(Observations(self.shared if plan.shares else (), of_layers))
+        return plan.with_observations(Observations(self.shared if plan.config.choice.shares else (), of_layers))
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:

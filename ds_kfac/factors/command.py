@@ -16,11 +16,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_kfac.config.text import Row, columns
 from ds_kfac.config.values import find_block, read_config
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
+from ds_kfac.log import Row, columns
 
 SIZES = {"length": 512, "batch": 8, "limit": None}
 """Defaults of options about the data of hf: models."""

@@ -10,13 +10,14 @@ Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ds_kfac.assignment.assign import Assignment
+from ds_kfac.comm.message import Channel
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.factors.files import KINDS
 from ds_kfac.log import logger
@@ -54,23 +55,20 @@ class Corrected:
 
     Args:
         layers: layers with both bases; no grouped maps, no norms.
-        owners: layer name -> rank that keeps its sums.
+        roles: a layer's first worker keeps its sums, a factor's eigen worker has its basis.
         bases: factor key -> eigenbasis, for factors decomposed on this rank.
         keys: layer name -> side -> factor key.
-        homes: factor key -> rank that has its basis.
-        group: process group of all ranks.
 
     Attributes:
         sums: "<layer>/corrected.<kind>" -> fp64 [O, I], for this rank's layers. NaN for rows without sequences.
     """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], owners: Mapping[str, int], bases: Mapping[str, Eigenbasis],
-        keys: Mapping[str, Mapping[str, str]], homes: Mapping[str, int], rows: RowSums, *,
-        group: Any, rank: int, device: torch.device,
+        self, layers: Sequence[LayerSpec], roles: Assignment, bases: Mapping[str, Eigenbasis],
+        keys: Mapping[str, Mapping[str, str]], rows: RowSums, channel: Channel, device: torch.device,
     ) -> None:  # fmt: skip
-        self.layers, self.owners, self.bases, self.keys, self.homes = layers, owners, bases, keys, homes
-        self.rows, self.group, self.rank, self.device = rows, group, rank, device
+        self.layers, self.roles, self.bases, self.keys = layers, roles, bases, keys
+        self.rows, self.channel, self.device = rows, channel, device
         self.sums: dict[str, Tensor] = {}
         self._warned = False
 
@@ -94,9 +92,9 @@ class Corrected:
                 token, sequence = squares(x_NTI, g_NTO, basis, sequences=ordered)
                 batch[0] += token
                 batch[1] += torch.nan if sequence is None else sequence
-            total, owner = torch.stack(batch), self.owners[layer.name]
-            dist.reduce(total, owner, group=self.group)
-            for kind, part in zip(KINDS, total, strict=True) if owner == self.rank else ():
+            total, owner = torch.stack(batch), self.roles.workers[layer.name][0]
+            dist.reduce(total, owner, group=self.channel.group)
+            for kind, part in zip(KINDS, total, strict=True) if owner == self.channel.rank else ():
                 name = f"{layer.name}/corrected.{kind}"
                 self.sums[name] = self.sums[name] + part if name in self.sums else part.double()
         self.rows.counted.clear()
@@ -156,5 +154,5 @@ class Corrected:
         else:
             vectors = tuple(torch.empty(n, b, b, device=self.device, dtype=torch.float32) for n, b in shape.groups)
         for tensor in vectors:
-            dist.broadcast(tensor, self.homes[key], group=self.group)
+            dist.broadcast(tensor, self.roles.eigen_workers[key], group=self.channel.group)
         return Eigenbasis(vectors, torch.ones(0, device=self.device, dtype=torch.float32))

@@ -24,8 +24,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +147,7 @@ class Factors:
 
     folder: Path
     header: Mapping[str, Any]
+    _shards: dict[str, Shard] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Factors":
@@ -245,10 +245,6 @@ class Factors:
                 raise FactorsError(f"{shard.path}: is of other factors than {self.folder / INDEX}")
             self._shards[name] = shard
         return self._shards[name]
-
-    @cached_property
-    def _shards(self) -> dict[str, Shard]:
-        return {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)

@@ -302,11 +302,8 @@ class _Fitting:
         }
         everywhere = set().union(*gathered(set(bases), self.channel.group))
         fit = [x for x in self.plan.layers if correctable(x) and set(self.keys[x.name].values()) <= everywhere]
-        owners = {name: ranks[0] for name, ranks in self.plan.assignment.workers.items()}
-        sums = Corrected(
-            fit, owners, bases, self.keys, self.homes, self.capture.rows,
-            group=self.channel.group, rank=self.channel.rank, device=self.device,
-        )  # fmt: skip
+        roles, rows = self.plan.assignment, self.capture.rows
+        sums = Corrected(fit, roles, bases, self.keys, rows, self.channel, self.device)
         sums.sums = self.progress.load(self.device)
         if not self.progress.batches:
             self.progress.seen = [0.0] * 3

@@ -314,7 +314,7 @@ class Capture(StepSums):
             if call.proof is not None:
                 hook = partial(
                     self._on_gradient,
-                    replace(call, waiting=None, late=False, sides="", proves=True, many=None),
+                    replace(call, waiting=None, late=False, sides="", proves="G" in sides, many=None),
                     origin.output_nr,
                 )
                 origin.grad_fn.register_prehook(hook)

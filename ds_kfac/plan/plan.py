@@ -55,13 +55,11 @@ class Plan:
         bucket_bytes: most that a rank sends or receives in one message of batch sums.
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
-        shares: whether layers that see the same input are to share A.
         config: with its nulls answered.
         precision: of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
-        paired: whether a factor's refresh needs its partner, which is then on the same rank.
         first: which ranks captured a factor's batch before rows were known; None: they are not known.
     """
 
@@ -74,14 +72,12 @@ class Plan:
     bucket_bytes: int
     wire: torch.dtype
     gradient_dtypes: tuple[torch.dtype, torch.dtype]
-    shares: bool
     config: KFACConfig
     precision: Precision
     batched: bool
     clip_lr: str
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
-    paired: bool = False
     first: roles.Contributors | None = None
 
     @cached_property
@@ -107,7 +103,7 @@ class Plan:
     @property
     def sharing_candidates(self) -> Mapping[str, Hashable]:
         """See :func:`sharing_candidates`; none if layers are not to share."""
-        return sharing_candidates(self.layers, self.method) if self.shares else {}
+        return sharing_candidates(self.layers, self.method) if self.config.choice.shares else {}
 
     def timetable(self) -> Timetable:
         keys = tuple(factor.key for factor in self.assignment.factors)
@@ -241,10 +237,10 @@ def _made(
     return Plan(
         layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets,
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
-        gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients), shares=config.choice.shares,
+        gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients),
         config=config, precision=choose(config.preconditioner.precision, facts.device),
         batched=batched(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
-        reasons=tuple(reasons), paired=paired,
+        reasons=tuple(reasons),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 Both read scalars from the device, which waits for it: call them at logged steps only.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,12 +40,6 @@ def counters(job: Job) -> dict[str, float]:
     if job.everywhere:
         values |= {f"job/{name}": value for name, value in _of_channel(job.channel).items()}
     return values
-
-
-def events(job: Job, samples: int, more: Mapping[str, float]) -> list[tuple[str, float, int]]:
-    """(PREFIX + name, value, samples) for DeepSpeed's monitor: :func:`counters`, :func:`health` and ``more``."""
-    shown = {**counters(job), **health(job.preconditioners[0]), **more}
-    return [(PREFIX + name, value, samples) for name, value in shown.items()]
 
 
 def selected(job: Job) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a step starts from, and what it computes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,8 +76,9 @@ class StepDraft:
     local: LocalResult = field(init=False)
 
     def give_up(self, empty: Mapping[str, LayerState]) -> None:
-        """Leave layers of this rank without a basis. ``empty``: name -> state of each before anything was seen."""
+        """Leave layers of this rank without a basis; moments leave it, as far as a diagonal can. ``empty``: name -> its
+        state before anything was seen."""
         for name, nothing in empty.items():
             self.next_bases.pop(name, None)
-            if self.states[name].preconditioner is not None:
-                self.states[name] = self.states[name].given_up(nothing)
+            if (state := self.states[name]).preconditioner is not None:
+                self.states[name] = replace(nothing, moments=state.without(A=state.A, G=state.G).moments)

@@ -99,6 +99,7 @@ class FactorUpdates:
         log: what became of factors.
         layer_of: key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
+        paired: whether decomposing a factor needs its partner, which is then on the same rank.
         counted: key -> layers whose number of loss terms is this factor's count of rows.
     """
 
@@ -110,6 +111,7 @@ class FactorUpdates:
         self.reducer = Reducer(layout, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.timetable = plan.timetable()
+        self.paired = plan.method.paired(self.config.damping.kind)
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in roles.factors}
         layers = {layer.name: layer for layer in plan.layers}
         self.layer_of = {key: layers[spec.layers[0]] for key, spec in self.specs.items()}
@@ -263,11 +265,11 @@ class FactorUpdates:
             layer, partner, basis = self.layer_of[key], None, None
             if last is not None and method.step_flops and not self.timetable.exact(key, draft.step, method.exact_every):
                 basis = last(self.specs[key])
-            if method.damps_identity or self.plan.paired:  # the inverse has the damping in it, which depends on both
+            if method.damps_identity or self.paired:  # the inverse has the damping in it, which depends on both
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
-                elif self.plan.paired:
+                elif self.paired:
                     partner = draft.factors[key_of(layer.name, other)]
             requests.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
         options: dict[str, Any] = {}

@@ -247,10 +247,6 @@ class LayerState:
             self.moments.change_basis_(self.basis, new.basis)
         return new
 
-    def given_up(self, empty: "LayerState") -> "LayerState":
-        """``empty``, of the same layer, with the moments: out of their eigenbasis, as far as a diagonal can be."""
-        return empty if self.moments is None else replace(empty, moments=self.without(A=self.A, G=self.G).moments)
-
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """This state, its moments rotated out of A and G: the old bases of sides that are identities from now on; None
         for a side that keeps its basis."""

@@ -38,7 +38,7 @@ class ShardLayout(ABC):
         own: this rank's shards of the whole parameters.
         divisor: DeepSpeed divides the sum of the ranks' gradients by it.
         groups: parameters by the optimizer's group.
-        place: id of a parameter -> (its group, its place there).
+        position: id of a parameter -> (its group, its number there).
     """
 
     clips_scaled = False
@@ -75,7 +75,7 @@ class ShardLayout(ABC):
         # also for experts' gradients, which fewer ranks have
         self.divisor = dist.get_world_size(engine.seq_data_parallel_group) / summed
         self.groups = parameter_groups(self.optimizer)
-        self.place = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
+        self.position = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
         self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
@@ -146,7 +146,7 @@ class ShardLayout(ABC):
 
     def group_index(self, param: nn.Parameter) -> int:
         """Number of the parameter's group in ``optimizer.param_groups``."""
-        return self.place[id(param)][0]
+        return self.position[id(param)][0]
 
     @cached_property
     @abstractmethod
@@ -345,7 +345,7 @@ class BF16(ShardLayout):
         return self.optimizer.grad_acc_dtype
 
     def _gradient(self, param: nn.Parameter) -> Tensor:
-        group, position = self.place[id(param)]
+        group, position = self.position[id(param)]
         return self.optimizer.fp32_groups_gradients[group][position].view(-1)
 
     def stored(self, shard: Shard) -> Tensor:

@@ -250,11 +250,11 @@ class Stage3(ZeroLayout):
         shards = []
         for index, param in enumerate(self.params):
             offset = self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
-            shards += partition_chunks(param.ds_numel, index, self.place[id(param)][0], offset, self.world)
+            shards += partition_chunks(param.ds_numel, index, self.position[id(param)][0], offset, self.world)
         return shards
 
     def group_index(self, param: nn.Parameter) -> int:
-        return self.optimizer.sub_group_to_group_id[self.place[id(param)][0]]
+        return self.optimizer.sub_group_to_group_id[self.position[id(param)][0]]
 
     def begin(self) -> None:
         super().begin()
@@ -274,12 +274,12 @@ class Stage3(ZeroLayout):
         param = self.params[shard.param]
         if self.offloads:
             return self.masters[shard.group].grad.narrow(0, shard.offset, param.partition_numel())
-        return self.optimizer.averaged_gradients[shard.group][self.place[id(param)][1]].view(-1)
+        return self.optimizer.averaged_gradients[shard.group][self.position[id(param)][1]].view(-1)
 
     def _replace(self, shard: Shard, gradient: Tensor) -> None:
         padding = self._chunk(shard).numel() - shard.numel
         padded = torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient
-        self.optimizer.averaged_gradients[shard.group][self.place[id(self.params[shard.param])][1]] = padded
+        self.optimizer.averaged_gradients[shard.group][self.position[id(self.params[shard.param])][1]] = padded
 
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer

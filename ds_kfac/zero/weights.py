@@ -67,7 +67,7 @@ class WeightRescaling:
         if isinstance(layout, Stage12):
             return [param.data, *self._masters(index)]
         if isinstance(layout, ReplicatedHalf):
-            (group, position), flat = layout.place[id(param)], getattr(layout.optimizer, "fp32_groups_flat", None)
+            (group, position), flat = layout.position[id(param)], getattr(layout.optimizer, "fp32_groups_flat", None)
             if flat is None:  # FP16_UnfusedOptimizer
                 return [param.data, layout.optimizer.fp32_groups[group][position].data]
             start = sum(other.numel() for other in layout.groups[group][:position])

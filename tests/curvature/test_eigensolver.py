@@ -1,7 +1,5 @@
 """Factors that are refreshed together: on a CPU as if alone, in stacks as right as alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -61,20 +59,21 @@ def as_on_a_gpu(monkeypatch):
 # --- which together ---
 
 
+def batches(shapes, *, alone=(), **options) -> list[list[int]]:
+    """Of [n, b] blocks each: which share a call."""
+    sides = [Side(n * b, b) for n, b in shapes]
+    requests = [Request(KroneckerFactor.empty(side), alone=i in alone) for i, side in enumerate(sides)]
+    return [[index for index, _ in call] for call, _ in eigen.calls(requests, **options)]
+
+
 def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
     shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
-    asked = [Request(KroneckerFactor.empty(Side(n * b, b))) for n, b in shapes]
-
-    def calls(**options) -> list[list[int]]:
-        return [[number for number, _ in call] for call, _ in eigen.calls(asked, **options)]
-
-    assert sorted(calls(widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
+    assert sorted(batches(shapes, widest=64)) == [[0, 5], [1, 2, 7], [3], [4], [6]]
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 60**2)
-    assert sorted(calls(widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    assert sorted(batches(shapes, widest=64)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 4 * 60**2)
-    assert [1, 2] in calls(widest=64), "one that is too large by itself is not cut"
-    asked = [replace(asked[1], alone=True), asked[2]]
-    assert calls() == [[0], [1]]
+    assert [1, 2] in batches(shapes, widest=64), "one that is too large by itself is not cut"
+    assert batches([]) == [] and batches(shapes[1:3], alone={1}) == [[0], [1]]
 
 
 # --- results ---

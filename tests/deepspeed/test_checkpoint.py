@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.older_saves import without_eigenbases
 from tests.deepspeed.runs import build, patched, train, weights
@@ -148,6 +149,9 @@ def load_worker(payload) -> dict:
         if how == "state":  # which is K-FAC's alone
             model.load_state_dict(saved_weights[saved])
         engine = rows_engine(loaded, model=model)
+        if saved == loaded == "z2":  # of two ranks, into one
+            with pytest.raises(CheckpointError, match="of another number of ranks"):
+                engine.load_checkpoint(f"{folder}/{saved}", tag="tag")
         if how == "engine":
             options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
             engine.load_checkpoint(f"{folder}/{saved}", tag="tag", **options)

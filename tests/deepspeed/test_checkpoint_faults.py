@@ -262,6 +262,7 @@ def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(results):
         assert "was saved without its K-FAC state" in found["error"] and "No space left" in found["error"]
         assert found["fresh"] == "" and found["error weights"] and found["fresh weights"]
         assert ("K-FAC starts afresh" in found["fresh said"]) == (rank == 0)
+        assert "WARNING: ds_kfac" not in found["fresh said"]
         assert found["again"] == ""
 
 

@@ -145,7 +145,8 @@ def why() -> dict[str, str]:
 
 SAYS = {
     "not proven": ["no basis: not proven, its rows do not make up its gradient: its gradient is not that of the rows "
-                   "of 1 calls", "the next update proves again; a layer keeps its raw gradient"],
+                   "of 1 calls", "the next update proves again; a layer keeps its raw gradient",
+                   "next update: step 1; next refresh: step 2"],
     "no gradient": ["no basis: A has taken no batch yet", "step 0, 0 rows", "step 1; next refresh: step 1"],
     "the model": ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     "zero": ["no basis: A is zero, as all its rows are"],

@@ -38,6 +38,7 @@ def worker(modes: list[str]) -> dict:
         values = {layer: state.basis.A.values.tolist() for layer, state in kfac.state.items()}
         spreads = [max(own) / statistics.fmean(own) for own in values.values()]
         logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
+        assert {f"kfac/{key}" for key in engine.kfac.counters()} >= {"kfac/steps", *logged}
         found[name] = (moved / whole) ** 0.5, statistics.median_low(spreads), logged
         engine.destroy()
     return found

@@ -292,3 +292,23 @@ def retained_worker(_) -> list[float]:
 
 def test_a_second_backward_through_a_sampled_forward_is_legal():
     assert run_ranks("tests.deepspeed.test_monte_carlo:retained_worker", world=1) == [[1.0, 1.0, 2.0]]
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.head = nn.Parameter(torch.randn(2, INPUTS, INPUTS)), nn.Linear(INPUTS, OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.bmm(x.unflatten(0, (2, -1)), self.stack).flatten(0, 1))
+
+
+def stacked_worker(_) -> set[str]:
+    engine = build(BY_NAME["z0"], 1, model=Stacked(), kfac={**SAMPLED, "layers": {}})
+    engine.backward(F.cross_entropy(engine(torch.randn(8, INPUTS)), torch.arange(8) % OUTPUTS))
+    engine.step()  # a layer that does not fit is an error
+    return {layer.name for layer in engine.kfac.preconditioner.layers}
+
+
+def test_a_stack_whose_layers_share_an_A_proves_its_rows():
+    assert run_ranks("tests.deepspeed.test_monte_carlo:stacked_worker", world=1) == [{"stack.0", "stack.1", "head"}]

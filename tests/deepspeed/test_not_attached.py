@@ -76,6 +76,8 @@ def frozen_worker(_) -> dict:
         config = BY_NAME[name].config(1, 1) | {"bf16": {"enabled": dtype is torch.bfloat16}}
         engine, *_ = ds_kfac.initialize(model=model, config=config)
         found[name, dtype] = hasattr(engine, "kfac"), torch.equal(engine(x), expected)
+    with pytest.raises(ValueError, match="all parameters are frozen: unfreeze what is to be trained"):
+        ds_kfac.initialize(model=make_net().requires_grad_(False), config=BY_NAME["adam-z2"].config(1, 1))
     return found
 
 

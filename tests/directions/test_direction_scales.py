@@ -71,7 +71,9 @@ def make(
         direction = kind(plan, layout, exchange, SimpleNamespace(nu=None))
     else:
         moments = AdamMoments
-        optimizer = SimpleNamespace(direction_scale=None, adam_ratio=1.0, check_parts=lambda here: None, state={}, marked=0)
+        optimizer = SimpleNamespace(
+            direction_scale=None, adam_ratio=1.0, check_parts=lambda here: None, state={}, marked=0
+        )
         direction = kind(plan, layout, exchange, optimizer)
     states, gradients = {}, {}
     for index, spec in enumerate(specs):

@@ -36,7 +36,7 @@ INVERSE = {"method": "inverse"}
 def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     tikhonov = {"kind": "tikhonov"}
     made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
-    assert made.method is METHODS["inverse"] and made.paired and not made.shares
+    assert made.method is METHODS["inverse"] and not made.sharing_candidates
     ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert [reason for reason in made.reasons if "do not share A" in reason]
@@ -53,7 +53,7 @@ def test_moments_in_the_eigenbasis_iterate_it_where_the_device_is_faster_so():
 def test_relative_inverses_may_be_anywhere():
     fraction = {"gradient_worker_fraction": 1.0}
     made, eigen = plan(preconditioner=INVERSE, assignment=fraction), plan(assignment=fraction)
-    assert made.shares and not made.paired and made.reasons == ()
+    assert made.sharing_candidates and made.reasons == ()
     ranks = made.assignment.eigen_workers
     assert any(ranks[f"{layer.name}/A"] != ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert sum(made.assignment.memory) < sum(eigen.assignment.memory), "no eigenvalues"
@@ -255,7 +255,7 @@ def test_intervals_are_those_of_the_long_run():
 
 def test_options_are_off_unless_asked_for():
     made = plan()
-    assert made.adaptive is None and made.shares
+    assert made.adaptive is None and made.sharing_candidates
     assert plan(adaptive=0.3).adaptive == 0.3
 
 

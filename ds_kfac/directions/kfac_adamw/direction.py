@@ -83,8 +83,8 @@ class AdamDirection(Direction):
         layers, options, vector = self.layers, self.config.adam, partial(torch.tensor, device=exchange.device)
         self.steps, first = list[GroupStep](), 0
         for group in self.layer_groups:
-            places = slice(first, first := first + len(group.layers))
-            self.steps.append(GroupStep(group, places, options, optimizer.adam_ratio, exchange.device))
+            own = slice(first, first := first + len(group.layers))
+            self.steps.append(GroupStep(group, own, options, optimizer.adam_ratio, exchange.device))
         each = iter(self.steps)  # chunks are of groups in the same order
         taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
         self.chunks = [[next(each) for _ in chunk] for chunk in taken]
@@ -158,13 +158,13 @@ class AdamDirection(Direction):
         sizes: list[Tensor] = []
         for chunk in self.chunks:
             for step in chunk:
-                pending.append(self._adam(step, tensors, unscale, usable[step.places]))
+                pending.append(self._adam(step, tensors, unscale, usable[step.own]))
             self._orthogonalize([step for step in chunk if step.orthogonal])
             for step in chunk:
-                place = tensors.claim(step.group)
-                norms.append(self._finish(step, place, bound[step.places], replacement[step.places]))
+                memory = tensors.claim(step.group)
+                norms.append(self._finish(step, memory, bound[step.own], replacement[step.own]))
                 sizes.append(step.sizes[0] if step.normalized else step.full)
-                if place is None:
+                if memory is None:
                     tensors.put(step.group, step.x_nOI)
                 del step.x_nOI
 
@@ -256,8 +256,8 @@ class AdamDirection(Direction):
                 maps[index] = None  # frees the copy of rows that lie apart: the next step's are still there
             step.sizes = [sizes[index] for index in mine]
 
-    def _finish(self, step: GroupStep, place: Tensor | None, bound: Tensor, replacement: Tensor) -> Tensor:
-        """Q_G X Q_A^T at its size, in ``place`` if there is one, else in X's; or the ``replacement`` in all entries of
+    def _finish(self, step: GroupStep, memory: Tensor | None, bound: Tensor, replacement: Tensor) -> Tensor:
+        """Q_G X Q_A^T at its size, in ``memory`` if given, else in X's; or the ``replacement`` in all entries of
         a layer whose norm is not below its ``bound``. Returns the norms [layers x maps] that X had."""
         if (rotation := step.group.rotation) is not None:
             rows = not step.rows_first
@@ -272,7 +272,7 @@ class AdamDirection(Direction):
                 repeated(part, step.maps) for part in (torch.where(all_finite, bound, 0.0), replacement)
             )
         size = step.sizes[0] if step.normalized else None
-        out = x if place is None else place
+        out = x if memory is None else memory
         finish_direction_(out, x, norm, size, step.target, step.full, bound, replacement, IN_USE)
         return norm
 

@@ -61,7 +61,7 @@ class GroupStep:
 
     Attributes:
         group: the layers.
-        places: where its layers are in vectors of this rank's layers.
+        own: its layers in vectors of this rank's layers.
         orthogonal: whether directions are orthogonalized.
         maps: how many a layer has: views of its matrix, all of one shape.
         blocks: rows of each map, where these are of several shapes or lie apart. After they were scaled, each to its
@@ -77,9 +77,9 @@ class GroupStep:
     x_nOI: Tensor
     sizes: list[Tensor]
 
-    def __init__(self, group: LayerGroup, places: slice, options: AdamConfig, ratio: float, device: Any) -> None:
+    def __init__(self, group: LayerGroup, own: slice, options: AdamConfig, ratio: float, device: Any) -> None:
         layer = group.layers[0]
-        self.group, self.places, self.orthogonal = group, places, keeps_direction(options, layer) is None
+        self.group, self.own, self.orthogonal = group, own, keeps_direction(options, layer) is None
         self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
         if self.blocks and len({*self.blocks}) == 1 and sum(self.blocks) == layer.shape[-2]:
             self.maps, self.blocks = len(self.blocks), ()

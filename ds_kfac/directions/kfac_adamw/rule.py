@@ -1,7 +1,7 @@
 """KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,9 @@ class KFACAdamWRule(UpdateRule):
     marks = (FLAG, MATRIX)
     without_curvature = "a layer is stepped without curvature"
     passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
+
+    kept, optimizer_params = staticmethod(kept_bytes), staticmethod(params_in)
+    unstepped = staticmethod(unstepped)
 
     def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, KFACAdamWStep)
@@ -122,9 +125,6 @@ class KFACAdamWRule(UpdateRule):
             return 0
         return sum(flops(*sides, half=half) for sides in layer.maps)
 
-    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
-        return kept_bytes(plan, layers, device, in_place=in_place)
-
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         taken = chunks(groups, batched=plan.batched)
         return [([layer for group in chunk for layer in group], self._workspace(plan, chunk)) for chunk in taken]
@@ -152,9 +152,6 @@ class KFACAdamWRule(UpdateRule):
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
         return 4 * whole + max(adam, largest + copied)
 
-    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        return params_in(ds_config)
-
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
         if not config.enabled:
             raise ValueError(
@@ -162,9 +159,6 @@ class KFACAdamWRule(UpdateRule):
             )
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
-
-    def unstepped(self, parameters: Iterable[Any]) -> int:
-        return unstepped(parameters)
 
     def check_groups(
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout

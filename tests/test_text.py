@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from ds_kfac.config.text import fitted, must_exist
+from ds_kfac.__main__ import must_exist
+from ds_kfac.log import fitted
 
 TEXT = "a head\n  a line of the report that is longer than others, by far\n\n  name   type\n  short  Linear"
 
