@@ -1,11 +1,27 @@
 """What K-FAC keeps on a rank, measured."""
 
+from dataclasses import is_dataclass
 from typing import Any
+
+from torch import Tensor
+
+
+def bytes_in(*kept: Any) -> int:
+    """Of the tensors in dataclasses and sequences, each once: a history's last value may be the average itself."""
+    found, left = dict[int, int](), list(kept)
+    while left:
+        x = left.pop()
+        if isinstance(x, Tensor):
+            found[id(x)] = x.nbytes
+        elif isinstance(x, list | tuple):
+            left += x
+        elif is_dataclass(x):
+            left += vars(x).values()
+    return sum(found.values())
 
 
 def nbytes_of(kfac: Any) -> tuple[int, int]:
     """Bytes of a preconditioner's factors and eigenbases, and of its moments."""
     states = kfac.state.values()
-    bases = {id(x): x.nbytes for state in states for x in (state.A, state.G) if x}
-    factors = sum(factor.nbytes for factor in kfac.curvature.factors.values())
-    return factors + sum(bases.values()), sum(state.moments.nbytes for state in states if state.moments is not None)
+    bases = bytes_in(*(side for state in states for side in (state.A, state.G)))
+    return bytes_in(*kfac.curvature.factors.values()) + bases, bytes_in(*(state.moments for state in states))

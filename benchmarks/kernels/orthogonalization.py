@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import Case, Op, Settings
+from benchmarks.single import newton_schulz
 from ds_kfac.curvature.eigen import choose
-from ds_kfac.update.newton_schulz import newton_schulz
 
 SHAPES = (
     (1, 64, 64), (3, 64, 256), (1, 768, 768), (1, 768, 3072), (12, 768, 768), (12, 768, 3072), (12, 2304, 768),

@@ -47,10 +47,6 @@ class Eigenbasis:
     vectors: tuple[Tensor, ...]
     values: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
-
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
         """This eigenbasis with vectors rounded as by travelling in ``dtype``; itself if that is fp32."""
         if dtype is torch.float32:

@@ -195,14 +195,6 @@ class KroneckerFactor:
         """The factor with its average on another device; the counter stays on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors, each once: the history's last value may be the average itself."""
-        tensors = [self.packed_P, self.updates]
-        if self.history is not None:
-            tensors += [x for x in (self.history.last, self.history.before) if x is not None]
-        return sum({id(x): x.nbytes for x in tensors}.values())
-
 
 def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
     """Bool [n]: whether factors, at least one, can be decomposed. Zero, non-finite or no data cannot.

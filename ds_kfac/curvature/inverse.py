@@ -53,10 +53,6 @@ class DampedInverse:
     diagonal: Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
-
-    @property
     def _parts(self) -> tuple[Tensor, ...]:
         return self.blocks if self.diagonal is None else (self.diagonal,)
 

@@ -22,9 +22,6 @@ from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 class Decomposition(Protocol):
     """Result of decomposing a factor: an eigenbasis, or a damped inverse."""
 
-    @property
-    def nbytes(self) -> int: ...
-
     def rounded(self, dtype: torch.dtype) -> Any:
         """The decomposition rounded as by travelling in ``dtype``."""
 

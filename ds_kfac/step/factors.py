@@ -64,7 +64,6 @@ class FactorDraft:
         outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.receive`
             of all, if eigenbases travel.
         bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
-        failed: number of failed decompositions on all ranks; 0 if eigenbases never travel.
         unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
     """
 
@@ -82,7 +81,6 @@ class FactorDraft:
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
     outcomes: dict[str, float] = field(default_factory=dict)
     bases: dict[str, Decomposition] = field(default_factory=dict)
-    failed: int = 0
     unproven: frozenset[str] = frozenset()
 
 
@@ -321,7 +319,6 @@ class FactorUpdates:
         if self.travels and draft.arriving:
             flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
             draft.outcomes = dict(zip(draft.arriving, flags, strict=True))
-            draft.failed = flags.count(FAILED)
         fresh = {key for key, outcome in draft.outcomes.items() if outcome == FRESH}
         draft.ready |= fresh
         arrived = self.delivery.received(draft.bases, *arrivals)  # also of those made here a copy, rounded as sent

@@ -29,7 +29,7 @@ from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue, Schedule
 from ds_kfac.step.draft import TORN, EngineView, StepDraft
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
-from ds_kfac.step.messages import NONE_UNUSUAL, UNUSUAL, Sharing, unusual
+from ds_kfac.step.messages import FAILED, NONE_UNUSUAL, UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
 from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
@@ -277,9 +277,9 @@ class KFACPreconditioner:
         numbers, counts, ready = total.tensor_split((first, len(total) - len(self.flagged)))
         summary = self.metrics.step_summary
         summary[: len(counts)] = counts
-        if draft.factors is not None:
-            failures = summary[[*SUMMARY].index("refresh_failures")]
-            failures.add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
+        if draft.factors is not None and self.curvature.travels:
+            failed = [*draft.factors.outcomes.values()].count(FAILED)  # of all ranks
+            summary[[*SUMMARY].index("refresh_failures")].add_(failed)  # numbers from a list would be copied
             summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
         return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 

@@ -84,13 +84,6 @@ def orthogonal_factors(
     return sizes
 
 
-def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST) -> Tensor:
-    """:func:`orthogonal_factors` of one direction [O, I] or [n, O, I], which stays as it is."""
-    factor = x_OI.clone(memory_format=torch.contiguous_format)
-    orthogonal_factors([factor.view(-1, *x_OI.shape[-2:])], precision=precision)
-    return factor
-
-
 def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
     """Of one matrix's products. A step is 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3 in the Gram form."""
     (m, n), steps = sorted((O, I)), len(STEPS)

@@ -210,35 +210,26 @@ class Outbox:
             self.groups.append((layers, together, matrices))
             return
         targets, sources = list[Tensor](), list[Tensor]()
-        parts = [
-            (layer, *part)
-            for layer, matrix_OI in zip(layers, matrices, strict=True)
-            for part in zip(
-                exchange.plan.of_layer[layer.name],
-                exchange.params[layer.name],
-                exchange.parts(layer, matrix_OI),
-                strict=True,
-            )
-        ]
-        for layer, param, parameter, flat in parts:
-            if not parameter.requires_grad:
-                flat = torch.zeros_like(flat)
-            for span in exchange.sent.get(param, ()):
-                self._sent[param, span] = _cut_out(flat, span, exchange.scatter_dtype)
-            for shard in exchange.shards.get(param, ()):
-                span = shard.start, shard.numel
-                # rounded as it arrives elsewhere: else replicas, and copies that another rank works for, would drift
-                # apart
-                copied = layer.copies > 1 and layout.world > 1
-                if (copied or layout.replicated) and (param, span) in self._sent:
-                    self.here[param, shard.start] = self._sent[param, span]
-                elif layout.in_place and not copied:
-                    self.here[param, shard.start] = target = exchange.view(shard)
-                    targets.append(target)
-                    sources.append(flat.narrow(0, *span))
-                else:
-                    dtype = exchange.scatter_dtype if copied else torch.float32
-                    self.here[param, shard.start] = _cut_out(flat, span, dtype)
+        for layer, matrix_OI in zip(layers, matrices, strict=True):
+            # rounded as it arrives elsewhere: else replicas, and copies that another rank works for, would drift apart
+            copied = layer.copies > 1 and layout.world > 1
+            indices, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
+            for param, parameter, flat in zip(indices, parameters, exchange.parts(layer, matrix_OI), strict=True):
+                if not parameter.requires_grad:
+                    flat = torch.zeros_like(flat)
+                for span in exchange.sent.get(param, ()):
+                    self._sent[param, span] = _cut_out(flat, span, exchange.scatter_dtype)
+                for shard in exchange.shards.get(param, ()):
+                    span = shard.start, shard.numel
+                    if (copied or layout.replicated) and (param, span) in self._sent:
+                        self.here[param, shard.start] = self._sent[param, span]
+                    elif layout.in_place and not copied:
+                        self.here[param, shard.start] = target = exchange.view(shard)
+                        targets.append(target)
+                        sources.append(flat.narrow(0, *span))
+                    else:
+                        dtype = exchange.scatter_dtype if copied else torch.float32
+                        self.here[param, shard.start] = _cut_out(flat, span, dtype)
         if targets:
             torch._foreach_copy_(targets, sources)
 

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from benchmarks.held import bytes_in
 from ds_kfac.curvature import factor as of_factor
 from ds_kfac.curvature.factor import PIECE, History, KroneckerFactor, Side, compared, frobenius, updated
 from ds_kfac.ops import dispatch
@@ -138,7 +139,7 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     for seed in range(3):
         sums, counts = [packed(side, seed)], torch.tensor([11.0])
         (factor,), *_ = updated([factor], sums, counts, decays=[0.9], device=cpu, tolerance=0.1)
-    assert factor.nbytes == 4 * (2 * side.numel + 1), "the factor, its last but one value and a counter"
+    assert bytes_in(factor) == 4 * (2 * side.numel + 1), "the factor, its last but one value and a counter"
 
 
 def test_an_update_compares_all_factors_in_one_call(monkeypatch):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.single import newton_schulz
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
 from ds_kfac.directions.kfac_gradient import precondition
-from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near
 

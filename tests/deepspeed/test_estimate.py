@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.held import nbytes_of
+from benchmarks.held import bytes_in, nbytes_of
 from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.comm.reduce import IN_FLIGHT
@@ -160,7 +160,7 @@ def measured(mode: Mode) -> dict:
     factors, reducer = kfac.curvature.factors.values(), kfac.curvature.reducer
     found["memory"] = {
         "factors": sum(own.packed_P.nbytes + own.updates.nbytes for own in factors),
-        "history": sum(own.nbytes - own.packed_P.nbytes - own.updates.nbytes for own in factors),
+        "history": sum(bytes_in(own) - own.packed_P.nbytes - own.updates.nbytes for own in factors),
         "state": sum(nbytes_of(kfac)),
         "adam": nbytes_of(kfac)[1],
         "sums": sum(

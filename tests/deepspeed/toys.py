@@ -65,10 +65,6 @@ class Root:
 
     matrix_DD: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.matrix_DD.nbytes
-
     def rounded(self, dtype: torch.dtype) -> "Root":
         return self
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.single import newton_schulz
 from ds_kfac.curvature.eigen import HIGHEST, Precision
 from ds_kfac.ops.functional import scale_to
 from ds_kfac.update import newton_schulz as module
-from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors
+from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, orthogonal_factors
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near, polar_condition
 from tests.update.test_moments import random_basis
