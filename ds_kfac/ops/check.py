@@ -32,19 +32,19 @@ CAPABILITY = (8, 0)
 """The lowest compute capability for which kernels are compiled and checked."""
 
 
-def gpu_problem(device: torch.device | None = None) -> str | None:
-    """Why our kernels cannot run on a GPU ``device`` (None: torch's current one); None: they can."""
+def gpu_problem() -> str | None:
+    """Why our kernels cannot run on torch's current GPU; None: they can."""
     if torch.version.hip is not None:
         return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
     if torch.version.cuda is None:
         return "torch is built without CUDA"
     if not torch.cuda.is_available():
         return "there is no NVIDIA GPU that torch can use (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability()
     if capability >= CAPABILITY:
         return None
     needed, has = (".".join(map(str, each)) for each in (CAPABILITY, capability))
-    return f"needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
+    return f"needs compute capability {needed}, {torch.cuda.get_device_name()} has {has}"
 
 
 def gpu_architecture() -> str:

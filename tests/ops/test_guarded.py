@@ -36,7 +36,7 @@ def implementations(request) -> Mapping[str, Callable]:
     if request.param == "triton":
         pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
         with interpreted("") as (module,):
-            module.unavailable = lambda device: None
+            module.unavailable = lambda: None
             yield module.load()
         return
     ops = emulated()
@@ -175,7 +175,7 @@ def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch, tmp_path):
     pretend(monkeypatch, capability=(9, 0))
     monkeypatch.setattr("ds_kfac.ops.build.find_nvcc", lambda: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(backend, "unavailable", lambda device: None)
+    monkeypatch.setattr(backend, "unavailable", lambda: None)
     monkeypatch.setattr(backend, "MODULES", {})
     choice = dispatch.use(None, "cuda")
     assert "no nvcc" in choice.missing["cuda"] and "triton" not in choice.missing
@@ -194,7 +194,7 @@ def test_a_gpu_gets_the_best_of_both(monkeypatch):
 def test_a_triton_that_does_not_import_is_a_reason(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
     monkeypatch.setitem(__import__("sys").modules, "ds_kfac.ops.triton.scale", None)
-    assert backend.unavailable(torch.device("cuda")).startswith("triton is installed but does not import: ")
+    assert backend.unavailable().startswith("triton is installed but does not import: ")
 
 
 def test_torch_has_every_op():

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from ds_kfac.ops import check
 
 MODULES = dict.fromkeys(("adam_scale_", "adam_fold_", "finish_direction_"), "scale")
@@ -16,8 +14,8 @@ MODULES["syrk_accumulate_"] = "syrk"
 """Op -> the module of this folder that has it."""
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on ``device``; None: they can, with TRITON_INTERPRET=1 also on a CPU, slowly."""
+def unavailable() -> str | None:
+    """Why Triton kernels cannot run here; None: they can, with TRITON_INTERPRET=1 also without a GPU, slowly."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:
@@ -26,15 +24,13 @@ def unavailable(device: torch.device) -> str | None:
         return f"triton is installed but does not import: {type(failure).__name__}: {failure}"
     if INTERPRET:
         return None
-    if device.type != "cuda":
-        return f"Triton kernels run on CUDA devices, not on {device.type}"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "triton needs a C compiler to launch kernels (gcc, clang or CC)"
-    return check.gpu_problem(None if device.index is None else device)
+    return check.gpu_problem()
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation. Raises RuntimeError: why Triton cannot run here."""
-    if reason := unavailable(torch.device("cuda")):
+    if reason := unavailable():
         raise RuntimeError(reason)
     return {op: getattr(importlib.import_module(f"{__name__}.{file}"), op) for op, file in MODULES.items()}
