@@ -51,7 +51,7 @@ class Named(Tower):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast"])
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast", "in order"])
 def test_every_patch_counts_where_tokens_have_labels(how, masked):
     model = Pictures(how)
     if how == "named":
@@ -65,7 +65,8 @@ def test_every_patch_counts_where_tokens_have_labels(how, masked):
     recorder.capture.read_batch = ArgumentReader(model)
     given = {"attention_mask": torch.ones_like(IDS)} if masked else {}
     pixels = PIXELS.double() if how == "cast" else PIXELS
-    loss = model(input_ids=IDS, pixel_values=pixels, labels=LABELS, **given)
+    first, named = ((IDS, pixels), {}) if how == "in order" else ((), {"input_ids": IDS, "pixel_values": pixels})
+    loss = model(*first, labels=LABELS, **named, **given)
     with recorder.capture.own_backward(loss):
         loss.backward()
     assert {name: recorder.counts(name) for name in OF_IMAGES} == {x: [N * T, LABELLED] for x in OF_IMAGES}
