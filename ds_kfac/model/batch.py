@@ -229,7 +229,8 @@ class RowMasks:
         """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
         self.watching, self._side, self._sources, self._outer, self._others = True, None, [], [], []
         self._of_others, named = set(), dict(zip(self._names, batch := [*batch], strict=False))
-        named |= {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
+        within = [x for part in batch if isinstance(part, Mapping) for x in part.values()]  # as of model(batch=..)
+        named |= {key: x for part in (*within, *batch) if isinstance(part, Mapping) for key, x in part.items()}
         if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:
             others = {key: x for key, x in named.items() if isinstance(x, Tensor) and not OF_TEXT.search(key)}
             shape = tokens[0].shape[:2]  # features [N, T, ..] of tokens have their mask, but what is seen or heard
@@ -288,8 +289,7 @@ class RowMasks:
 
     def _masks(self, module: str, x: Tensor, info: BatchInfo) -> tuple[str | None, list[Tensor]]:
         """On which side the rows ``x`` are, and the masks that may be theirs."""
-        side = self._side_of(module, x)
-        masks = [info.rows, info.encoder_rows]
+        side, masks = self._side_of(module, x), [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:

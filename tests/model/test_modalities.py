@@ -45,15 +45,20 @@ class Pictures(nn.Module):
         return F.cross_entropy(self.lm_head(h).flatten(0, 1), labels.flatten())
 
 
+class Batched(Pictures):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(**batch)
+
+
 class Named(Tower):
     def forward(self, pixel_values: Tensor) -> Tensor:
         return self.tower(pixel_values)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast", "in order"])
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast", "in order", "a batch"])
 def test_every_patch_counts_where_tokens_have_labels(how, masked):
-    model = Pictures(how)
+    model = Batched(how) if how == "a batch" else Pictures(how)
     if how == "named":
         model.vision = Named(how)
     rows = {}
@@ -66,7 +71,8 @@ def test_every_patch_counts_where_tokens_have_labels(how, masked):
     given = {"attention_mask": torch.ones_like(IDS)} if masked else {}
     pixels = PIXELS.double() if how == "cast" else PIXELS
     first, named = ((IDS, pixels), {}) if how == "in order" else ((), {"input_ids": IDS, "pixel_values": pixels})
-    loss = model(*first, labels=LABELS, **named, **given)
+    named |= {"labels": LABELS, **given}
+    loss = model(batch=named) if how == "a batch" else model(*first, **named)
     with recorder.capture.own_backward(loss):
         loss.backward()
     assert {name: recorder.counts(name) for name in OF_IMAGES} == {x: [N * T, LABELLED] for x in OF_IMAGES}
