@@ -191,6 +191,8 @@ class RowMasks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.watching = model, False
+        called: Any = model._modules.get("_orig_mod") or model  # torch.compile's
+        self._names = [*inspect.signature(called.forward).parameters]
         self._places: dict[str, str] = {}  # "encoder." -> SOURCE
         self._side: str | None = None
         self._outer: list[str | None] = []  # sides around the present one
@@ -221,9 +223,10 @@ class RowMasks:
 
     def begin(self, batch: Iterable[Any] = ()) -> None:
         """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
-        self.watching, self._side, self._sources, self._outer = True, None, [], []
-        self._others, self._of_others = [], set()
-        named = {key: x for part in batch if isinstance(part, Mapping) for key, x in part.items()}
+        self.watching, self._side, self._sources, self._outer, self._others = True, None, [], [], []
+        self._of_others, named = set(), dict(zip(self._names, batch := [*batch], strict=False))
+        within = [x for part in batch if isinstance(part, Mapping) for x in part.values()]  # as of model(batch=..)
+        named |= {key: x for part in (*within, *batch) if isinstance(part, Mapping) for key, x in part.items()}
         if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:
             others = {key: x for key, x in named.items() if isinstance(x, Tensor) and not OF_TEXT.search(key)}
             shape = tokens[0].shape[:2]  # features [N, T, ..] of tokens have their mask, but what is seen or heard
@@ -282,8 +285,7 @@ class RowMasks:
 
     def _masks(self, module: str, x: Tensor, info: BatchInfo) -> tuple[str | None, list[Tensor]]:
         """On which side the rows ``x`` are, and the masks that may be theirs."""
-        side = self._side_of(module, x)
-        masks = [info.rows, info.encoder_rows]
+        side, masks = self._side_of(module, x), [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
@@ -294,11 +296,10 @@ class RowMasks:
         """The mask for a call that gets all rows of the batch; none fits one that gets a slice."""
         batch = tuple(x.shape[:-1])
         inside = self._attends(module)
-        square = len(batch) > 1 and batch[0] == batch[1] > 1
         if info.rows is None and info.encoder_rows is None:
             if inside and len(batch) > 1:
                 return Fit(examples=1)
-            order = self._order_of(module, batch) if square else 0
+            order = self._order_of(module, batch) if len(batch) > 1 and batch[0] == batch[1] > 1 else 0
             return EVERY_ROW if order == 0 else Fit(examples=order or 0, doubt="" if order else SQUARE)
         side, masks = self._masks(module, x, info)
         order = 1 if inside else self._order_of(module, batch)
@@ -350,9 +351,8 @@ class RowMasks:
         return next((side for place, side in self._places.items() if module.startswith(place)), None)
 
     def _add_others(self, tensors: Iterable[Any], *, cast: bool = False) -> None:
-        for x in tensors:
-            if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1:
-                self._others.append((StorageWeakRef(x.untyped_storage()), (x.shape, x.dtype) if cast else None))
+        wide = (x for x in tensors if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1)
+        self._others += [(StorageWeakRef(x.untyped_storage()), (x.shape, x.dtype) if cast else None) for x in wide]
 
     def _is_other(self, x: Any, *, cast: bool = False) -> bool:
         """Whether a tensor is one of another modality or a view of it; with ``cast``, a copy in another dtype."""

@@ -45,15 +45,20 @@ class Pictures(nn.Module):
         return F.cross_entropy(self.lm_head(h).flatten(0, 1), labels.flatten())
 
 
+class Batched(Pictures):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(**batch)
+
+
 class Named(Tower):
     def forward(self, pixel_values: Tensor) -> Tensor:
         return self.tower(pixel_values)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast"])
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "named", "cast", "in order", "a batch"])
 def test_every_patch_counts_where_tokens_have_labels(how, masked):
-    model = Pictures(how)
+    model = Batched(how) if how == "a batch" else Pictures(how)
     if how == "named":
         model.vision = Named(how)
     rows = {}
@@ -65,7 +70,9 @@ def test_every_patch_counts_where_tokens_have_labels(how, masked):
     recorder.capture.read_batch = ArgumentReader(model)
     given = {"attention_mask": torch.ones_like(IDS)} if masked else {}
     pixels = PIXELS.double() if how == "cast" else PIXELS
-    loss = model(input_ids=IDS, pixel_values=pixels, labels=LABELS, **given)
+    first, named = ((IDS, pixels), {}) if how == "in order" else ((), {"input_ids": IDS, "pixel_values": pixels})
+    named |= {"labels": LABELS, **given}
+    loss = model(batch=named) if how == "a batch" else model(*first, **named)
     with recorder.capture.own_backward(loss):
         loss.backward()
     assert {name: recorder.counts(name) for name in OF_IMAGES} == {x: [N * T, LABELLED] for x in OF_IMAGES}
