@@ -127,9 +127,9 @@ def check_tensors(model: Any, given: Any = ()) -> None:
     known = {*map(id, named.values())}
     if named and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None:
         raise ValueError(
-            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got, as "
-            "a loss with a learned weight. Make it a parameter of the model that is given to initialize, or step it by "
-            "an optimizer of its own"
+            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got, of "
+            "a copy of it, or of a loss with a learned weight. Make it a parameter of the model that is given to "
+            "initialize, or step it by an optimizer of its own"
         )
     for name, parameter in named.items():
         if not parameter.ndim:
