@@ -107,8 +107,9 @@ def check_tensors(model: Any, arguments: dict[str, Any]) -> None:
     given = arguments.get("model_parameters"), [group["params"] for group in groups]
     if named and (other := next((x for x in tensors_of(given) if id(x) not in known), None)) is not None:
         raise ValueError(
-            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got. "
-            "Put a loss's weight into the model, or give it another optimizer; if the model was changed make it anew"
+            f"ds_kfac: the optimizer was given a parameter of shape {list(other.shape)} that the model has not got, of "
+            "a copy of it, or of a loss with a learned weight. Make it a parameter of the model that is given to "
+            "initialize, or step it by an optimizer of its own"
         )
     for name, parameter in named.items():
         if not parameter.ndim:

@@ -301,7 +301,7 @@ def check(arguments: argparse.Namespace) -> str:
     texts += config_far_from_recipes(rule.optimizer_params(ds_config) or {}, scheduler, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]
     lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
-    lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
+    lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, world size {arguments.world}", warnings,
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]

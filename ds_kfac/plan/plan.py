@@ -282,9 +282,7 @@ def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: l
         if work.world > 1 and sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
-        several = "comes from as many ranks as have" if work.world > 1 else "is"
-        rest = ", of a rank with more from one in so many" if work.world > 1 else ", one in so many of a rank's"
-        reasons.append(f"a factor's batch {several} {need}{rest}; known from the first batch on")
+        reasons.append(f"in a factor update {need} count (factor.rows), of as few ranks as have them in the first one")
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
 

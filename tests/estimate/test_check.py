@@ -34,7 +34,7 @@ def test_a_config_that_fits_is_reported(capsys):
     assert len(text.splitlines()) <= 40
     for part in (
         "ds_kfac steps 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in 225 K-FAC layers",
-        "KFACAdamW, 64 ranks",
+        "KFACAdamW, world size 64",
         "layers.[0-31].mlp.up x 32",
         "K-FAC state at most",
     ):
