@@ -100,7 +100,18 @@ _ROWS = {
         ("batch: patches that are cast are text", "and given[1] != x.dtype)", "and False)"),
         ("batch: text that looks at images is of them", "(any(others) and not text)", "any(others)"),
         ("batch: features of tokens are of images", "if x.shape[:2] != shape or SENSED.search(key))", ")"),
+        ("batch: images in order are text", "zip(self._names, batch := ", "zip((), batch := "),
+        ("batch: images in an argument's mapping are text", "(*within, *batch)", "batch"),
         ("batch: a tower's output is text", "self._add_others(tensors_of(output))", "pass")],
+    ("model/capture.py", "tests/deepspeed/test_compile.py::test_a_trace_and_an_export_in_a_captured_step_have_the_"
+     "operations_of_the_model_alone"): [
+        ("a trace is a batch", " is torch._C._get_tracing_state() is None", " is None"),
+        ("an export is a batch", " and not torch.compiler.is_exporting()", "")],
+    ("model/capture.py",
+     "tests/deepspeed/test_monte_carlo.py::test_a_stack_whose_layers_share_an_A_proves_its_rows"): [
+        ("sampled: the call of a common A is proven", 'proves="G" in sides, many', "proves=True, many")],
+    ("engine/preflight.py", "tests/deepspeed/test_interruptions.py"): [
+        ("an optimizer object of other parameters", '[group["params"] for group in groups]', "[]")],
     ("curvature/factor.py", "tests/curvature/test_history.py"): [
         ("norm of a change: diagonal counted twice", "- _squares(diagonals)).sqrt()", ").sqrt()"),
         ("norm of a change: of its first piece alone", "part.sum() for part", "part[0] for part")],
@@ -476,6 +487,9 @@ _ROWS = {
         ("proof: what does not fit keeps its curvature", "unfit = curved & draft.verdict.unfit.keys()",
          "unfit = set()")],
     ("model/capture.py", "tests/model/test_calls.py"): [
+        ("methods in place of the model are one forward", "if self.forward is self._loose:", "if False:"),
+        ("another engine's forwards are several", "            if own:\n                self._running",
+         "            self._means.add(call.forward)\n            if own:\n                self._running"),
         ("own: autograd.grad is the loss's",
          "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
         ("own: no backward inside of a forward", "inner = self._inside and not running", "inner = False")],
@@ -885,7 +899,7 @@ _ROWS = {
          "order = torch.arange(len(places))")],
     ("model/batch.py", "tests/factors/test_rows.py"): [
         ("factors: as many sequences as positions, the wrong way",
-         "order = self._order_of(module, batch) if square else 0", "order = 0")],
+         "order = self._order_of(module, batch) if len(batch) > 1 and batch[0] == batch[1] > 1 else 0", "order = 0")],
     ("factors/passes.py", _FIT): [
         ("factors: batches of the last save again", "begun if number == begun else 0", "0"),
         ("factors: other data after a stop", "mark != progress.mark", "False"),
