@@ -101,7 +101,18 @@ _ROWS = {
         ("batch: patches that are cast are text", "and given[1] != x.dtype)", "and False)"),
         ("batch: text that looks at images is of them", "(any(others) and not text)", "any(others)"),
         ("batch: features of tokens are of images", "if x.shape[:2] != shape or SENSED.search(key))", ")"),
+        ("batch: images in order are text", "zip(self._names, batch := ", "zip((), batch := "),
+        ("batch: images in an argument's mapping are text", "(*within, *batch)", "batch"),
         ("batch: a tower's output is text", "self._add_others(tensors_of(output))", "pass")],
+    ("model/capture.py", "tests/deepspeed/test_compile.py::test_a_trace_and_an_export_in_a_captured_step_have_the_"
+     "operations_of_the_model_alone"): [
+        ("a trace is a batch", " is torch._C._get_tracing_state() is None", " is None"),
+        ("an export is a batch", " and not torch.compiler.is_exporting()", "")],
+    ("model/capture.py",
+     "tests/deepspeed/test_monte_carlo.py::test_a_stack_whose_layers_share_an_A_proves_its_rows"): [
+        ("sampled: the call of a common A is proven", 'proves="G" in sides, many', "proves=True, many")],
+    ("engine/preflight.py", "tests/deepspeed/test_interruptions.py"): [
+        ("an optimizer object of other parameters", '[group["params"] for group in groups]', "[]")],
     ("curvature/factor.py", "tests/curvature/test_history.py"): [
         ("norm of a change: diagonal counted twice", "- _squares(diagonals)).sqrt()", ").sqrt()"),
         ("norm of a change: of its first piece alone", "part.sum() for part", "part[0] for part")],
@@ -466,6 +477,8 @@ _ROWS = {
     ("model/divisors.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
         ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
+    ("model/calls.py", "tests/model/test_calls.py"): [
+        ("methods in place of the model are one forward", "if self.forward is self.loose:", "if False:")],
     ("model/calls.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass"),
         ("proof: of G before the caller's division", "self.proof.counted[key][1][0] *= square", "pass")],
@@ -480,6 +493,8 @@ _ROWS = {
         ("proof: what does not fit keeps its curvature", "if layer.name in draft.verdict.unfit)",
          "if False)")],
     ("model/capture.py", "tests/model/test_calls.py"): [
+        ("another engine's forwards are several", "            if own:\n                self.running",
+         "            self.passed.add(call.forward)\n            if own:\n                self.running"),
         ("own: autograd.grad is the loss's",
          "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
         ("own: no backward inside of a forward", "inner = self.inside and not running", "inner = False")],
