@@ -442,6 +442,7 @@ _ROWS = {
          "self._giving.setdefault(group, layer.name) == layer.name", "group[0] == layer.name"),
         ("shared inputs: version ignored", "x.stride(), x._version", "x.stride(), 0")],
     ("model/calls.py", "tests/model/test_calls.py"): [
+        ("methods in place of the model are one forward", "if self.forward is self.loose:", "if False:"),
         ("proof: rows of calls that no gradient reached", "batch.count.mul_(alive)", "pass")],
     ("step/proving.py", "tests/step/test_unproven.py"): [
         ("proof: who gave a common A is not asked", "for name in (*giving, factor.layers[0])",
@@ -477,8 +478,6 @@ _ROWS = {
     ("model/divisors.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
         ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
-    ("model/calls.py", "tests/model/test_calls.py"): [
-        ("methods in place of the model are one forward", "if self.forward is self.loose:", "if False:")],
     ("model/calls.py", "tests/deepspeed/test_own_boundaries.py"): [
         ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass"),
         ("proof: of G before the caller's division", "self.proof.counted[key][1][0] *= square", "pass")],
@@ -493,8 +492,6 @@ _ROWS = {
         ("proof: what does not fit keeps its curvature", "if layer.name in draft.verdict.unfit)",
          "if False)")],
     ("model/capture.py", "tests/model/test_calls.py"): [
-        ("another engine's forwards are several", "            if own:\n                self.running",
-         "            self.passed.add(call.forward)\n            if own:\n                self.running"),
         ("own: autograd.grad is the loss's",
          "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
         ("own: no backward inside of a forward", "inner = self.inside and not running", "inner = False")],
