@@ -29,6 +29,7 @@ from ds_kfac.model.output import (
     of_classes,
     of_examples,
     of_levels,
+    of_scalars,
     predictions_in,
     terms_of,
 )
@@ -43,24 +44,27 @@ def losses_in(loss: Tensor, reductions: list[Reduction] | None = None, *, errors
     """The scalars that a loss is computed from through scalars alone, itself included. For a weighted sum or a mean of
     losses these are the losses and all partial sums; no logits, and no value of a single example, of which an error is
     computed, unless with ``errors``. ``reductions`` gets what they are made of, watched."""
-    scalars, others, waiting = set[Edge](), set[Any](), list[tuple[Any, int]]([(loss.grad_fn, loss.output_nr)])
+    scalars, others = set[Edge](), set[Any]()
+    waiting = list[tuple[Any, int, bool]]([(loss.grad_fn, loss.output_nr, False)])
     while waiting:
-        node, output = waiting.pop()
+        node, output, of_ratio = waiting.pop()
         if (edge := (node._sequence_nr(), output)) in scalars:
             continue
         scalars.add(edge)
         name, operand = node.name(), next((below.name() for below, _ in node.next_functions if below is not None), "")
         squared = name.startswith("PowBackward") and operand.startswith(("SubBackward", "RsubBackward"))
         goes_on, made = errors or not (squared or name.startswith(ERRORS)), False
+        divisor = node.next_functions[1][0] if name.startswith("DivBackward") and len(node.next_functions) > 1 else None
+        of_ratio |= divisor is not None and not of_scalars(divisor)
         for below, at in node.next_functions:
             shapes = () if below is None else below._input_metadata
             numel = prod(shapes[at].shape) if at < len(shapes) else 0
             few = 1 < numel <= MOST_LOSSES and below.name().startswith(VECTORS)
             follows = goes_on and (numel == 1 or (few and _collects(below, others)))
-            waiting += [(below, at)] if follows else []
+            waiting += [(below, at, of_ratio)] if follows else []
             made |= numel > 1 and not follows
         if made and reductions is not None and prod(node._input_metadata[output].shape) == 1:
-            reductions.append(Reduction(edge))
+            reductions.append(Reduction(edge, of_ratio=of_ratio))
             reductions[-1].watch(node)
     return scalars
 

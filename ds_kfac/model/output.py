@@ -73,7 +73,7 @@ def losses_of(output: Any) -> Iterator[Tensor]:
     values = [*floats_of(output)]
     for value in values:
         alone = len(values) == 1 or value.grad_fn is None
-        if (value.ndim == 0 or is_scalar(value)) and (alone or not _of_scalars(value.grad_fn)):
+        if (value.ndim == 0 or is_scalar(value)) and (alone or not of_scalars(value.grad_fn)):
             yield value
 
 
@@ -148,7 +148,7 @@ def terms_of(output: Any, info: BatchInfo, *, weight_sharing: str, prediction: T
     return Terms(shape[0] if weight_sharing == "reduce" else prod(shape), doubt)
 
 
-def _of_scalars(node: Any) -> bool:
+def of_scalars(node: Any) -> bool:
     """Whether a scalar is computed from scalars alone: then it is a temperature, such as CLIP's, and no loss."""
     for each in under(node, lambda *_: True):
         leaf = "AccumulateGrad" in each.name()

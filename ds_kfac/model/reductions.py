@@ -41,6 +41,7 @@ class Reduction:
 
     Attributes:
         edge: itself.
+        of_ratio: whether it is in one of two, as dice's: then it is no sum of terms, whatever its entries are.
         numel: of how many entries it is the sum, each times ``factor``; 0: it is none, or of weighed ones.
         single: whether an entry is one term, whose outputs became one number; None: the graph does not show it.
         masks: what entries are multiplied by, too.
@@ -55,6 +56,7 @@ class Reduction:
     """
 
     edge: Edge
+    of_ratio: bool = False
     numel: int = 0
     single: bool | None = None
     factor: Any = 1.0
@@ -199,7 +201,7 @@ class Reduction:
     def of_terms(self, labels: Tensor | None) -> bool:
         """Whether it is a sum of terms: of as many as there are labels, where the graph does not show it, or without
         the last or the first of each example's."""
-        if not self.numel or self.single is False:
+        if not self.numel or self.single is False or self.of_ratio:
             return False
         shifted = 0 if labels is None or labels.ndim < 2 else labels.numel() - len(labels)
         return bool(self.single) or (labels is not None and self.numel in (labels.numel(), shifted))

@@ -326,7 +326,7 @@ _ROWS = {
         ("a loss of shape [1] is none", "(value.ndim == 0 or is_scalar(value))", "(value.ndim == 0)"),
         ("loss terms: those of a task without a row", "(not x.numel(), ", "(False, "),
         ("loss terms: a vector of losses is a prediction", " and not _of_losses(value)", ""),
-        ("a temperature is a loss", " or not _of_scalars(value.grad_fn)", " or True"),
+        ("a temperature is a loss", " or not of_scalars(value.grad_fn)", " or True"),
         ("loss terms: outputs of a single row", "product.outputs == product.numel == shape[0]:", "False:")],
     ("model/loss.py", "tests/model/test_reductions.py"): [
         ("sums: which tensor a loss is made of is not asked",
@@ -338,6 +338,8 @@ _ROWS = {
         ("sums: a returned loss beside a prediction is the scale",
          "[loss for loss in losses if any(prediction in x.passed for x in self._sums[loss])]", "losses"),
         ("sums: those in a vector are read twice", " and not follows", ""),
+        ("sums: those of a ratio are of terms", "divisor is not None and not of_scalars(divisor)", "False"),
+        ("sums: a loss over a learned number is a ratio", "is not None and not of_scalars(divisor)", "is not None"),
         ("sums: those of a loop are measured anew at each",
          "arrived >> (rest := max(0, arrived.bit_length() - 4)) << rest", "arrived"),
         ("sums: smoothed labels hide how many there are", "sum(not x.classes for x in sums) == 1", "len(sums) == 1"),

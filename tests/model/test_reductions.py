@@ -68,6 +68,7 @@ SUMS = {
     "a summed cross entropy": total,
     "of images": lambda z, y: F.cross_entropy(z.mT, y, reduction="sum"),
     "divided each": lambda z, y: (each(z, y) / 7).sum() * 7,
+    "over a learned number": lambda z, y: total(z, y) / torch.zeros((), requires_grad=True).exp(),
     "masked": lambda z, y: (picked(z, y) * (y >= 0)).sum(),
     "masked by floats": lambda z, y: ((y >= 0).float() * picked(z, y)).sum(),
     "picked": lambda z, y: picked(z, y)[y >= 0].sum(),
@@ -199,6 +200,11 @@ def log_sums(z: Tensor, y: Tensor) -> Tensor:
     return (z.logsumexp(-1) * (y >= 0)).sum()
 
 
+def dice(z: Tensor, y: Tensor) -> Tensor:
+    p = (-picked(z, y)).exp() * (y >= 0)
+    return 1 - 2 * (p * (y > 2)).sum() / (p + (y > 2)).sum()
+
+
 OTHERS = {
     "a mean": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "a mean of sequences": lambda z, y: ((picked(z, y) * (y >= 0)).sum(-1) / (y >= 0).sum(-1)).mean(),
@@ -215,6 +221,9 @@ OTHERS = {
         F.cross_entropy(z.mT, y, weight=torch.rand(C), reduction="sum") / 8 + 1e-4 * log_sums(z, y)
     ),
     "squares and a small sum": lambda z, y: (z.square() * (y >= 0)[..., None]).sum() / 8 + 1e-4 * log_sums(z, y),
+    "a ratio of sums": lambda z, y: dice(z, y),
+    "a ratio of sums beside a mean": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()) + dice(z, y),
+    "a ratio of sums beside a sum": lambda z, y: total(z, y) / (y >= 0).sum() + dice(z, y),
 }
 
 
