@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def harness(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    files = [f"-I{source_folder()}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
+    files = [f"-I{source_folder()}", f"-I{Path(__file__).parent}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
     subprocess.run([*command, "-fno-sanitize-recover", *files], check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
 
