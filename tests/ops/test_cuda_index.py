@@ -32,8 +32,9 @@ def harness(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    files = [f"-I{source_folder()}", f"-I{Path(__file__).parent}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
-    subprocess.run([*command, "-fno-sanitize-recover", *files], check=True)
+    found_in = [f"-I{source_folder()}", f"-I{Path(__file__).parent}"]  # its headers, and the emulation of CUDA's
+    files = ["-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
+    subprocess.run([*command, "-fno-sanitize-recover", *found_in, *files], check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
 
 
