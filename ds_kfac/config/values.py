@@ -297,9 +297,10 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
                 f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not joined by points: write '
                 f"{_nest(str(key), ds_config[key])}"
             )
-        if difflib.get_close_matches("".join(c for c in str(key).lower() if c.isalnum()), [KEY], cutoff=0.7):
+        letters = "".join(c for c in str(key).lower() if c.isalnum())
+        if set("kf") <= {*letters} and difflib.get_close_matches(letters, [KEY], cutoff=0.7):  # no "face", no "fact"
             raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
-        if isinstance(ds_config[key], Mapping) and KEY in ds_config[key]:
+        if isinstance(ds_config[key], Mapping) and isinstance(ds_config[key].get(KEY), Mapping):
             raise ValueError(f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside "{key}"')
     return None
 

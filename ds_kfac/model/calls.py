@@ -184,7 +184,7 @@ class StepSums:
         reductions: what these are made of.
         divided: of the step's own backwards, see :func:`parts_of`.
         arrived: calls of this backward whose input is to be released after it.
-        passed, earlier: forwards that this backward went through, and those of the step's earlier ones.
+        passed, earlier: forwards that this backward went through, and the marks of those of the step's earlier ones.
         several: whether some backward was of several forwards whose losses the model did not return.
         forward: the model's last forward; ``loose`` for calls outside of any, as where a method of the model is called.
         running: the forward whose gradients come in this backward.
@@ -210,7 +210,7 @@ class StepSums:
         self.reductions: list[Reduction] = []
         self.divided: list[tuple[int, list[int]]] = []
         self.arrived: list[Call] = []
-        self.passed, self.earlier, self.several = set[Forward](), set[Forward](), False
+        self.passed, self.earlier, self.several = set[Forward](), set[object](), False
         self.forward = self.loose = Forward()
         self.running: Forward | None = None
         self.inside = False
@@ -303,11 +303,12 @@ class StepSums:
         # one backward through several means: G's scale is only right if it was measured at losses the model returned
         unknown = [f.seed is None and f.term_weight is None and f.info.divisor is None for f in self.passed]
         self.several |= sum(unknown) > 1
-        if self.divided and self.passed and self.passed <= self.earlier:
+        marks = {f.mark for f in self.passed}
+        if self.divided and marks and marks <= self.earlier:
             self.divided.pop()  # another loss of the same forward, as a critic's beside an actor's, is no micro-batch
         elif self.divided and unknown not in ([], [True]):
             self.divided[-1][1].clear()
-        self.earlier |= self.passed
+        self.earlier |= marks
         self.passed.clear()
         if self.forward is self.loose:
             self.forward = self.loose = Forward()

@@ -273,6 +273,8 @@ class Capture(StepSums):
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
         shape = output.shape if product is None else torch.Size((*x.shape[:-1], layer.G.dim))
+        if not (self.inside or recomputed or x.requires_grad) and self.forward.mark in self.earlier:
+            self.forward = self.loose = Forward()  # a method of the model is called after the forward's backward
         # other forwards, with other masks, may have run since this recomputation's first run
         forward = self.running if recomputed and self.running is not None else self.forward
         x, info, rows = x.detach(), forward.info, EVERY_ROW

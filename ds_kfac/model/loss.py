@@ -114,6 +114,7 @@ class Forward:
             an expert's nor a slice's.
         losses, tensors: what the model returned: scalars that may be losses, and all other tensors.
         doubt: why ``terms`` may be wrong, and for which loss; "": nothing shows that.
+        mark: stands for it until the step ends, as it may hold masks as large as a prediction.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
@@ -130,6 +131,7 @@ class Forward:
     doubt: str = ""
     losses: tuple[Edge, ...] = ()
     tensors: frozenset[Edge] = frozenset()
+    mark: object = field(default_factory=object)
     _predictions: list[Edge] = field(default_factory=list)  # the likeliest first, or the one that the loss is made of
     _terms: dict[Edge, Terms] = field(default_factory=dict)  # of each prediction
     _sums: dict[Edge, list[Reduction]] = field(default_factory=dict)  # returned loss -> what it is made of

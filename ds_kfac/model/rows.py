@@ -239,7 +239,7 @@ class RowSums:
     ) -> None:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
-        self.counted: dict[tuple[Forward, str], Tensor | bool] = {}
+        self.counted: dict[tuple[object, str], Tensor | bool] = {}  # by a forward's mark
         self.experts: Mapping[str, str] = {}
         self._warned, self._told = False, set[bool]()
 
@@ -378,7 +378,7 @@ class RowSums:
                         "the model show it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
                     )
         # counted once: A's and G's rows are the same terms, and one of both is made
-        key = forward, self.experts.get(call.layer.name, call.layer.name)
+        key = forward.mark, self.experts.get(call.layer.name, call.layer.name)
         before, now = self.counted.get(key, False), True if alive is None else alive
         if before is not True:
             new = terms * info.ranks if told is None else told[:, 0].sum()

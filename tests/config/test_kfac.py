@@ -237,6 +237,7 @@ def test_a_block_inside_of_another_is_not_ignored():
 
 def test_other_blocks_are_none_of_our_business():
     assert find_block({"fp16": {}, "zero_optimization": {}}) is None
+    assert find_block({"face": {}, "fact": {}, "kmac": {}, "kfold": {}, "sweep": {"kfac": True}}) is None  # a user's
     assert find_block({"kfac": {"enabled": False}}) == {"enabled": False}
 
 

@@ -1,5 +1,6 @@
 """Which calls of a layer count, and with what scale: each against the factors of the same loss without the trick."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -323,14 +324,32 @@ def test_the_terms_of_a_forward_count_once_in_a_step_of_several_losses_of_it(div
     close(recorder.means()["inner"][1], G, sums=1000)
 
 
-def test_a_method_of_the_model_may_be_called_in_place_of_the_model():
+@pytest.mark.parametrize("first", ["a method", "the model"])
+def test_a_method_of_the_model_may_be_called_in_place_of_the_model(first):
     model = nn.Sequential(nn.Linear(7, 5))
     recorder = Recorder(model)
-    for rows in (6, 3):
-        loss = model[0](torch.randn(rows, 7)).square().mean()
+    for rows, called in ((6, model if first == "the model" else model[0]), (3, model[0])):
+        loss = called(torch.randn(rows, 7)).square().mean()
         with recorder.capture.own_backward(loss):
             loss.backward()
     assert recorder.counts("0") == [9, 9]
+
+
+class Soft(Net):
+    def loss(self, z, y):
+        return -(y * self.head(z).log_softmax(-1)).sum() / N
+
+
+def test_targets_of_earlier_micro_batches_are_let_go():
+    recorder, alive = Recorder(Soft(), LINEAR), []
+    for _ in range(3):
+        targets = torch.rand(N, T, CLASSES)
+        alive.append(weakref.ref(targets))
+        loss = recorder.model(batch()[0], targets)
+        recorder.backward(loss)
+        del targets, loss
+    assert sum(x() is not None for x in alive) == 1
+    assert recorder.counts("head") == [3 * N * T, 3 * N * T]
 
 
 def test_a_backward_of_another_engine_is_none_of_several_forwards():
