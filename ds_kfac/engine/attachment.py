@@ -105,7 +105,8 @@ class Attachment:
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
         self._loads = ExitStack()
         inner = kfac.engine_view.inner
-        for optimizer in (inner, *vars(inner).values()):  # what it wraps, too: timm's Lookahead has no hooks of its own
+        # what it wraps, too: timm's Lookahead has no hooks of its own; a module that it holds has others
+        for optimizer in (inner, *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer))):
             with suppress(AttributeError):
                 self._loads.callback(optimizer.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):

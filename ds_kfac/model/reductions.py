@@ -242,5 +242,8 @@ def terms_in(reductions: Iterable[Reduction]) -> Tensor | int | None:
         if (number := each.shown()) is None:
             return None
         found[each.made] = found.get(each.made, 0) + number
-    most = lambda one, other: torch.maximum(*map(torch.as_tensor, (one, other)))  # noqa: E731
-    return reduce(most, found.values()) if found else None
+    known = [each for each in found.values() if isinstance(each, int)]  # not made a tensor, which would be a CPU's
+    if tensors := [each for each in found.values() if isinstance(each, Tensor)]:
+        most = reduce(torch.maximum, tensors)
+        return most.clamp(min=max(known)) if known else most
+    return max(known, default=None)

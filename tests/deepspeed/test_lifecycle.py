@@ -193,11 +193,13 @@ def wrapped_worker(_) -> tuple[list[float], str]:
         "kfac": KFAC,
     }
     optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.model = model  # as LOMO has it
     engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
     train(engine, 1, steps=1)
     moved = [float((weight - before[name]).abs().max()) for name, weight in weights(engine).items()]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         optimizer.load_state_dict(optimizer.base.state_dict())
+        model.load_state_dict(model.state_dict())
     engine.destroy()
     return moved, said.getvalue()
 

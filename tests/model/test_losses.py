@@ -14,6 +14,7 @@ from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.divisors import divided_by, micro_batches, parts_of
 from ds_kfac.model.loss import losses_in
 from ds_kfac.model.output import of_levels, returned_loss, terms_of
+from ds_kfac.model.reductions import Reduction, terms_in
 from ds_kfac.model.scan import LayerChoice
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -377,3 +378,11 @@ def test_a_caller_has_divided_by_the_number_of_backwards_if_every_loss_shows_it(
 def test_a_division_of_a_loss_is_seen_and_a_mean_is_none(loss, number, expected):
     x = torch.randn(N, C, requires_grad=True)
     assert divided_by(loss(x, torch.arange(N) % C).grad_fn, number) is expected
+
+
+def test_a_number_of_terms_that_the_host_knows_is_none_of_the_cpus_tensors():
+    """Beside a GPU's it could not be stacked."""
+    sums = [Reduction((at, 0), terms=terms, made=(str(at),)) for at, terms in enumerate((3, 5, 0))]
+    assert type(terms_in(sums)) is int and terms_in(sums) == 5
+    assert terms_in(sums[2:]) == 0 and terms_in([]) is None
+    assert terms_in([*sums, Reduction((9, 0), terms=torch.tensor(4), made=("9",))]) == 5
