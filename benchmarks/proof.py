@@ -46,9 +46,9 @@ def seconds(width: int, blocks: int, tokens: int, pairs: int) -> tuple[list[floa
     engine, *_ = ds_kfac.initialize(model=GPT(GPTConfig(width, blocks, width // 64, CONTEXT)), config=config)
     plain = Proving.begin
 
-    def begin(self: Proving, step: int, key):
+    def begin(self: Proving, step: int, key, **how):
         self._wait = step % 2  # 0: this step proves
-        return plain(self, step, key)
+        return plain(self, step, key, **how)
 
     Proving.begin = begin  # type: ignore[method-assign]
     found: tuple[list[float], list[float]] = [], []

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.held import nbytes_of
 from benchmarks.mean_step import ROW, WEIGHTS
-from ds_kfac.comm.reduce import payload
+from ds_kfac.comm.reduce import payloads
 from ds_kfac.plan import plan as planning
 from examples.gpt import GPT, GPTConfig
 
@@ -122,7 +122,8 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     sums = [
         nbytes
         for bucket in buckets
-        for (source, _), nbytes in payload(bucket, kfac.plan.wire.itemsize).items()
+        for part in payloads(bucket, kfac.plan.wire.itemsize)
+        for (source, _), nbytes in part.items()
         if source == rank
     ]
     counts = {
