@@ -39,10 +39,10 @@ GOALS: dict[str, tuple[int | None, int]] = {
     "load": (None, 10),
 }
 MOST: dict[str, tuple[int, int]] = {
-    "attach": (380, 60),
+    "attach": (378, 59),
     "plain step": (90, 21),
-    "capturing step": (135, 30),
-    "with a refresh": (150, 30),
+    "capturing step": (134, 30),
+    "with a refresh": (149, 30),
     "refresh": (19, 5),
     "activation to factor": (85, 19),
     "gradient to weight": (49, 13),
