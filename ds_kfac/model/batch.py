@@ -223,8 +223,10 @@ class RowMasks:
 
     def begin(self, batch: Iterable[Any] = ()) -> None:
         """A forward of the model begins. ``batch``: its arguments, and a mapping of its keyword arguments."""
-        self.watching, self._side, self._sources, self._outer, self._others = True, None, [], [], []
-        self._of_others, named = set(), dict(zip(self._names, batch := [*batch], strict=False))
+        self.watching, self._side, self._sources, self._outer = True, None, [], []
+        self._others, self._of_others = [], set()
+        batch = [*batch]
+        named = dict(zip(self._names, batch, strict=False))
         within = [x for part in batch if isinstance(part, Mapping) for x in part.values()]  # as of model(batch=..)
         named |= {key: x for part in (*within, *batch) if isinstance(part, Mapping) for key, x in part.items()}
         if tokens := [named[key] for key in TOKENS if isinstance(named.get(key), Tensor)]:

@@ -228,9 +228,8 @@ class KFACPreconditioner:
             draft.unprepared = [name for name, state in draft.states.items() if state.preconditioner is None]
             if draft.norm is not None and self.rule.optimizer_type is None:  # else DeepSpeed clips the results
                 factor = self.layout.clip_factor(draft.norm).float()
-                draft.clip = torch.where(
-                    draft.norm.float().isfinite(), factor, 1.0
-                )  # it finds a norm that is no number
+                finite = draft.norm.float().isfinite()  # a norm that is no number DeepSpeed finds itself
+                draft.clip = torch.where(finite, factor, 1.0)
             context = StepContext(self.steps, draft.norm, draft.peak_lr, fresh, draft.clip)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 

@@ -101,7 +101,7 @@ _ROWS = {
         ("batch: patches that are cast are text", "and given[1] != x.dtype)", "and False)"),
         ("batch: text that looks at images is of them", "(any(others) and not text)", "any(others)"),
         ("batch: features of tokens are of images", "if x.shape[:2] != shape or SENSED.search(key))", ")"),
-        ("batch: images in order are text", "zip(self._names, batch := ", "zip((), batch := "),
+        ("batch: images in order are text", "zip(self._names, batch, ", "zip((), batch, "),
         ("batch: images in an argument's mapping are text", "(*within, *batch)", "batch"),
         ("batch: a tower's output is text", "self._add_others(tensors_of(output))", "pass")],
     ("model/capture.py", "tests/deepspeed/test_compile.py::test_a_trace_and_an_export_in_a_captured_step_have_the_"
