@@ -39,8 +39,7 @@ class Metrics:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that captured);
             "captured_elements" (of factors, over all ranks); "refreshes" (factors decomposed here);
             "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed); "refresh_retries" (failed attempts at a
-            decomposition); "refresh_failures" (old bases or inverses kept); "parted_inputs" (groups of layers with one
-            A that got different inputs here in a captured step, so that A lacks some of their rows).
+            decomposition); "refresh_failures" (old bases or inverses kept).
         current: the stage that began last.
         timings: True fills ``seconds``, and synchronises the device around every stage.
         seconds: stage -> seconds so far.

@@ -12,11 +12,9 @@ from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
 from ds_kfac.integrations import log_in_trainer
-from ds_kfac.model.batch import BatchInfo
 
 __all__ = [
     "Attachment",
-    "BatchInfo",
     "BatchRamp",
     "Factors",
     "FactorsError",

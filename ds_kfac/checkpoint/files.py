@@ -48,7 +48,6 @@ FIELDS: Mapping[str, Any] = {
     "shared": (None, [[str]]),
     "rows": {...: float},
     "ranks": (None, {...: int}),
-    "every_row": (None, [str]),
     "timetable": {"domains": {...: [int, int]}, "factors": {...: [float, float, float, float]}},
     "ready": [str],
     "pending": (None, {...: int}),
@@ -68,7 +67,6 @@ name, a list with one type has any length.
     shared: groups of layers with one A; null if they were not known yet.
     rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
     ranks: domain -> its ranks, of which each had these rows; an older save has none.
-    every_row: layers that no mask is of; an older save has none.
     timetable, ready: see ``Timetable`` and ``FactorUpdates``.
     pending: of older saves, factors with a refresh on its way.
     files: file -> the layer or factor it holds, size, checksum, and its parts.

@@ -90,11 +90,10 @@ def _read(
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
     if (header.get("ranks") or {}).get(kfac.engine_view.domain.name, kfac.channel.world) != kfac.channel.world:
         rows = {}  # another number of ranks has others; the next captured step shows them
-    every_row = frozenset(name for name, saved in names.items() if saved in header.get("every_row", ()))
     state = {
         "steps": header["steps"],
         "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
-        "observations": Observations(groups, rows or None, every_row),
+        "observations": Observations(groups, rows or None),
         "layers": states,
         "factors": {
             "factors": factors,

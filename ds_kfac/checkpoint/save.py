@@ -91,7 +91,6 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         "shared": None if seen.groups is None else [[names[name] for name in group] for group in seen.groups],
         "rows": {names[layer]: rows for layer, rows in (seen.rows or {}).items()},
         "ranks": kfac.channel.world,
-        "every_row": sorted(names[layer] for layer in seen.every_row),
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],
@@ -110,7 +109,6 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "shared": list(map(list, groups)) if shared else None,
         "rows": {layer: rows for part in parts for layer, rows in part["rows"].items()},
         "ranks": {part["domain"]: part["ranks"] for part in parts},
-        "every_row": sorted({name for part in parts for name in part["every_row"]}),
         "timetable": {
             "domains": {part["domain"]: part["counts"] for part in parts},
             "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},

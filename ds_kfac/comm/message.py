@@ -40,13 +40,6 @@ def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
     return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
-def of_ranks(tensor: Tensor, group: Any) -> Tensor:
-    """Each rank's small tensor, stacked by rank of a group. Collective."""
-    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(everyone, tensor, group=group)
-    return torch.stack(everyone)
-
-
 @contextmanager
 def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
     """Wraps local work that may fail on some ranks only; the work appends problems to the yielded list, or raises.

@@ -17,12 +17,12 @@ from torch import Tensor
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import Channel, Message, MessagePart, Move, RelayoutPlan
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.rows import TERMS, BatchSum
 
 ALIGNMENT = 32
 """A piece of a sum starts at a multiple of this many elements, for vectorised kernels."""
-COUNT = 4
-"""Bytes of a sum's count."""
+COUNTS = TERMS + 1
+"""Numbers that travel with a sum, in fp32."""
 PIECES = 4
 """A piece takes at most 1/PIECES of its message."""
 CACHED = 64
@@ -56,7 +56,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Elements ``start .. start + numel`` of a sum; the first one carries its count."""
+    """Elements ``start .. start + numel`` of a sum; the first one carries its counts."""
 
     slot: Slot
     start: int
@@ -127,7 +127,7 @@ def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], C
     for piece in bucket:
         for rank in piece.slot.senders:
             elements[rank, piece.slot.owner] += piece.numel * itemsize
-            counts[rank, piece.slot.owner] += COUNT if piece.start == 0 else 0
+            counts[rank, piece.slot.owner] += 4 * COUNTS if piece.start == 0 else 0
     return counts, elements
 
 
@@ -138,7 +138,7 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
     for index, piece in enumerate(bucket):
         pairs = [(sender, piece.slot.owner) for sender in piece.slot.senders if rank in (sender, piece.slot.owner)]
         elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
-        counts += [Move(index, 0, 1, *pair) for pair in pairs if piece.start == 0]
+        counts += [Move(index, 0, COUNTS, *pair) for pair in pairs if piece.start == 0]
     return RelayoutPlan(world, tuple(counts)), RelayoutPlan(world, tuple(elements))
 
 
@@ -186,7 +186,7 @@ class Reducer:
         """Collective. ``sums``: this rank's, for the slots that it contributes to or owns."""
 
         def count_of(move: Move) -> Tensor:
-            return sums[bucket[move.param].slot.factor].count.reshape(1)
+            return sums[bucket[move.param].slot.factor].counts
 
         def elements_of(move: Move) -> Tensor:
             return sums[bucket[move.param].slot.factor].sum_P.narrow(0, move.start, move.numel)
@@ -207,7 +207,7 @@ class Reducer:
         for (kind, index), parts in arrived.items():
             piece = bucket[index]
             batch = sums[piece.slot.factor]
-            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.count.reshape(1)
+            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.counts
             if self.channel.rank in piece.slot.contributors:  # rounded as others', or the sum would depend on the owner
                 parts[self.channel.rank] = whole.to(self.layout.dtype) if kind else whole
             total, *others = (parts[rank].float() for rank in sorted(parts))

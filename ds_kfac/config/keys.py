@@ -204,16 +204,6 @@ class OpsConfig(Block):
     compiled at first use. The choice holds for the process: the last attach decides."""
 
 
-class PaddingConfig(Block):
-    """Which rows of a batch count, read from the arguments of the model's forward by Hugging Face's names;
-    ``engine.kfac.read_batch`` takes a function of your own for any others."""
-
-    count: Literal["labelled", "attended", "all"] = "labelled"
-    """Rows that count. labelled: rows inside the mask whose own label has a loss. attended: rows inside the mask. all:
-    every row. Rows of an encoder that has a decoder are those of its mask in both. The number of loss terms is that of
-    the labels in any case."""
-
-
 NAME = "KFACAdamW"
 """The optimizer's type in a DeepSpeed config."""
 
@@ -267,7 +257,6 @@ class KFACConfig(Block):
     preconditioner: PreconditionerConfig = PreconditionerConfig()
     adam: AdamConfig = AdamConfig()
     layers: LayersConfig = LayersConfig()
-    padding: PaddingConfig = PaddingConfig()
     assignment: AssignmentConfig = AssignmentConfig()
     communication: CommunicationConfig = CommunicationConfig()
     offload: OffloadConfig = OffloadConfig()

@@ -17,7 +17,6 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.log import warn
-from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
@@ -31,9 +30,7 @@ from ds_kfac.zero.registry import Domain, check_names, domains, self_test, shard
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 
-def assembled(
-    engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule, experts: ExpertRows | None
-) -> tuple[Job, Scan]:
+def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule) -> tuple[Job, Scan]:
     """The job of an engine, self-tested, and its layers and what was skipped. Collective. Raises on every rank:
     ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
@@ -48,7 +45,7 @@ def assembled(
     with agreeing():
         scanned = scan(engine.module, rule.scanned(config), optimized=optimized)
         of_domains = _by_domain(rule.cut(config, scanned.layers), parts)
-        views = [_engine_view(engine, domain, layers, rule, experts) for domain, layers in of_domains]
+        views = [_engine_view(engine, domain, layers, rule) for domain, layers in of_domains]
         plans = [
             make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
             for view, budget in zip(views, _budgets(views, config), strict=True)
@@ -86,9 +83,7 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         warn(f"plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _engine_view(
-    engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, experts: ExpertRows | None
-) -> EngineView:
+def _engine_view(engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule) -> EngineView:
     """A domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
@@ -101,7 +96,6 @@ def _engine_view(
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,
-        info_of=experts,
     )
 
 

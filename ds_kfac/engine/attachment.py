@@ -1,7 +1,7 @@
 """K-FAC at work in one engine: six wrapped attributes of the instance, and module hooks. No class is patched.
 
 - ``_take_model_step``: in every ZeRO stage gradients are averaged here, but not yet checked, clipped or stepped.
-- ``backward`` measures the scale of the output gradients.
+- ``backward`` announces the engine's own backward passes.
 - ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in a loop of torch's
   own, after which torch leaves the module uncompiled for good. All other steps run the same graphs as without K-FAC.
 - ``save_checkpoint`` and ``load_checkpoint`` carry our state; ``destroy`` detaches.
@@ -23,19 +23,16 @@ from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.moving import groups_of
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
-from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.engine.explain import explain
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.pipeline import announcing
-from ds_kfac.engine.report import folded, of_hooks, report
+from ds_kfac.engine.report import folded, report
 from ds_kfac.factors.export import begin_from, export
 from ds_kfac.factors.files import Factors, safetensors
 from ds_kfac.log import logger, warn
 from ds_kfac.metrics import STAGES, TIMER, Metrics
-from ds_kfac.model.batch import ReadBatch
-from ds_kfac.model.divisors import micro_batches
-from ds_kfac.model.expert_rows import ExpertRows
+from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
@@ -47,18 +44,13 @@ from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
-SEVERAL = (
-    "a backward was of several forwards whose losses the model did not return. G's scale is right if each of them has "
-    "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
-    "the terms was divided (docs/capture.md)"
-)
 NEW = (
     "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at attach; freeze "
     "later, add before (docs/frameworks.md): "
 )
 BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
-ZERO, OUTSIDE = "rows without a gradient", "gradients of other backwards"
-"""What the user was warned of, once each."""
+OUTSIDE = "gradients of other backwards"
+"""What the user was warned of, once."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -79,15 +71,13 @@ class Attachment:
         report: text that describes what was attached; the key ``report`` decides how much of it is printed.
     """
 
-    def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan, experts: ExpertRows | None) -> None:
-        self.engine, self.given, self.job, self._experts = engine, given, job, experts
+    def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan) -> None:
+        self.engine, self.given, self.job = engine, given, job
         self._active, self._warned = True, set[str]()
         self._reports, self._monitored, self.by_hand = given.report != "none", False, True
         self._found, self._share = found, share_of(engine.module, found)
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
-        if experts is not None:
-            job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
@@ -115,7 +105,6 @@ class Attachment:
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
-        self._hooked: set[str] | None = self._with_hooks()
         self.report = report(job.preconditioners, found, given)
 
     def __repr__(self) -> str:
@@ -160,14 +149,15 @@ class Attachment:
         return {"stepped": self._share.fraction, "curved": self._share.curved_fraction, **constants(self.job)}
 
     @property
-    def read_batch(self) -> ReadBatch:
-        """Function that says which rows of a batch count and how many loss terms it has; may be replaced."""
-        return self.preconditioner.capture.read_batch
+    def mask(self) -> ReadMask:
+        """Function (arguments, keywords of the model's forward) -> its attention masks [N, T]: one, several or None;
+        may be replaced. By default it returns the arguments whose names end in ``attention_mask``."""
+        return self.preconditioner.capture.read_mask
 
-    @read_batch.setter
-    def read_batch(self, function: ReadBatch) -> None:
+    @mask.setter
+    def mask(self, function: ReadMask) -> None:
         for kfac in self.job.preconditioners:
-            kfac.capture.read_batch = function
+            kfac.capture.read_mask = function
 
     @property
     def sampler(self) -> Sampler:
@@ -178,10 +168,10 @@ class Attachment:
     def sampler(self, function: Sampler) -> None:
         self._sampling().sampler = function
 
-    def sample(self) -> None:
+    def sample(self, loss: torch.Tensor) -> None:
         """Sample the Monte-Carlo Fisher's gradients; only for programs that call ``loss.backward()`` in place of
-        ``engine.backward(loss)``: call it between the forward and that."""
-        self._sampling().sample()
+        ``engine.backward(loss)``: call it just before that."""
+        self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
@@ -223,18 +213,14 @@ class Attachment:
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)
-        for hooked in (self.sampling, self._experts):
-            if hooked is not None:
-                hooked.remove()
+        if self.sampling is not None:
+            self.sampling.remove()
         self.job.close()
 
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed also calls ``destroy`` when an engine is garbage-collected."""
         self.detach()
         return original(*args, **kwargs)
-
-    def _with_hooks(self) -> set[str]:
-        return {x.module for kfac in self.job.preconditioners for x in kfac.layers if kfac.proving.hooked(x)}
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
@@ -291,12 +277,7 @@ class Attachment:
 
     def _warn(self) -> None:
         """At a captured step, or at any if nothing is captured; each warning once. Gradients that came only in other
-        backwards than this engine's update no factor. One backward through several forwards may give G a wrong scale.
-        Once: hooks on gradients that were added since attach."""
-        scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
-        if scaled and SEVERAL not in self._warned:
-            self._warned.add(SEVERAL)
-            warn(SEVERAL, here=True)
+        backwards than this engine's update no factor."""
         if added := {id(p) for p in self.engine.module.parameters() if p.requires_grad} - self._known:
             model, self._known = self.engine.module, self._known | added
             matrices = sorted(other_matrices(model, Scan((), ())))
@@ -310,9 +291,6 @@ class Attachment:
                 "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
                 "the engine that owns the loss"
             )
-        before, self._hooked = self._hooked, None
-        if before is not None and (new := self._with_hooks() - before):
-            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
 
     def _tell(self) -> None:
         """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
@@ -331,14 +309,6 @@ class Attachment:
                 f"{kfacs[0].rule.without_curvature}: {layers}. With curvature are {left:.0%} of the trained matrix "
                 f"parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
             )
-        zero = {name: part for kfac in kfacs for name, part in kfac.proving.zero.items()}
-        if zero and ZERO not in self._warned:
-            self._warned.add(ZERO)
-            layers = ", ".join(f"{name} {part}" for name, part in folded([(n, f"{x:.0%}") for n, x in zero.items()]))
-            texts.append(
-                f"rows count whose gradient is zero to the last bit: {layers}. If they are padding that no mask shows, "
-                "set engine.kfac.read_batch (experts have none); a loss may rightly leave tokens out (docs/capture.md)"
-            )
         for text in texts:
             self.report += f"\n  WARNING: {text}"
             warn(text, here=any(kfac.rank == 0 for kfac in kfacs))
@@ -355,28 +325,12 @@ class Attachment:
             return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
-        scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-        captures = any(capture.active for capture in self._captures) and loss.requires_grad
-        gas = self.engine.gradient_accumulation_steps()  # a caller who switches that off may have divided by it
-        divisor = 1 if scale_wrt_gas or not captures else micro_batches(loss.grad_fn, gas)
-        parts = gas if scale_wrt_gas else int(divisor)
         with ExitStack() as stack:
             stack.push(self.job.raised)  # as by a batch that is too large
-            for capture in self._captures:
-                stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph, parts=parts))
-
-            def begin(seed: torch.Tensor) -> None:
-                for capture in self._captures:
-                    capture.begin_backward(seed.float() / divisor)
-                if self._experts is not None:
-                    forward = self._captures[0].forward
-                    self._experts.begin_backward(forward.info, forward.terms, seed.device, of_ranks)
-
-            if captures and self.sampling is not None:
+            if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            elif captures:
-                stack.callback(loss.register_hook(begin).remove)
+            for capture in self._captures:
+                stack.enter_context(capture.own_backward())
             return original(loss, *args, **kwargs)
 
 

@@ -36,7 +36,6 @@ from ds_kfac.engine.preflight import (
 )
 from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
 from ds_kfac.log import say, warn
-from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
 from ds_kfac.zero.deepspeed_versions import STEP
 
@@ -264,14 +263,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     config, answers = rule.resolved(given, type(getattr(engine, "basic_optimizer", None)).__name__)
     if problems := refused(of_engine(engine, config, rule.optimizer_type)):
         raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
-    experts = ExpertRows(engine.module) if engine.has_moe_layers else None
-    try:
-        job, found = assembled(engine, config, answers, rule, experts)
-    except Exception:
-        if experts is not None:
-            experts.remove()
-        raise
-    attachment, _unattached = Attachment(engine, given, job, found, experts), None
+    job, found = assembled(engine, config, answers, rule)
+    attachment, _unattached = Attachment(engine, given, job, found), None
     return attachment
 
 

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ds_kfac.log import logger
-from ds_kfac.model.batch import own_hook
 from ds_kfac.model.layers import tensors_of
-from ds_kfac.model.loss import Forward
-from ds_kfac.model.output import terms_of
-from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
+from ds_kfac.model.masks import Forward
+from ds_kfac.model.sampled_loss import SAMPLERS, Sampler, prediction_tensor
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
@@ -63,10 +61,10 @@ class LossSampling:
         self.sampler: Sampler = SAMPLERS[factor.sampler]
         self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
-        predicting = modules[factor.prediction or ""]
+        predicting = self._predicting = modules[factor.prediction or ""]
         self._handles = [
             engine.register_forward_hook(lambda module, inputs, output: self._collect(output)),
-            predicting.register_forward_hook(own_hook(predicting, self._keep)),
+            predicting.register_forward_hook(self._keep),
         ]
         self._generator = torch.Generator(device=kfac.device)
         self._drawn, self._step, self._warned = 0, -1, False
@@ -81,11 +79,12 @@ class LossSampling:
             self._managers.update(getattr(tensor, "_backward_hook_managers", ()))
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
-        if self.kfac.capture.active and torch.is_grad_enabled():
+        captures = self.kfac.capture.active and torch.is_grad_enabled()
+        if captures and module is self._predicting:  # not a copy of it, which has its hooks, too
             if torch._C._current_graph_task_id() == -1:  # not a recomputation
                 self._predictions[self.kfac.capture.forward] = output
 
-    def sample(self, loss: Tensor | None = None) -> None:
+    def sample(self, loss: Tensor) -> None:
         """Draw labels for every forward that waits for its backward, run the extra backward and add its statistics.
 
         Args:
@@ -97,14 +96,12 @@ class LossSampling:
         capture = self.kfac.capture
         if not capture.active:
             return
-        calls = capture.pending
-        if loss is not None and len({call.forward for call in calls}) > 1:
-            nodes = set(graph(loss.grad_fn))
-            reached = {call.forward for call in calls if call.edge and call.edge.node in nodes}
-            calls = [call for call in calls if call.forward in reached]
+        nodes = set(graph(loss.grad_fn))
+        reached = {call.rows.forward for call in capture.pending if call.edge and call.edge.node in nodes}
+        calls = [call for call in capture.pending if call.rows.forward in reached]
         if not calls and self._step == self.kfac.steps:
             return  # another backward through a forward that has been sampled
-        forwards = list(dict.fromkeys(call.forward for call in calls))
+        forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
                 'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the module named in '
@@ -112,26 +109,31 @@ class LossSampling:
             )
         if self._step != self.kfac.steps:
             self._step, self._drawn = self.kfac.steps, 0
-        losses = [self._sampled(forward) for forward in forwards]
-        with torch.enable_grad():
-            total = torch.stack(losses).sum()  # each is a mean over its own terms
-        # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
-        scale = self.kfac.layout.manual_scale()
-        seed = torch.as_tensor(scale, dtype=torch.float32, device=total.device).reshape(())
-        capture.add_sampled(calls, self._gradients(total, [call.edge for call in calls if call.edge], seed), seed)
-
-    def _gradients(self, loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
-        """Gradients of ``loss * seed`` at ``edges``, edges of layer outputs; None where the loss does not reach."""
-        if not loss.requires_grad or not edges:
-            return [None] * len(edges)
-        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(loss.grad_fn)):
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
+        # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
+        scale = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=loss.device).reshape(())
+        predictions = [prediction_tensor(self._predictions.pop(forward)) for forward in forwards]
+        true = self._gradients(loss, predictions, scale)
+        drawn = [self._sampled(*pair) for pair in zip(predictions, true, strict=True)]
+        total = torch.stack(drawn).mean()  # each is a mean over its own terms
+        edges = [call.edge for call in calls if call.edge]
+        capture.add_asked(calls, self._gradients(total, edges, scale), scale)
+        capture.end_pass()
+
+    def _gradients(
+        self, loss: Tensor, inputs: Sequence[Tensor | GradientEdge], scale: Tensor
+    ) -> list[Tensor | None]:
+        """Gradients of ``loss * scale`` at ``inputs``; None where the loss does not reach."""
+        if not loss.requires_grad or not inputs:
+            return [None] * len(inputs)
         # outputs of engine.forward pass gradients on as they are and start no engine backward
         saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
         for manager, _, _ in saved:
             manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
+        seed = scale.to(loss.dtype).expand(loss.shape)
         try:
-            return list(torch.autograd.grad(loss, list(edges), seed, retain_graph=True, allow_unused=True))
+            return list(torch.autograd.grad(loss, list(inputs), seed, retain_graph=True, allow_unused=True))
         except RuntimeError as error:
             if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find
                 raise ValueError(_CHECKPOINTING) from error
@@ -143,16 +145,13 @@ class LossSampling:
                 manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
 
     @torch.enable_grad()
-    def _sampled(self, forward: Forward) -> Tensor:
-        """A loss on labels drawn from a forward's prediction. The generator is seeded by step, forward and rank: a
-        resumed run draws the same labels."""
-        prediction = self._predictions.pop(forward)
-        info = forward.info
-        if forward.terms is None:
-            forward.terms = terms_of(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing).number
+    def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
+        """A loss on labels drawn from a prediction, for the terms of which the true loss has a ``gradient``. The
+        generator is seeded by step, forward and rank: a resumed run draws the same labels."""
+        reached = torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
         self._generator.manual_seed(SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank)
         self._drawn += 1
-        return self.sampler(prediction, info, self._generator).float()
+        return self.sampler(prediction, reached, self._generator).float()
 
     def check(self) -> None:
         """At a step that captures, warn once if nothing was sampled: this rank then has no statistics. It is no error,
@@ -161,7 +160,7 @@ class LossSampling:
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
-                "call engine.kfac.sample() before loss.backward()"
+                "call engine.kfac.sample(loss) before loss.backward()"
             )
             if self._step < 0:
                 raise ValueError(text)

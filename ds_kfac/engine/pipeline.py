@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_kfac.model.loss import Forward
+from ds_kfac.model.masks import Forward
 from ds_kfac.step.job import Job
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
@@ -36,11 +36,6 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
             for capture in captures:
                 stack.enter_context(capture.own_backward())
             if job.active:
-                scale = job.preconditioners[0].layout.manual_scale()
-                if not isinstance(scale, torch.Tensor):  # a kernel fills it: no copy to wait for
-                    scale = torch.full((), scale, device=self.device, dtype=torch.float32)
-                for capture in captures:
-                    capture.begin_backward(scale / self.gradient_accumulation_steps())
                 for capture, its in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none if the forward raised
                     capture.repeats(its)
                 stack.enter_context(joined(self, buffer_id))

@@ -18,7 +18,7 @@ from torch import nn
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.config.values import AUTO
-from ds_kfac.model.expert_rows import is_autoep
+from ds_kfac.model.layers import is_autoep
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.registry import is_waiting, tensor_shard
 

@@ -106,7 +106,7 @@ def _details(kfac: KFACPreconditioner) -> list[str]:
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
         f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, {config.factor.weight_sharing}, "
-        f"{config.padding.count} rows count; {plan.method.words} by {plan.method.solver}",
+        f"{plan.method.words} by {plan.method.solver}",
         f"  products: {precision}; {batched}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
@@ -191,9 +191,8 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     texts = without_effect(kfac.rule, given, kfac.layers, type(kfac.engine_view.inner).__name__)
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1 and "damping" in kfac.rule.blocks:
         texts.append(  # G's scale counts
-            "a pipeline stage takes the loss for a mean over all positions of its output; if the loss has fewer "
-            "terms (a pooled head, ignored labels), set engine.kfac.read_batch to return their number "
-            "(docs/model_parallelism.md), else G is too large"
+            "each pipeline stage takes the scale of G from the rows of its own last layer: if the last stage's layers "
+            "have fewer (a pooled head), G of the others is larger by that factor (docs/model_parallelism.md)"
         )
     relative = "damping" in kfac.rule.blocks and kfac.config.damping.kind == "relative"  # knows no absolute size
     norms = {name: m.weight for name, m in modules.items() if relative and isinstance(m, BATCH_NORM | nn.GroupNorm)}
@@ -205,8 +204,6 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
         )
     texts += far_from_recipes(kfac)
-    if hooked := list(dict.fromkeys(layer.module for layer in kfac.layers if kfac.proving.hooked(layer))):
-        texts.append(of_hooks(hooked))
     texts += _of_memory(kfac)
     faults = list(kfac.layout.faults)
     batch_norms = [m for m in modules.values() if isinstance(m, BATCH_NORM) and m.running_mean is not None]
@@ -226,15 +223,6 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
     newer = deepspeed_versions.untested()
     return [*(f"  WARNING: {text}" for text in texts), *known, *([f"  {newer}"] if newer else [])]
-
-
-def of_hooks(layers: Sequence[str]) -> str:
-    names = ", ".join(name for name, *_ in folded([(layer,) for layer in layers]))
-    return (
-        f"hooks on the gradients of {names} are not ds_kfac's or DeepSpeed's. Entries that a hook sets to zero (pruned "
-        "weights, rows that shall stay) move all the same: a step on a matrix mixes its entries. Put such weights back "
-        "after engine.step(), or exclude the layers (kfac.layers.exclude). A hook that only looks does no harm"
-    )
 
 
 def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str) -> list[str]:

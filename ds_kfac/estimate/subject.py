@@ -20,7 +20,7 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
 from ds_kfac.engine.refusals import accumulation, block, of_config, refused
-from ds_kfac.model.calls import SharedInputs, agreed
+from ds_kfac.model.shared import SharedInputs, agreed
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.scan import scan
@@ -74,7 +74,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self, model: nn.Module | None = None, example: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.inputs: Mapping[str, tuple[int, ...]] = {}
+        self.inputs: dict[str, tuple[int, ...]] = {}
         self.rows, self.stacked, self.units = dict[str, float](), dict[str, float](), 0
         self._stacks: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of each
         self._copies: dict[int, tuple[Tensor, int]] = {}  # id of a copy -> the copy, so that it lives; id of its stack
@@ -103,7 +103,7 @@ class Trace(TorchFunctionMode):
         def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
             x = inputs[0] if inputs else next(iter(named.values()), None)
             if isinstance(x, Tensor):
-                shared.see(name, x)
+                self.inputs[name] = (*self.inputs.get(name, ()), shared.number(name, x))
             of_rows = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output  # it has a pixel per row
             if isinstance(of_rows, Tensor) and of_rows.ndim:
                 rows = of_rows.numel() // of_rows.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
@@ -122,7 +122,6 @@ class Trace(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-        self.inputs = shared.found
         self._copies.clear()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

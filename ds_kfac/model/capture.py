@@ -1,204 +1,227 @@
-"""Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them (docs/capture.md).
+"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives (docs/capture.md).
 
-The forward hook sums A, and the call keeps the sum, not the inputs, until the gradient of the layer's output arrives;
-then both A and G count. A call whose gradient never arrives, or is zero to the last bit, does not count. From the
-second call of a layer on, the call keeps the sum or a copy of the inputs, whichever is smaller.
+In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts a prehook on the
+node of the output. When the gradient arrives there, the rows of a and g are added to the step's sums. A call that gets
+no gradient has no rows. In other steps the hooks return at once.
 
-**Own backwards.** An engine's statistics are of its own loss, not of a generator's loss that passes its discriminator.
-Its own backwards are those that the engine announced, and those that the model runs inside its forward, as DeepSpeed's
-tiled loss does. As long as the engine has announced none, a plain ``loss.backward()`` is its own, too, if no engine is
-in an announced backward and the forward's inputs have no graph. A backward that does not accumulate into the layer's
-weight, such as autograd.grad for forces or a penalty, never counts.
+Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is a row's part of the
+averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer nearest to the loss in
+pass p: the one whose gradient arrives first. Its later calls in the pass are not known then, so a pass has sums of its
+own, which are multiplied by R_p when it has ended. K and the ranks' average follow after the reduction
+(``step/factors.py``).
 
-**Activation checkpointing** runs a forward twice. Reentrant: the first run has gradients disabled, and is ignored.
-Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
-a forward inside a backward sums A only once its gradient arrives.
+Note: Own passes. An engine's statistics are of its own loss, not of a generator's loss that runs through its
+discriminator. Its own passes are those that the engine announces (:meth:`Capture.own_backward`). A backward pass inside
+the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that follows. As long as the engine has
+announced none, a plain ``loss.backward()`` is its own, too, if no other engine announces one and the forward's inputs
+have no graph. A backward pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
 
-torch.compile traces a hook up to its first condition, where steps that do not capture return. With a Monte-Carlo Fisher
-the gradients come from a sampled loss, for the calls in :attr:`Capture.pending`. No exception leaves a hook: it would
-stop one rank in a backward that the others finish.
+Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before DeepSpeed divides the
+gradient by the accumulation steps, nor a full backward hook, which breaks with in-place activations. No exception
+leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import _StopRecomputationError
 
-from ds_kfac.model.batch import EVERY_ROW, ArgumentReader, BatchInfo, ReadBatch, RowMasks
-from ds_kfac.model.calls import SharedInputs, StepSums
-from ds_kfac.model.divisors import divisors, whole
-from ds_kfac.model.expert_rows import Siblings
-from ds_kfac.model.graph import runs
-from ds_kfac.model.layers import LayerSpec, key_of, tensors_of
-from ds_kfac.model.loss import Forward, losses_in, trained
+from ds_kfac.log import logger
+from ds_kfac.model.calls import Call, Rows, kept
+from ds_kfac.model.layers import LayerSpec, tensors_of
+from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, joined, masks_in
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import Call, RowSums
-from ds_kfac.model.slices import counted
+from ds_kfac.model.registry import LAYERS, is_linear_map
+from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, by_example, is_nonzero, kept_rows
+from ds_kfac.model.shared import SharedInputs
+
+CPU = torch.device("cpu")
 
 
-class Capture(StepSums):
-    """Installs the hooks; they return at once unless :attr:`active`.
-
-    Args:
-        fallback_seed: gives the scale of a backward that was not announced by :meth:`begin_backward`.
-        inputs: receives every input of a captured call, to find and verify layers that share theirs.
-        sampled: whether G comes from a sampled loss instead of the true one.
-        on_demand: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls. A is
-            summed when a gradient comes, so that some layers' sums can be sent before others' begin.
-        info_of: (module name, a micro-batch's information) -> information of that module's call, where they differ.
+class BackwardPass:
+    """What one backward pass has brought so far.
 
     Attributes:
-        pending: calls of all forwards that have no gradient yet; filled only if ``sampled`` or ``on_demand``.
-        counted, outside: number of calls since the last step whose gradients came in an own backward, and in others.
-        seen: layers called in this step with an input that has elements.
-        every_row: layers whose masks belong to other rows: all their rows count.
+        sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
+        nearest: the layer nearest to the loss, whose gradient arrived first; None: none has arrived.
+        forwards: the forward passes that it went through.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, BatchSum] = {}
+        self.nearest: str | None = None
+        self.forwards: dict[Forward, None] = {}
+        self._examples: int | None = None  # of the nearest layer
+        self._counted: set[Rows] = set()
+        self._more: int | Tensor = 0  # rows of the nearest layer that no forward has counted
+
+    def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str) -> None:
+        """The gradient of a call has arrived.
+
+        Raises:
+            ValueError: with ``weight_sharing`` "reduce", its first dimension is not that of the nearest layer's calls.
+        """
+        if not rows.recomputed:
+            self.forwards[rows.forward] = None
+        is_first = self.nearest is None
+        if is_first:
+            self.nearest = rows.layer
+            self._examples = len(by_example(gradient))
+        if weight_sharing == "reduce" and len(by_example(gradient)) != self._examples:
+            raise ValueError(
+                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is '
+                f"{len(by_example(gradient))}, and {self._examples} in {self.nearest}, the layer nearest to the loss"
+            )
+        if rows.layer != self.nearest or rows in self._counted:
+            return
+        self._counted.add(rows)
+        mask = rows.forward.mask(rows.leading)
+        if rows.recomputed:
+            self._more = self._more + (rows.number if mask is None else mask.sum())
+        if mask is not None and is_first:  # in that call a row with a gradient counts in any case
+            left_out = is_nonzero(gradient) & ~mask
+            self._more = self._more + (left_out.sum() if weight_sharing == "expand" else 0)
+
+    def rows(self, weight_sharing: str) -> int | Tensor:
+        """R_p: all rows of the nearest layer in these forward passes, without padding."""
+        if self.nearest is None:
+            return 0
+        return self._more + sum(forward.rows(self.nearest, weight_sharing) for forward in self.forwards)
+
+
+class Capture:
+    """Installs the hooks. They return at once unless :attr:`active`.
+
+    Args:
+        scale: gives the loss scale of a backward pass, a number or a scalar on the device; asked with whether the
+            engine announced the pass.
+        device: of the sums.
+        inputs: numbers the inputs, to find layers that share theirs.
+        sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
+            (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending` then.
+
+    Attributes:
+        sums: factor key -> sum of the step so far; missing if there is none.
+        keys: keys of the factors that are summed -> of how many rows one is taken.
+        passes, terms: this rank's number of own backward passes in the step, and the sum of their R_p.
+        current: the running backward pass.
+        forward: the model's last forward pass, or one for calls outside of any.
+        pending: calls whose gradient autograd is to be asked for.
+        proof, uses: in a step that proves, the proof, and a recorder of where weights are used; else None.
+        failed: layer -> error that a hook raised. Such a layer has no rows any more.
+        counted, outside: number of calls whose gradient came in an own pass, and in others.
+        measured: layer -> number of its rows in a step in which these are counted, maybe a scalar on the device.
+        seen: layers that had a row in this step, maybe without a gradient.
+        read_mask: gives the attention masks of a forward.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
-    """Captures whose own backward is running, of all engines in the process."""
+    """Captures whose own backward pass is running, of all engines in the process."""
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[LayerSpec], fallback_seed: Callable[[], Tensor | float], *,
-        rows: RowSums | None = None, inputs: SharedInputs | None = None, sampled: bool = False,
-        on_demand: bool = False, read_batch: ReadBatch | None = None,
-        info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        layers: Iterable[LayerSpec],
+        scale: Callable[[bool], Tensor | float],
+        *,
+        device: torch.device = CPU,
+        rows: RowSums | None = None,
+        inputs: SharedInputs | None = None,
+        sampled: bool = False,
+    ) -> None:
+        self._model = model
+        self._scale = scale
+        self._device = device
+        self.rows = rows or RowSums()
+        self.inputs = inputs or SharedInputs()
+        self.sampled = sampled
+        self.read_mask: ReadMask = ArgumentMasks(model)
+        self.active = False
+        self.failed: dict[str, str] = {}
+        self._announced = False  # whether a pass was ever announced
+        self._forward_runs = False
+        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
+        self.step = -1
+        self._forget()
         layers = tuple(layers)
-        super().__init__(
-            rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed,
-            Siblings(model, () if on_demand else layers), on_demand=on_demand,
-        )  # fmt: skip
-        self.active, self._model, self.sampled, self.outside = False, model, sampled or on_demand, 0
-        self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
-        self.pending: list[Call] = []
-        self._announced = False  # whether a backward was ever announced
-        self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self._captures_G = False  # whether gradients are captured
-        self._forwards: list[Forward] = []  # of this step that returned tensors beside losses
-        self.every_row: Collection[str] = ()
-        self._handles: list[Any] = []
-        self._hook(model.register_forward_pre_hook, model, self._begin_batch, with_kwargs=True)
-        self._hook(model.register_forward_hook, model, self._end_batch)
-        parameters, owners = dict(model.named_parameters()), {"": model}
+        self._numels: dict[str, int] = {}
+        self.of_gradients: set[str] = set()
+        for layer in layers:
+            A, G = layer.keys
+            self._numels |= {A: layer.A.numel, G: layer.G.numel}
+            self.of_gradients.add(A if LAYERS[layer.kind].needs_gradients else G)
+        parameters = dict(model.named_parameters())
         self._weights = {layer.name: parameters[layer.weight] for layer in layers}
-        self.of_gradients = {key_of(x.name, "GA"[LAYERS[x.kind].needs_gradients]) for x in layers}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
+        self._handles: list[Any] = []
+        self._install(layers)
+
+    def _forget(self) -> None:
+        """Forget everything of the step before."""
+        self.sums: dict[str, BatchSum] = {}
+        self.keys: Mapping[str, int] = {}
+        self.passes = 0
+        self.terms: int | Tensor = 0
+        self.current = BackwardPass()
+        self.forward = Forward()
+        self._forwards: list[Forward] = []  # whose backward pass is to come
+        self.repeated: Forward | None = None
+        self.pending: list[Call] = []
+        self.proof: Proof | None = None
+        self.uses: Uses | None = None
+        self.counted = 0
+        self.outside = 0
+        self.measured: dict[str, int | Tensor] | None = None
+        self.seen: set[str] = set()
+
+    # the hooks
+
+    def _install(self, layers: Sequence[LayerSpec]) -> None:
+        model = self._model
+        self._hook(model.register_forward_pre_hook, model, self._begin_forward, with_kwargs=True)
+        self._hook(model.register_forward_hook, model, self._end_forward)
+        hooked = set[nn.Module]()
+        watched = {"": model}
         counts: dict[nn.Parameter, int] = {}
         for layer in layers:
             modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
+            hooked.update(modules.values())
             if not layer.product:
-                # before the hooks of others, which may replace the output; but if autograd.grad is called on it,
-                # after ZeRO-3's, which wraps it in a function that fetches and releases the weights of its backward
-                for ours in modules.values():
+                for module in modules.values():
                     called = partial(self._layer_called, layer)
-                    self._hook(ours.register_forward_hook, ours, called, with_kwargs=True, prepend=not self.sampled)
+                    # before the hooks of others, which may replace the output; but if autograd is asked for gradients
+                    # after ZeRO-3's, which wraps it in a function that fetches the weights of its backward
+                    prepend = not self.sampled
+                    self._hook(module.register_forward_hook, module, called, with_kwargs=True, prepend=prepend)
                 continue
-            owners |= modules
+            watched |= modules
             if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
                 around = layer.module.rpartition(".")[0]
-                owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
-            counts[parameters[layer.weight]] = layer.part[1]
-            self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
-        self._products: Products | None = None
-        if counts:
-            products = self._products = Products(counts, self._product)
-            for ours in owners.values():  # observe products while a captured forward, or a recomputation, of it runs
-                self._hook(ours.register_forward_pre_hook, ours, lambda module, inputs: products.enter(module))
-                # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
-                left = lambda module, *_: products.leave(module)  # noqa: E731
-                self._hook(ours.register_forward_hook, ours, left, always_call=True, prepend=True)
-
-    def begin_step(
-        self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
-    ) -> None:
-        """Prepare for a step; forgets all calls since the last one.
-
-        Args:
-            keys: keys of the factors that this rank captures in the step, in a mapping with of how many rows one is
-                taken; None: the hooks do nothing.
-            step: decides which rows are sampled, if not all are.
-            measure: count the rows of all layers.
-            proof: gets the rows of all layers, to compare them with the gradients.
-        """
-        self.proof = proof
-        self.uses = None if proof is None else Uses(self._weights)
-        if self.active:
-            self.forward, self.pending, self.counted, self.outside = self.loose, [], 0, 0
-            self.end_backward()
-            self.earlier.clear()
-            self.rows.counted.clear()
-            self.inputs.begin_step()
-            self.siblings.terms, self.siblings.dues, self.siblings.rows = {}, {}, {}
-        self.sums, self.active, self.rows.turn = {}, keys is not None, step
-        self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
-        self._captures_G = not self.sampled and not self.of_gradients.isdisjoint(self.keys)
-        self.seen, self._forwards, self.divided, self.measured = set(), [], [], {} if measure else None
-
-    def leave(self) -> None:
-        """No forward runs any more: calls of torch are not looked at."""
-        if self._products is not None:
-            self._products.leave(None)
-
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        self.leave()
-        self._masks.remove()
-        self.active = False
-
-    @contextmanager
-    def own_backward(self, loss: Tensor | None = None, *, retain_graph: bool = False, parts: int = 1) -> Iterator[None]:
-        """Wraps an own backward, in steps without capture, too; afterwards the micro-batch is closed. ``retain_graph``:
-        a second one may follow. ``parts``: by how many micro-batches the loss is known to be divided."""
-        self._announced = True
-        if self.active and loss is not None and loss.grad_fn is not None:
-            made, forwards = self.reductions if self._captures_G else None, () if self.sampled else self._forwards
-            self.losses = trained(loss, forwards, made) if forwards else losses_in(loss, made)
-            if self._captures_G:  # before their numbers are freed
-                self.divided.append((parts, whole(divisors(loss.grad_fn)[0])))
-        self._backwards.append(self)
-        if self.active and self._products is not None:
-            self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
-        try:
-            yield
-        finally:
-            self._backwards.remove(self)
-            self.leave()
-            if retain_graph:
-                self.arrived.clear()
-            if parts > 1:  # its loss is a part of a mean over them: again the whole forward's terms
-                self.rows.counted.clear()
-            self.end_backward()
-
-    def begin_backward(self, seed: Tensor) -> None:
-        """The gradient that reached the user's loss: the factor on all gradients of this backward."""
-        self.seed = seed.detach().float()
-
-    def repeats(self, forward: Forward) -> None:
-        """The next backward belongs to this forward: recomputed calls are its calls."""
-        self.running = forward
-
-    def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
-        """Add gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None for an unused call."""
-        self.seed = seed
-        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # a backward's order
-            if gradient is not None:
-                self.add(call, gradient)
-        done = set(map(id, calls))
-        self.pending = [call for call in self.pending if id(call) not in done]
-        self.rows.counted.clear()
-        self.end_backward()
+                watched |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
+            weight = model.get_parameter(layer.weight)
+            counts[weight] = layer.part[1]
+            self._stacks.setdefault(id(weight), []).append(layer)
+        for name, module in model.named_modules():
+            if module not in hooked and is_linear_map(module):
+                self._hook(module.register_forward_hook, module, partial(self._other_called, name), prepend=True)
+        self._products = Products(counts, self._product) if counts else None
+        for module in watched.values() if counts else ():
+            self._hook(module.register_forward_pre_hook, module, self._enter_products)
+            # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
+            leave = self._leave_products
+            self._hook(module.register_forward_hook, module, leave, always_call=True, prepend=True)
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
-        """``function`` as a hook of ``ours`` alone, not of its copies (:func:`ds_kfac.model.batch.own_hook`), that runs
-        in captured forwards of no trace, export or torch.func. torch.compile sees the first condition alone."""
+        """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
+        export or torch.func. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
             if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
@@ -212,168 +235,398 @@ class Capture(StepSums):
 
         self._handles.append(register(hook, **how))
 
-    def _begin_batch(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self.leave()
+        self.active = False
+
+    def leave(self) -> None:
+        """No forward runs any more: calls of torch are not looked at."""
+        if self._products is not None:
+            self._products.leave(None)
+
+    def _enter_products(self, module: nn.Module, inputs: tuple) -> None:
+        self._products.enter(module)
+
+    def _leave_products(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        self._products.leave(module)
+
+    # steps
+
+    def begin_step(
+        self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
+    ) -> None:
+        """Prepare for a step; forgets all calls since the last one.
+
+        Args:
+            keys: keys of the factors that this rank captures in the step, in a mapping with of how many rows one is
+                taken; None: the hooks do nothing.
+            step: decides which rows are sampled, if not all are.
+            measure: count the rows of all layers.
+            proof: gets the rows of all layers, to compare them with the gradients.
+        """
+        self._forget()
+        self.inputs.begin_step()
+        self.active = keys is not None
+        self.step = self.rows.turn = step
+        self.keys = keys if isinstance(keys, Mapping) else dict.fromkeys(keys or (), 1)
+        self.measured = {} if measure else None
+        self.proof = proof
+        self.uses = None if proof is None else Uses(self._weights)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """All passes of the step have ended. Each sum gets their number, also one that has no row here."""
+        self._end_plain_pass()
+        for key in self.keys:
+            counts = self._sum(key).counts
+            counts[PASSES].add_(self.passes)
+            counts[TERMS].add_(self.terms)
+            if self.sampled and key in self.of_gradients and self.passes:
+                self.sums[key].sum_P.mul_(1 / self.passes**2)  # a sampled loss is not divided by their number
+
+    # forward passes
+
+    def _begin_forward(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if _in_backward():
             return
         self.leave()  # still entered if the last forward raised
-        if self.passed:  # after a plain loss.backward(), which nothing closes
-            self.end_backward()
-        self.inside, info = True, self.read_batch(arguments, keywords)
+        self._end_plain_pass()
+        self._forward_runs = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self.forward = Forward(info, self._captures_G, detached, isinstance(self.read_batch, ArgumentReader))
-        if info.labelled is not None:  # labelled positions, with "reduce" labelled examples
-            self.forward.terms = counted(info.labelled, self.rows.weight_sharing)
-        self.inputs.begin_batch()
-        self.siblings.rows = {}
-        self._masks.begin((*arguments, keywords))
+        self.forward = Forward(masks_in(self.read_mask(arguments, keywords)), detached=detached)
+        self._forwards.append(self.forward)
 
-    def _end_batch(self, model: nn.Module, arguments: tuple, output: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self.inside = False
-            self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
-            if self.forward.tensors:
-                self._forwards.append(self.forward)
-            self._masks.end()
+    def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
+        if _in_backward():
+            return
+        self._forward_runs = False
+        if self._announced:
+            return
+        for tensor in tensors_of(output):  # here a plain backward pass begins, outside of what it recomputes
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._plain_pass_begins, self.step, self.forward))
+
+    def _forward_of(self, recomputed: bool) -> Forward:
+        """The forward pass of a call."""
+        if recomputed:
+            if self.repeated is not None:
+                return self.repeated
+            return self._forwards[0] if len(self._forwards) == 1 else joined(self._forwards)
+        if self.forward not in self._forwards:  # a method of the model is called in place of the model
+            self.forward = Forward()
+            self._forwards.append(self.forward)
+        return self.forward
+
+    # calls
 
     def _layer_called(
         self, layer: LayerSpec, module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any
     ) -> None:
         weight: Any = module._parameters.get("weight")  # module.weight would make ZeRO-3 fetch it
-        try:
-            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
-            if output.requires_grad and (weight is None or weight.requires_grad):
-                x = inputs[0] if inputs else next(iter(named.values()))
-                self.inputs.see(layer.name, x)
-                self._called(layer, module, x, output)
-        except Exception as error:
-            self.fail(layer, error)
-
-    def _called(
-        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, product: Product | None = None,
-        sides: str = "AG", select: slice | Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did. ``sides``,
-        ``select``: see :class:`ds_kfac.model.rows.Call`."""
-        recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
-        if (recomputed and self.sampled) or layer.name in self.failed:  # sampled gradients go to the first run's calls
+        if weight is not None and not weight.requires_grad:
+            self._other_called(layer.weight, module, inputs, output)
             return
+        with self._guarded([layer]):
+            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
+            if output.requires_grad:
+                x = inputs[0] if inputs else next(iter(named.values()))
+                leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
+                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output))
+                self._called(Call(layer, LAYERS[layer.kind], module, rows, output.shape), x, output)
+
+    def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
+        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
+            is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+            number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
+            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number)
+            node, place = _origin(output)
+            node.register_prehook(partial(self._other_arrived, self.step, rows, place))
+
+    def _rows(self, layer: str, leading: Shape | None, number: int) -> Rows:
+        """The rows of a call, which its forward pass counts, but for those of a recomputation."""
+        recomputed = _in_backward()
+        forward = self._forward_of(recomputed)
+        if not recomputed:
+            forward.note(layer, leading, number)
+        return Rows(layer, forward, leading, number, recomputed)
+
+    def _called(self, call: Call, x: Tensor, output: Tensor, node_of_x: Any = None) -> None:
+        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did.
+
+        Args:
+            node_of_x: see :func:`ds_kfac.model.calls.kept`; None: it is made here.
+        """
+        layer = call.layer
+        if layer.name in self.failed or (call.rows.recomputed and self.sampled):
+            return  # sampled gradients go to the calls of the first run
         if x.numel():
             self.seen.add(layer.name)
-        if layer.name in self.siblings.entries:
-            self.siblings.see(layer.name, x, self.sums)
-        A, G = self.inputs.key(layer), layer.keys[1]
-        given, stacked, picked = x, layer.part[1] > 1 and layer.product, product is not None and product.picked
-        makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
-        captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
-        if layer.name in self.siblings.known:
-            captured |= "G" in sides and self.siblings.due(layer.name, self.keys)
-        measured = self.measured if ("G" if stacked else "A") in sides else None
-        if not captured and measured is None and self.proof is None:
-            return
-        if select is not None and select is not EVERY:
-            x = x.reshape(-1, x.shape[-1])[select]
-        shape = output.shape if product is None else torch.Size((*x.shape[:-1], layer.G.dim))
-        if not (self.inside or recomputed or x.requires_grad) and self.forward.mark in self.earlier:
-            self.forward = self.loose = Forward()  # a method of the model is called after the forward's backward
-        # other forwards, with other masks, may have run since this recomputation's first run
-        forward = self.running if recomputed and self.running is not None else self.forward
-        x, info, rows = x.detach(), forward.info, EVERY_ROW
-        if self._info_of is not None:
-            info = self._info_of(layer.module, info)
-            if info.places:
-                self.siblings.know(layer.name, self.sums)
-        if layer.name in self.every_row:
-            info = replace(info, rows=None, encoder_rows=None)
-        if stacked or picked or info.places:  # picked: rows of one expert, maybe the only one on this rank
-            rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
-        elif not kind.images:
-            reduced = self.rows.weight_sharing == "reduce"
-            rows = self._masks.fit_call(layer.module, x, info, reduced=reduced)
-        many: Tensor | int | None = None
-        if measured is not None:
-            of_call = kind.rows(x, output) if select is None else x.shape[:-1].numel()
-            many = of_call if rows.mask is None else rows.mask.sum()
-        if not captured and self.proof is None:
-            self.measure(layer.name, many, recomputed)
-            return
-        if select is None and not kind.images:
-            forward.note_call(rows, shape)
-        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select)
-        call.taken = self.rows.taken(self.keys.get(A, 1), call), self.rows.taken(self.keys.get(G, 1), call)
-        if product is not None:
-            call.columns, call.to_rows = product.columns, product.to_rows
-        call.many, call.proof, call.proves = many, self.proof, "G" in sides and not self.sampled
-        if call.proof is not None:
-            call.proof.see_inputs(call, x)
-        self.keep(call, x, makes_A=makes_A)
-        # the output of a Linear with bias is a view; an in-place activation replaces a view's grad_fn, but not that of
-        # its base
-        base = output._base
-        origin = base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output
-        assert origin.grad_fn is not None, "the output requires no gradient"
+        call.input = self.inputs.number(layer.name, x)
+        makes_A = "A" in call.sides and self.inputs.key(layer) in self.keys
+        if makes_A or self.sampled or self.proof is not None or self.measured is not None:
+            multiplies = not call.kind.needs_gradients
+            call.kept = kept(x, multiplies=multiplies) if node_of_x is None else node_of_x
+        node, place = _origin(output)
         if self.sampled:
-            # the proof needs the true loss's gradient; a copy of the call, as a node must not hold an edge to itself
-            if call.proof is not None:
-                hook = partial(
-                    self._on_gradient,
-                    replace(call, waiting=None, late=False, sides="", proves="G" in sides, many=None),
-                    origin.output_nr,
-                )
-                origin.grad_fn.register_prehook(hook)
-            call.edge = GradientEdge(origin.grad_fn, origin.output_nr)
-            self.pending.append(call)
-            return
-        # a prehook of the node: a tensor hook would run before DeepSpeed divides an engine output's gradient by the
-        # accumulation steps, and a full backward hook breaks with in-place activations
-        origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
+            self.pending.append(replace(call, edge=GradientEdge(node, place)))
+        if not self.sampled or self.proof is not None:
+            node.register_prehook(partial(self._arrived, self.step, call, place))
 
     def _product(self, product: Product) -> None:
-        try:
-            self._multiplied(product)
-        except Exception as error:
-            for layer in self._stacks[id(product.param)]:
-                self.fail(layer, error)
+        layers = self._stacks[id(product.param)]
+        with self._guarded(layers):
+            self._multiplied(layers, product)
 
-    def _multiplied(self, product: Product) -> None:
+    def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
         """Turn a product into calls of its layers. A stack's shared A gets all rows from its first layer."""
-        layers, x, output = self._stacks[id(product.param)], product.x, product.output
-        stacked, first = len(layers) > 1, layers[0]
+        x, output, first = product.x, product.output, layers[0]
+        kind = LAYERS[first.kind]
         module = self._model.get_submodule(first.module)
-        if product.window is not None or LAYERS[first.kind].images:
+        if product.window is not None or kind.images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
-                self._called(first, module, x, output)
+                rows = self._rows(first.weight, None, kind.rows(x, output))
+                self._called(Call(first, kind, module, rows, output.shape), x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
-        other = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
-        if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # not the sides that were read from the code
+        is_turned = product.transposed != kind.transposed and min(first.shape) > 1
+        if is_turned or x.shape[-1] != first.A.dim - (first.bias is not None):  # not what was read from the code
             return
-        shared = stacked and layers[-1].shares is not None
-        if shared and first.shares is None:
-            self._called(first, module, x, output, product=product, sides="A", select=product.rows)
-        for entry, rows in product.entries:
-            select = rows if stacked or rows is not EVERY else None
-            sides = "G" if shared else "AG"
-            self._called(layers[entry], module, x, output, product=product, sides=sides, select=select)
+        is_stack = len(layers) > 1
+        leading = torch.Size(x.shape[:-1])
+        entries = [(layers[entry], rows if is_stack or rows is not EVERY else None) for entry, rows in product.entries]
+        numbers = [leading.numel() if rows is None else _length(rows, leading.numel()) for _, rows in entries]
+        is_whole = len(entries) == 1 and entries[0][1] is None
+        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers))
+        node_of_x = kept(x)
 
-    def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient, running = gradients[place], self._backwards
-        if gradient is None or not self.active or call.layer.name in self.failed:
+        def called(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> None:
+            shape = torch.Size((*(leading if rows is None else (number,)), layer.G.dim))
+            call = Call(layer, kind, module, rows_of_call, shape, sides, select=rows)
+            call.columns, call.to_rows = product.columns, product.to_rows
+            self._called(call, x, output, node_of_x)
+
+        shares = is_stack and layers[-1].shares is not None
+        if shares and first.shares is None:
+            called(first, product.rows, _length(product.rows, leading.numel()), "A")
+        for (layer, rows), number in zip(entries, numbers, strict=True):
+            called(layer, rows, number, "G" if shares else "AG")
+
+    # gradients
+
+    def _arrived(self, step: int, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradient of a call's output has arrived at its node."""
+        node = call.kept
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call.kept = None  # autograd frees what its nodes saved, but not what ours did
+        gradient = gradients[place]
+        if gradient is None or not self.active or step != self.step or call.layer.name in self.failed:
             return
-        inner = self.inside and not running
-        own = self in running if running else inner or (call.forward.detached and not self._announced)
-        self.outside += not own
-        if not own and call.proof is None:
+        is_own = self._is_own(call.rows.forward)
+        self.outside += not is_own
+        if self.proof is None and (not is_own or self.sampled):
             return
-        try:
+        with self._guarded([call.layer]):
             weight = self._weights[call.layer.name]
-            if not weight.requires_grad or not runs(get_gradient_edge(weight).node):
+            if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            if own:
-                self.running = call.forward
-                self.passed.add(call.forward)
-                self.add(call, gradient, 1.0 if inner else None)
+            x = None if node is None else node.saved_tensors[0]
+            if self.sampled or not is_own:
+                self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                return
+            is_announced = self in self._backwards
+            if not is_announced:
+                self._watch_task()
+            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+            self._add(call, x, gradient, 1.0 if is_inner else self._scale(is_announced))
+
+    def _other_arrived(self, step: int, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradient of a layer that K-FAC does not step has arrived."""
+        gradient = gradients[place]
+        is_own = self.active and step == self.step and self in self._backwards and not self.sampled
+        if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
+            self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+
+    def _is_own(self, forward: Forward) -> bool:
+        """Whether the running backward pass is this engine's. Note: Own passes."""
+        if self._backwards:
+            return self in self._backwards
+        return self._forward_runs or (forward.detached and not self._announced)
+
+    def _add(self, call: Call, x: Tensor | None, gradient: Tensor | None, scale: Tensor | float) -> None:
+        """Add a call's rows to the sums.
+
+        Args:
+            gradient: of its output; None: the factors need none, and every row of an input counts but padding.
+            scale: factor on the gradient.
+        """
+        self.counted += 1
+        layer, kind = call.layer, call.kind
+        A, G = self.inputs.key(layer), layer.keys[1]
+        if gradient is not None:
+            gradient = call.gradient_rows(gradient)
+            self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
+            self._prove(call, x, gradient)
+        x = None if x is None else call.input_rows(x)
+        makes_A = "A" in call.sides and A in self.keys
+        makes_G = "G" in call.sides and G in self.keys and gradient is not None
+        counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
+        if not (makes_A or makes_G or counts or self.inputs.searching):
+            return
+        alive = torch.ones((), dtype=torch.bool, device=self._device) if gradient is None else gradient.any()
+        self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
+        if makes_G and not kind.needs_gradients:
+            batch = self._sum(G, self.current.sums)
+            self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
+        if makes_A and kind.needs_gradients:
+            self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
+        gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
+        if not (gives or counts) or x is None:
+            return
+        kept_ = alive if kind.images else kept_rows(x, gradient, call.mask)
+        if gives:
+            self.rows.add_inputs(call, x, kept_, self._sum(A), stride=self.keys[A])
+        if counts:
+            number = call.rows.number * alive if kind.images else kept_.sum()
+            self.measured[layer.name] = self.measured.get(layer.name, 0) + number
+
+    def _prove(self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False) -> None:
+        if self.proof is not None and "G" in call.sides and x is not None:
+            self.proof.see(call, call.input_rows(x), gradient, others=others)
+
+    def _sum(self, key: str, sums: dict[str, BatchSum] | None = None) -> BatchSum:
+        """The sum of a factor, in those of the step or of the pass."""
+        sums = self.sums if sums is None else sums
+        if key not in sums:
+            sums[key] = BatchSum.empty(self._numels[key], self._device)
+        return sums[key]
+
+    # backward passes
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Wraps an own backward pass, in steps without capture, too."""
+        self._announced = True
+        self._backwards.append(self)
+        if self.active and self._products is not None:
+            self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
+        try:
+            yield
+        finally:
+            self._backwards.remove(self)
+            self.leave()
+            if self.active and not self.sampled:
+                self.end_pass()
+
+    def repeats(self, forward: Forward) -> None:
+        """The next backward pass is of this forward: recomputed calls are its calls."""
+        self.repeated = forward
+
+    def add_asked(
+        self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float
+    ) -> None:
+        """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
+        does not depend on the call."""
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # in a backward pass's order
+            with self._guarded([call.layer]):
+                if gradient is not None:
+                    self._add(call, call.kept.saved_tensors[0], gradient, scale)
+        done = set(map(id, calls))
+        self.pending = [call for call in self.pending if id(call) not in done]
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """A backward pass has ended: what it summed counts R_p times."""
+        ended, self.current = self.current, BackwardPass()
+        rows = ended.rows(self.rows.weight_sharing)
+        self.passes += 1
+        self.terms = self.terms + rows
+        for key, batch in ended.sums.items():
+            batch.sum_P.mul_(rows)
+            if key in self.sums:
+                self.sums[key].add_(batch)
             else:
-                call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
+                self.sums[key] = batch
+        self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
+        self.repeated = None
+        self._tasks.clear()
+        self.inputs.end_pass()
+
+    def _end_plain_pass(self) -> None:
+        """End a pass that was not announced, if its end was not seen."""
+        if self.current.nearest is not None and self not in self._backwards:
+            self.end_pass()
+
+    def _plain_pass_begins(self, step: int, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
+        if self.active and step == self.step and not self._backwards and self._is_own(forward):
+            self._watch_task()
+
+    def _watch_task(self) -> None:
+        """End the pass when the running graph task, or the one around it, ends."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks and not self._forward_runs:
+            self._tasks.add(task)
+            Variable._execution_engine.queue_callback(partial(self._task_ended, task))
+
+    def _task_ended(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._end_plain_pass()
+
+    # errors
+
+    @contextmanager
+    def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
+        """Keeps exceptions inside a hook, but for the one by which checkpointing ends a recomputation."""
+        try:
+            yield
+        except _StopRecomputationError:
+            raise
         except Exception as error:
-            self.fail(call.layer, error)
+            for layer in layers:
+                self.fail(layer, error)
+
+    def fail(self, layer: LayerSpec, error: Exception) -> None:
+        """A hook raised: the layer has no rows in this step, nor in later ones."""
+        self.failed[layer.name] = f"{type(error).__name__}: {error}"
+        logger.warning(
+            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its factors stay as they "
+            f"are, and from the next check of rows on it is without curvature: {self.failed[layer.name]}"
+        )
+        for key in (self.inputs.key(layer), layer.keys[1]):
+            self.sums.pop(key, None)
+            self.current.sums.pop(key, None)
+
+    def used(self, layer: str) -> str:
+        """Text that says where a layer's weight is used; "" if that was not recorded."""
+        return "" if self.uses is None else self.uses.of(layer)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _length(rows: slice | Tensor, total: int) -> int:
+    return len(range(total)[rows]) if isinstance(rows, slice) else len(rows)
+
+
+def _origin(output: Tensor) -> tuple[Any, int]:
+    """The node at which the gradient of an output arrives, and at which of its places. The output of a Linear with bias
+    is a view; an in-place activation replaces a view's node, but not that of its base."""
+    base = output._base
+    is_view = base is not None and base.numel() == output.numel() and base.grad_fn is not None
+    origin = base if is_view else output
+    assert origin.grad_fn is not None, "the output requires no gradient"
+    return origin.grad_fn, origin.output_nr
+
+
+def _runs(node: Any) -> bool:
+    """Whether the running backward pass runs a parameter's node, and so adds to its gradient, as ``autograd.grad`` and
+    other ``inputs`` do not."""
+    with suppress(RuntimeError):  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
+        return bool(torch._C._will_engine_execute_node(node))
+    return False

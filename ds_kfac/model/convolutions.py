@@ -106,9 +106,13 @@ class Patches:
             offset.append(digit)
         return Grid(step, tuple(offset))
 
-    def add_to_(self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0) -> None:
+    def add_to_(
+        self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0,
+        kept: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add the second moment of ``gain`` times all patches to the packed sum of ``side``, estimated by the grid's
-        patches. ``bias``: a 1 is appended to each patch, or to each channel group's part of it."""
+        patches. ``bias``: a 1 is appended to each patch, or to each channel group's part of it. ``kept``: bool scalar,
+        whether the patches count; None: they do."""
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):

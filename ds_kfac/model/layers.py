@@ -130,6 +130,11 @@ def value_of(place: Any, name: str) -> Any:
         return None
 
 
+def is_autoep(module: nn.Module) -> bool:
+    """Whether it is a mixture of DeepSpeed's AutoEP: ``experts`` are this rank's stacks w1, w2, w3 [E, O, I]."""
+    return getattr(module, "_is_autoep_layer", False) is True
+
+
 def computed_parameter(module: Any) -> str | None:
     """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None. It is
     not computed for that: a parametrization may draw numbers."""

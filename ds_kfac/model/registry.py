@@ -153,3 +153,9 @@ SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
 MATRICES = tuple(x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS)
 """Default of ``kfac.layers.types``: linear maps and convolutions."""
 TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
+
+
+def is_linear_map(module: nn.Module) -> bool:
+    """Whether a module is a linear map or a convolution, whether K-FAC can step it or not."""
+    named = ("Conv1D", *layers.AUTOTP_KINDS, *SHARDS)
+    return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ in named

@@ -1,11 +1,13 @@
 """Losses on labels that are drawn from a model's prediction, for a Monte-Carlo Fisher (Kunstner et al. 2019,
 arXiv:1905.12558): :data:`SAMPLERS`.
 
-A sampler must compute the training's loss, a mean over the same terms, with drawn labels in place of the true ones.
+A sampler computes the training's loss, a mean over the same terms, with drawn labels in place of the true ones. Which
+terms have a loss follows from the true loss: its gradient with respect to the prediction is not zero there.
+
 Shape suffixes: N examples, T positions, C outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,27 +15,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.output import logits_of, outputs_of, returned_prediction
-from ds_kfac.model.prediction import class_place
+Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
+"""(prediction, reached, generator) -> scalar loss with gradients to the prediction.
 
-Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
-"""(prediction, batch, generator) -> scalar loss with gradients to the prediction.
-
-The prediction is what the model returned, or the module that ``kfac.factor.prediction`` names. ``batch.labelled`` says
-which terms have a loss. Draw from the generator only, so that a resumed run draws the same.
+``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. Draw from the generator only,
+so that a resumed run draws the same.
 """
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``logits`` of a Hugging Face output, or what
-    :func:`returned_prediction` finds in a tuple. Raises ValueError if there is none, or only a scalar, which is a loss.
+    """The prediction in a module's output: a tensor, ``logits`` of a mapping or an object, or of a tuple the first
+    tensor that is no scalar.
+
+    Raises:
+        ValueError: there is none, or only a scalar, which is a loss.
     """
-    tensor = output if isinstance(output, Tensor) else logits_of(output)
-    if tensor is None and isinstance(output, tuple):
-        tensor = returned_prediction(output)
-    if tensor is None or tensor.ndim == 0:
-        got = type(output).__name__ if tensor is None else "a scalar, a loss"
+    tensor = output
+    if isinstance(output, Mapping):
+        tensor = output.get("logits")
+    elif isinstance(output, (tuple, list)):
+        tensor = next((x for x in output if isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()), None)
+    elif not isinstance(output, Tensor):
+        tensor = getattr(output, "logits", None)
+    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
             f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
             "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
@@ -41,41 +46,39 @@ def prediction_tensor(output: Any) -> Tensor:
     return tensor
 
 
-def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
-    """The mean of the terms of a loss, without those that have no label."""
-    labelled = batch.labelled
-    if labelled is None or labelled.numel() != values.numel():
-        return values.mean()
-    weights = labelled.reshape(-1).to(values.dtype)
+def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
+    """The mean of the terms of a loss, without those that the true loss does not have."""
+    weights = reached.reshape(-1).to(values.dtype)
     return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
 
 
-def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+def cross_entropy(prediction: Tensor, reached: Tensor, generator: torch.Generator) -> Tensor:
     """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
-    logits [N, C] or [N, T, C], of convolutions [N, C, L] or [N, C, H, W]."""
-    logits = prediction_tensor(output)
-    dim = class_place(logits).dim
-    logits = logits if dim is None else logits.movedim(dim, -1)
+    logits [N, C] or [N, T, C], and for images [N, C, H, W]."""
+    dim = 1 if prediction.ndim > 3 else -1
+    logits = prediction.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
         uniform = torch.rand(flat.shape, generator=generator, device=flat.device, dtype=torch.float32).clamp_(min=1e-20)
         drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
-    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
+    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), reached.any(dim=dim))
 
 
-def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator, *, mean: bool = False) -> Tensor:
+def squared_error(prediction: Tensor, reached: Tensor, generator: torch.Generator, *, mean: bool = False) -> Tensor:
     """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
     [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
 
     Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
     with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
     """
-    prediction = prediction_tensor(output).float()
-    outputs = outputs_of(prediction)
-    variance = outputs / 2 if mean else 0.5
-    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device, dtype=torch.float32)
-    return F.mse_loss(prediction, prediction.detach() + noise * variance**0.5) * (1 if mean else outputs)
+    dim = 1 if prediction.ndim > 3 else -1
+    outputs = prediction.movedim(dim, -1).float()
+    variance = outputs.shape[-1] / 2 if mean else 0.5
+    noise = torch.randn(outputs.shape, generator=generator, device=outputs.device, dtype=torch.float32)
+    errors = (outputs - (outputs.detach() + noise * variance**0.5)).square()
+    terms = errors.mean(dim=-1) if mean else errors.sum(dim=-1)
+    return mean_of_terms(terms, reached.any(dim=dim))
 
 
 mse: Sampler = partial(squared_error, mean=True)

@@ -35,12 +35,10 @@ LONG_REFRESH = 0.05
 class Observations:
     """What the first captured batch shows, None: not yet. Groups of layers that share their input; layer name -> rows
     of a rank in a step, in the mean, of a stack's layer those that it takes itself; fewer after :meth:`Plan.seeking`.
-    Layers that no mask is of, by any batch so far.
     """
 
     groups: tuple[tuple[str, ...], ...] | None = None
     rows: Mapping[str, float] | None = None
-    every_row: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

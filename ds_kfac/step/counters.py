@@ -16,7 +16,7 @@ PREFIX = "kfac/"
 """Begins every name in logs."""
 FAILURES = (
     "not_finite_layers", "unpreconditioned_layers", "refresh_failures", "left_out_gradients", "empty_updates",
-    "missed_updates", "parted_inputs",
+    "missed_updates",
 )  # fmt: skip
 """Counters that a framework's logs show once they are not zero."""
 

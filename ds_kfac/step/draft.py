@@ -1,6 +1,6 @@
 """What a step starts from, and what it computes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import LocalResult, UpdateRule
-from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft
@@ -27,7 +26,6 @@ class EngineView:
         other_params: where it keeps those of all other parameters.
         inner: the innermost optimizer, which DeepSpeed wraps.
         domain: the part of the job that is preconditioned, such as one expert-parallel group's experts.
-        info_of: (module name, the micro-batch's) -> the BatchInfo of a call of that module.
     """
 
     model: nn.Module
@@ -37,7 +35,6 @@ class EngineView:
     inner: Any
     rule: UpdateRule
     domain: Domain
-    info_of: Callable[[str, BatchInfo], BatchInfo] | None = None
 
 
 TORN = (

@@ -20,7 +20,8 @@ from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.rows import PASSES, ROWS, TERMS, BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
 from ds_kfac.step.messages import FAILED, FRESH, NONE_UNUSUAL, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
@@ -90,6 +91,11 @@ class FactorUpdates:
     Args:
         plan: which rank does what, when and how.
 
+    Args:
+        averaged_over: ranks whose backward passes a gradient is averaged over, also those of other domains; None: those
+            of the channel.
+        divisor: by what DeepSpeed divides the sum of the ranks' gradients; None: by their number.
+
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
@@ -101,7 +107,18 @@ class FactorUpdates:
         counted: key -> layers whose number of loss terms is this factor's count of rows.
     """
 
-    def __init__(self, plan: Plan, channel: Channel, metrics: Metrics, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        channel: Channel,
+        metrics: Metrics,
+        device: torch.device,
+        *,
+        averaged_over: int | None = None,
+        divisor: float | None = None,
+    ) -> None:
+        self.averaged_over = channel.world if averaged_over is None else averaged_over
+        self.divisor = self.averaged_over if divisor is None else divisor
         self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
         self.device, self.rank = device, channel.rank
         roles = plan.assignment
@@ -196,11 +213,18 @@ class FactorUpdates:
         batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
         world, timetable = self.channel.world, self.timetable
         for key, batch in batches.items():
-            # loss terms of all ranks: those that did not contribute rows are assumed to have had as many
-            terms = batch.count if batch.ranks == world else batch.count * (world / batch.ranks)
+            # ranks that did not contribute are assumed to have had as many rows
+            terms = batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        keys, rows = list(batches), [batch.count for batch in batches.values()]
-        counts = torch.stack(rows) if rows else torch.zeros(0, device=self.device, dtype=torch.float32)
+        keys = list(batches)
+        rows = torch.zeros(0, device=self.device, dtype=torch.float32)
+        if keys:
+            rows = torch.stack([batch.counts[ROWS] for batch in batches.values()])
+        counts = rows.clone()
+        for index, (key, batch) in enumerate(batches.items()):
+            if self.of_gradients(key):
+                self._scale(batch)
+                counts[index] = (rows[index] > 0).float()
         new, similar, flags = updated(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
@@ -211,18 +235,30 @@ class FactorUpdates:
             tolerance=self.plan.adaptive,
         )
         if partial := tuple(key for key, batch in batches.items() if batch.ranks < world):
-            draft.missed = partial, torch.stack([batches[key].count for key in partial]) <= 0
+            draft.missed = partial, torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
         missed = 0.0 if draft.missed[1] is None else draft.missed[1].sum()
         draft.unusual = *flags.sum(dim=1), missed
         if keys:
             last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
             changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
             changed = torch.where(flags[1], changed, draft.step)
-            draft.updated = tuple(keys), torch.stack([*flags, counts, changed])
+            draft.updated = tuple(keys), torch.stack([*flags, rows, changed])
         draft.factors |= zip(keys, new, strict=True)
         draft.similar = {
             keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before) for at, (last, before) in similar.items()
         }
+
+    def of_gradients(self, key: str) -> bool:
+        """Whether a factor is made of gradients: G, and a norm's A."""
+        return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
+
+    def _scale(self, batch: BatchSum) -> None:
+        """Make the sum over ranks of R_p g g^T, g as it was on its rank, the mean over loss terms: times K, the number
+        of passes on all ranks, for gradients that are averaged over ranks. Those ranks that did not contribute are
+        assumed to have had the same."""
+        others = self.channel.world / batch.ranks
+        passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
+        batch.sum_P.mul_(passes * (others / self.divisor**2))
 
     def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
         """Decompose the factors that are due.

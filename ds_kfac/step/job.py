@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ds_kfac.comm.message import Channel, gathered
+from ds_kfac.comm.message import Channel
 from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -32,15 +32,6 @@ class Job:
     def steps(self) -> int:
         """Number of applied steps, the same in all domains."""
         return self.preconditioners[0].steps
-
-    def capture_together(self) -> None:
-        """From now on hooks are active on all ranks in every step in which any rank's domain may capture. Experts'
-        ranks exchange numbers of their micro-batches inside the forward, so all must do so in the same steps, though
-        domains differ in their offsets and in what the adaptive rule skips. Collective."""
-        here = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
-        dense, offsets = self.preconditioners[0], set().union(*gathered(here))
-        dense.companions = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
-        dense.resume()
 
     @property
     def active(self) -> bool:

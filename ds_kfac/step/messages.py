@@ -18,9 +18,7 @@ from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, MessagePart, Move, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.log import logger
-from ds_kfac.model.calls import SharedInputs, agreed
-from ds_kfac.model.layers import key_of
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.shared import SharedInputs, agreed
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 
@@ -157,17 +155,16 @@ def scalar_names(
     return names
 
 
-def rows_in(measured: Mapping[str, Sequence[int | Tensor]]) -> dict[str, int]:
-    """Layer name -> rows, of first runs or of recomputations, whichever are more. One transfer from the device."""
-    found = {id(x): x for counts in measured.values() for x in counts if isinstance(x, Tensor)}
-    told = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True)) if found else {}
-    return {layer: max(told.get(id(x), x) for x in counts) for layer, counts in measured.items()}
+def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
+    """Layer name -> rows. One transfer from the device."""
+    on_device = {layer: rows for layer, rows in measured.items() if isinstance(rows, Tensor)}
+    on_host = torch.stack([*on_device.values()]).tolist() if on_device else []
+    return {**measured, **dict(zip(on_device, on_host, strict=True))}
 
 
 class Sharing:
     """Agrees with all ranks on what the first captured batch shows: which layers share one A (see ``inputs``), and how
     many rows each layer has on a rank. It is agreed before anything of that batch is kept, and holds for the run.
-    In a later step a rank may see that layers of a group got different inputs: it then contributes no rows to their A.
 
     Attributes:
         updates: what :meth:`settled` looks at, from the last applied step that captured: number of "missed" batches on
@@ -176,11 +173,11 @@ class Sharing:
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
-        self.inputs, self.channel, self._warned = inputs, channel, False
+        self.inputs, self.channel = inputs, channel
         self.updates: tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None = None
 
     def observed(
-        self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int | Tensor]]
+        self, observations: Observations, plan: Plan, ready: set[str], measured: Mapping[str, int | Tensor]
     ) -> Observations | None:
         """The observations after this captured step; None if nothing is left to observe, else collective.
 
@@ -192,7 +189,7 @@ class Sharing:
             return None
         rows = rows_in(measured)
         # once layers share an A eigenbases may begin to travel, and then all ranks have to know which factors are ready
-        everyone = gathered((self.inputs.shown, rows, ready), self.channel.group)
+        everyone = gathered((self.inputs.found(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
         if self.inputs.searching:
@@ -224,22 +221,3 @@ class Sharing:
             more = f"; of {', '.join(sought)} other ranks had some, so twice as many contribute now" if sought else ""
             logger.debug(f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}")
         return plan.seeking(observations, sought) if sought else None
-
-    def leave_out(self, sums: dict[str, BatchSum]) -> int:
-        """Remove from ``sums`` the shared A of groups whose layers, on this rank in this step, got different inputs or
-        gradients of different calls: it would be no second moment of all of them. Returns the number of such groups."""
-        for group, differ in self.inputs.end_step().items():  # differ: bool on the device, so no host sync
-            if (batch := sums.get(key_of(group[0], "A"))) is not None:
-                batch.sum_P.masked_fill_(differ, 0.0)
-                batch.count.masked_fill_(differ, 0.0)
-        parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
-        for group in parted:
-            del sums[key_of(group[0], "A")]
-        if parted and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"ds_kfac: rank {self.channel.rank}: layers that shared their input in the first step got different "
-                f"ones ({'; '.join(map(', '.join, parted))}), or gradients of other calls. Their common A has no rows "
-                "of this rank in such steps. This warning appears once; parted_inputs counts on"
-            )
-        return len(parted)

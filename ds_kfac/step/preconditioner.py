@@ -6,7 +6,7 @@ finish          results go to whoever holds a slice of them; then DeepSpeed and 
 commit          the new state is kept if DeepSpeed applied the step
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,12 @@ from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import SUMMARY, Metrics
-from ds_kfac.model.batch import ArgumentReader
-from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.rows import RowSums
+from ds_kfac.model.shared import SharedInputs
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
-from ds_kfac.schedule.timetable import FactorsDue, Schedule
+from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.draft import TORN, EngineView, StepDraft
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import FAILED, NONE_UNUSUAL, UNUSUAL, Sharing, unusual
@@ -51,8 +50,6 @@ class KFACPreconditioner:
         torn: whether a commit began and did not end.
         saved: names of layers that this domain writes to checkpoints.
         flagged: layers of which every step tells all ranks whether they have eigenbases.
-        companions: schedules of which a capture lets calls be recorded though no factor is due here: one may be on
-            ranks with experts.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -73,27 +70,20 @@ class KFACPreconditioner:
         self.flagged = self.layers if self.rule.asks_prepared(config) else ()
         self.direction = self.rule.direction(plan, self.layout, self.exchange, engine_view.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
-        self.curvature = FactorUpdates(plan, self.channel, self.metrics, self.device)
+        self.curvature = self._factor_updates()
         self.warner = LayerWarner(self.direction.names)
         self.left_out: Tensor | float = 0.0
-        sampled = config.factor.fisher == "monte_carlo"
+        stage = partial(self.metrics.stage, "capture")
         self.capture = Capture(
             engine_view.model,
             self.layers,
-            self.layout.fallback_seed,
-            rows=RowSums(
-                config.factor.weight_sharing,
-                config.factor.rows != "all",
-                partial(self.metrics.stage, "capture"),
-                divided=not sampled,
-            ),
+            self.layout.backward_scale,
+            device=torch.device(self.device),
+            rows=RowSums(config.factor.weight_sharing, config.factor.rows != "all", stage),
             inputs=self.sharing.inputs,
-            sampled=sampled,
-            read_batch=ArgumentReader(engine_view.model, count=config.padding.count),
-            info_of=engine_view.info_of,
+            sampled=config.factor.fisher == "monte_carlo",
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
-        self.companions: Sequence[Schedule] = ()
         totals = range(self.rule.numbers + len(SUMMARY) + len(self.flagged))
         self._totals = Scalars([totals] * self.channel.world, self.rank, plan.rows)
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
@@ -101,6 +91,12 @@ class KFACPreconditioner:
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
+
+    def _factor_updates(self) -> FactorUpdates:
+        averaged_over, divisor = self.layout.averaged_over, self.layout.divisor
+        return FactorUpdates(
+            self.plan, self.channel, self.metrics, self.device, averaged_over=averaged_over, divisor=divisor
+        )
 
     @torch.no_grad()
     def prepare(self) -> StepDraft:
@@ -116,13 +112,10 @@ class KFACPreconditioner:
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
             proof, numbers = self.capture.proof, None
             if draft.due.capture:
-                self.capture.end_backward(last=True)
-                numbers = None if proof is None else self.proving.numbers(proof, self.capture.sums)
-                self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
+                self.capture.end_step()
+                numbers = None if proof is None else self.proving.numbers(proof)
                 with self.metrics.stage("reduce"):
                     sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
-                if self.capture.siblings.known:
-                    self.capture.siblings.used(sums)
                 # the plan may change by what the first batch shows, before any of its sums are kept
                 measured = self.capture.measured or {}
                 observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
@@ -298,9 +291,6 @@ class KFACPreconditioner:
             self.curvature.timetable.record(self.steps, due, similar)
             if draft.verdict is not None:
                 self.curvature.decompose_soon(self.proving.record(draft.verdict))
-                if draft.verdict.every_row:
-                    every_row = self.observations.every_row | draft.verdict.every_row
-                    self.observe(replace(self.observations, every_row=every_row))
             self.left_out = self.left_out + draft.local.left_out
             for pending in draft.local.pending:
                 pending.commit()
@@ -332,10 +322,8 @@ class KFACPreconditioner:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture and whole:
             self.settle()
-        accompanies = any(schedule.due(self.steps).capture for schedule in self.companions)
-        if self.due.capture or accompanies or self.capture.active:
-            none: Any = {} if accompanies else None
-            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else none
+        if self.due.capture or self.capture.active:
+            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             proof = self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
@@ -386,12 +374,11 @@ class KFACPreconditioner:
 
     def observe(self, observations: Observations) -> None:
         """Change the plan by these observations, the same on every rank: which layers share an A, a factor's rows."""
-        self.capture.every_row = observations.every_row
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
         self.observations, before, self.plan = observations, self.plan, self.plan.with_observations(observations)
         if self.plan != before:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
-            self.curvature = FactorUpdates(self.plan, self.channel, self.metrics, self.device)
+            self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
             self.curvature.reducer.begin(self.due.capture, self.steps)  # of a step whose hooks are prepared already

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.proof import HOOKED, LEFT_OUT, Proof, RowCheck, eps_of, row_checks
 from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
@@ -22,12 +21,8 @@ change most when they begin."""
 FIRST = 4
 """First captured steps in which layers that had no gradient are captured again one step later, see
 :attr:`Proving.again`: a residual block whose last matrices begin with zeros needs as many."""
-ZERO_ROWS = 0.01
-"""Fraction of a layer's rows that may count without having a gradient before the user is warned."""
 QUANTIZED = 1.0
 """Relative accuracy of gradients that travel in 4 bits: only rows that are missing altogether show."""
-FOREIGN_MASK = "rows that the mask leaves out have a gradient; from now on every row counts"
-"""Why a layer with a foreign mask is unfit in this step."""
 RAISES = False
 """Set by tests: a layer that does not fit is an error."""
 
@@ -44,14 +39,11 @@ class Verdict:
     Attributes:
         checks: layer name -> its check.
         unfit: name of a layer without curvature from this step on -> why.
-        every_row: layers whose masks belong to other rows. They are unfit in this step, whose factors used the masks;
-            from the next captured step on all their rows count.
         open: whether the next captured step must prove again: a layer does not fit, or a number was not finite.
     """
 
     checks: Mapping[str, RowCheck]
     unfit: Mapping[str, str]
-    every_row: frozenset[str]
     open: bool
 
 
@@ -62,7 +54,6 @@ class Proving:
         unfit: layer name -> why it is without curvature.
         again: keys of factors that the next step captures, too: their layers had rows but no gradient, as all layers
             below a head that begins with zeros.
-        zero: layer name -> fraction of its rows that count without a gradient, where it exceeds :data:`ZERO_ROWS`.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -75,9 +66,9 @@ class Proving:
         """Forget all proofs: the next captured step proves. ``resumed``: from a checkpoint, after which no extra step
         is captured (:attr:`again`), so that a resumed run equals an unbroken one."""
         self.unfit: Mapping[str, str] = {}
-        self.zero: Mapping[str, float] = {}
         self.again: frozenset[str] = frozenset()
-        self._number, self._wait = 0, 0  # proofs so far, and captured steps until the next one
+        self._number = 0  # proofs so far
+        self._wait = 0  # captured steps until the next one
         self._begun = -1, True  # the last step that began, and whether it proves
         self._resumed = resumed
 
@@ -96,7 +87,7 @@ class Proving:
             return None
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         for layer in () if whole else proof.layers:
-            proof.leave_out(layer)
+            proof.mark(layer, LEFT_OUT)
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
@@ -107,12 +98,14 @@ class Proving:
         """Whether a hook on a parameter's gradient is neither DeepSpeed's nor ours."""
         return any(is_hooked(self._parameters[name]) for name in layer.parameters)
 
-    def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
-        """The proof's numbers, summed over all ranks. Collective. ``sums``: this rank's batch sums, not yet reduced."""
+    def numbers(self, proof: Proof) -> Tensor:
+        """The proof's numbers, summed over all ranks. Collective."""
         for layer in proof.layers:
-            if self.frozen(layer) or self.hooked(layer):
-                proof.leave_out(layer)
-        return self.channel.sum(proof.numbers(sums), "proof")
+            if self.frozen(layer):
+                proof.mark(layer, LEFT_OUT)
+            if self.hooked(layer):
+                proof.mark(layer, HOOKED)
+        return self.channel.sum(proof.numbers(), "proof")
 
     def verdict(
         self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan, used: Callable[[str], str]
@@ -128,36 +121,32 @@ class Proving:
         dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
         eps = QUANTIZED if layout.quantized else max(map(eps_of, dtypes))
         limits: dict[str, Any] = {
-            "divisor": layout.divisor, "world": layout.world, "eps": eps,
+            "divisor": layout.divisor,
+            "world": layout.world,
+            "eps": eps,
             "floor": max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes),
-        }  # fmt: skip
+        }
         names = [layer.name for layer in proof.layers]
         own = {name: gradients[name] for name in names if workers[name][0] == layout.rank}
         ratios = self.channel.sum(proof.ratios(numbers, own, **limits), "proof")
         checks = dict(zip(names, row_checks(numbers, ratios, [*map(used, names)]), strict=True))
         unfit = {name: str(check) for name, check in checks.items() if check.is_finite and not check.fits}
-        failed = set(unfit)
-        # a shared A is wrong if the layers that gave it rows are; where none is known to have, judge it by its first
-        for factor in plan.assignment.factors:
-            giving = [x for x in factor.layers if x in checks and checks[x].gave and proof.keys[x] == factor.key]
-            wrong = next((name for name in (*giving, factor.layers[0]) if name in failed), None)
-            unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if wrong and name not in unfit}
+        for factor in plan.assignment.factors:  # a shared A has the rows of the layer that gives them
+            wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
+            if wrong is not None:
+                unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if name not in unfit}
         if unfit and RAISES:
             raise RuntimeError(f"ds_kfac: unfit: {[(name, why, checks[name]) for name, why in unfit.items()]}")
-        foreign = {name for name, check in checks.items() if check.foreign}
-        foreign.update(name for f in plan.assignment.factors if not foreign.isdisjoint(f.layers) for name in f.layers)
-        unfit |= dict.fromkeys(foreign - unfit.keys(), FOREIGN_MASK)
-        return Verdict(checks, unfit, frozenset(foreign), bool(unfit) or not all(x.is_finite for x in checks.values()))
+        return Verdict(checks, unfit, bool(unfit) or not all(x.is_finite for x in checks.values()))
 
     def record(self, verdict: Verdict) -> set[str]:
         """Remember the verdict of an applied step, and decide when the next proof is. Returns the layers that fit now,
         and did not before."""
-        self._number, self.again = self._number + 1, frozenset()
-        zero = {name for name, check in verdict.checks.items() if check.all_zero}
+        zero = {name for name, check in verdict.checks.items() if check.is_zero}
+        self._number += 1
+        self.again = frozenset()
         if zero and self._number <= FIRST and not self._resumed:
             self.again = frozenset(key for layer in self.layers if layer.name in zero for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else wait(self._number)
         fit_again, self.unfit = self.unfit.keys() - verdict.unfit.keys(), verdict.unfit
-        many = {name: x for name, x in verdict.checks.items() if x.zero - x.first > ZERO_ROWS * x.rows}
-        self.zero = {name: check.zero / check.rows for name, check in many.items() if name not in zero}
         return set(fit_again)

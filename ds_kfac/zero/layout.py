@@ -36,6 +36,7 @@ class ShardLayout(ABC):
         whole: shards of the whole parameters, as DeepSpeed keeps them.
         shards: shards of the pieces.
         own: this rank's shards of the whole parameters.
+        averaged_over: number of ranks whose gradients are averaged.
         divisor: DeepSpeed divides the sum of the ranks' gradients by it.
         groups: parameters by the optimizer's group.
         position: id of a parameter -> (its group, its number there).
@@ -73,7 +74,8 @@ class ShardLayout(ABC):
             self.faults += deepspeed_versions.pipeline_faults(engine.gradient_accumulation_steps())
         summed = 1 if averages_sequence else engine.sequence_parallel_size
         # also for experts' gradients, which fewer ranks have
-        self.divisor = dist.get_world_size(engine.seq_data_parallel_group) / summed
+        self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
+        self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
         self.position = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
@@ -203,10 +205,11 @@ class ShardLayout(ABC):
         """``engine.scale(loss)`` multiplies a loss by it."""
         return self.grad_scale()
 
-    def fallback_seed(self) -> Tensor | float:
-        """The scale that DeepSpeed applies to a backward outside of ``engine.backward``."""
-        scale = self.manual_scale() if deepspeed_versions.manual_backward(self.engine) else 1.0
-        return scale / self.engine.gradient_accumulation_steps()
+    def backward_scale(self, announced: bool) -> Tensor | float:
+        """The loss scale in a backward pass: of ``engine.backward``, or of a plain one, which only newer versions of
+        DeepSpeed scale."""
+        scales = announced or deepspeed_versions.manual_backward(self.engine)
+        return self.manual_scale() if scales else 1.0
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:

@@ -30,8 +30,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model
 from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, deliver, failing_together, gathered
-from ds_kfac.model.expert_rows import is_autoep
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import LayerSpec, is_autoep
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank, replaced
 from ds_kfac.zero.exchange import GradientExchange, Outbox
