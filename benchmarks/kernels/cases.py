@@ -92,13 +92,13 @@ def rounding(rows: int, dtype: torch.dtype) -> float:
 
 
 def syrk(settings: Settings, dim: int) -> Case:
-    """Rows to a packed sum; a side such as 769 is 768 and a bias, whose column of ones ops get apart."""
+    """Rows to a packed sum; a side such as 769 is 768 and a bias, whose column of ones no op reads."""
     x_ND = settings.normal(settings.rows, dim, dtype=settings.dtype)
     options: dict[str, Any] = {}
     rows_ND = x_ND
     if dim % 8 == 1 and dim > 8:
         x_ND[:, -1] = 1
-        rows_ND, options = x_ND[:, :-1].contiguous(), {"ones_column": x_ND[:, -1:].contiguous()}
+        rows_ND, options = x_ND[:, :-1].contiguous(), {"bias": True}
     sum_P, average_DD = (torch.zeros(shape, device=settings.device) for shape in (packed_numel(dim), (dim, dim)))
     index = torch.tril_indices(dim, dim, device=settings.device)
 

@@ -258,7 +258,8 @@ class RowSums:
             mask, examples, taken = call.rows.mask, call.rows.examples, call.taken[0]
             rows, counts_R1, count = input_rows(x, mask, self.weight_sharing, examples=examples, taken=taken)
             scale = taken.stride * call.share
-            layer.A.accumulate_(sum_A.sum_P, rows, ones_column=counts_R1 if bias else None, scale=scale)
+            kept = None if mask is None else counts_R1.flatten().bool()
+            layer.A.accumulate_(sum_A.sum_P, rows, kept=kept, bias=bias, scale=scale)
             sum_A.count.add_(count * call.share)
 
     @torch.no_grad()
