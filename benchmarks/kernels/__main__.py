@@ -54,7 +54,10 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Callab
     sides, factors = model.sides(settings.max_dim), model.factors(settings.blocks, settings.max_dim)
     gradients = dict.fromkeys(model.gradients)
     makers: dict[str, list[Callable[[], Any]]] = {
-        "syrk_accumulate_": [lambda dim=dim: [syrk(settings, dim)] for dim in sides],
+        "syrk_accumulate_": [
+            *(lambda dim=dim: [syrk(settings, dim)] for dim in sides),
+            *(lambda dim=dim: [syrk(settings, dim, masked=True)] for dim in sides[-1:]),
+        ],
         "symmetric_pack_into_": [lambda: list(packing(settings, model.name, factors))] * bool(factors),
         "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
         "adam_scale_": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],

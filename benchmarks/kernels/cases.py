@@ -91,34 +91,48 @@ def rounding(rows: int, dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else max(1e-5, rows / 16 * 2**-23)
 
 
-def syrk(settings: Settings, dim: int) -> Case:
-    """Rows to a packed sum; a side such as 769 is 768 and a bias, whose column of ones ops get apart."""
+def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
+    """Rows to a packed sum; a side such as 769 is 768 and a bias, whose column of ones no op reads.
+
+    Args:
+        masked: whether every fourth row does not count. The library's way is then to multiply a masked copy.
+    """
     x_ND = settings.normal(settings.rows, dim, dtype=settings.dtype)
     options: dict[str, Any] = {}
     rows_ND = x_ND
     if dim % 8 == 1 and dim > 8:
         x_ND[:, -1] = 1
-        rows_ND, options = x_ND[:, :-1].contiguous(), {"ones_column": x_ND[:, -1:].contiguous()}
+        rows_ND, options = x_ND[:, :-1].contiguous(), {"bias": True}
+    kept = None
+    count = settings.rows
+    if masked:
+        kept = torch.arange(settings.rows, device=settings.device) % 4 > 0
+        count = int(kept.sum())
+        options["kept"] = kept
     sum_P, average_DD = (torch.zeros(shape, device=settings.device) for shape in (packed_numel(dim), (dim, dim)))
     index = torch.tril_indices(dim, dim, device=settings.device)
 
     def error(op: Op) -> tuple[float, float]:
         found_P = torch.zeros_like(sum_P)
         op(found_P, rows_ND, **options)
-        x, probes = x_ND.double(), settings.normal(dim, 2).double()  # Freivalds' check: no product in float64
+        x = (x_ND if kept is None else x_ND[kept]).double()
+        probes = settings.normal(dim, 2).double()  # Freivalds' check: no product in float64
         return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), rounding(settings.rows, x_ND.dtype)
 
+    def masked_ND() -> Tensor:  # a copy if some rows do not count
+        return x_ND if kept is None else torch.where(kept[:, None], x_ND, 0.0)
+
     def symmetrised() -> Tensor:
-        covariance = product(x_ND) / settings.rows
+        covariance = product(masked_ND()) / count
         average_DD.lerp_((covariance + covariance.T) / 2, 0.05)
         return average_DD[index[0], index[1]]
 
-    nbytes = x_ND.nbytes + 2 * sum_P.nbytes
-    baselines = {"mm": lambda: product(x_ND), "mm, average, pack": symmetrised}
+    nbytes = count * dim * x_ND.itemsize + 2 * sum_P.nbytes + (0 if kept is None else kept.nbytes)
+    baselines = {"mm": lambda: product(masked_ND()), "mm, average, pack": symmetrised}
     if x_ND.is_cuda and x_ND.dtype == torch.float32:
-        baselines["mm in TF32"] = lambda: product_tf32(x_ND)
-    size = f"N {settings.rows}, D {dim}"
-    flops = settings.rows * dim * (dim + 1)
+        baselines["mm in TF32"] = lambda: product_tf32(masked_ND())
+    size = f"N {f'{count} of ' if masked else ''}{settings.rows}, D {dim}"
+    flops = count * dim * (dim + 1)
     return Case("syrk_accumulate_", size, nbytes, flops, lambda op: op(sum_P, rows_ND, **options), error, baselines)
 
 

@@ -14,7 +14,7 @@ from benchmarks.kernels.timing import Clock
 SIDES = (64, 128, 256, 512, 768, 1024, 1600, 2048, 3072, 4096, 6400, 8192, 11008)
 SAME = 0.02
 """Configurations whose medians are this close are the same: the one of the side below is kept."""
-Accumulate = Callable[[Tensor, Tensor, Tensor | None, Any], None]
+Accumulate = Callable[[Tensor, Tensor, Any], None]
 
 
 def sweep(
@@ -26,7 +26,7 @@ def sweep(
     for dim in (side for side in SIDES if side <= settings.max_dim):
         case, functions = syrk(settings, dim), {}
         for config in configs:
-            op = lambda total, x, config=config: accumulate(total, x, None, config)  # noqa: E731
+            op = lambda total, x, config=config: accumulate(total, x, config)  # noqa: E731
             row: dict[str, Any] = {"op": "syrk_accumulate_", "size": case.size, "kind": "op", "dim": dim}
             row |= {"implementation": str(config), "config": config, "bytes": case.nbytes, "flops": case.flops}
             rows.append(row)

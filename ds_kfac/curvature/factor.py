@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_kfac.ops.dispatch import block_syrk_accumulate_, ema_update_, symmetric_unpack_from, syrk_accumulate_
@@ -88,25 +89,31 @@ class Side:
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
-        self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+        self,
+        sum_P: Tensor,
+        x_ND: Tensor,
+        *,
+        kept: Tensor | None = None,
+        bias: bool = False,
+        scale: Tensor | float = 1.0,
     ) -> Tensor:
         """Add ``scale`` times x^T x, inside the blocks, to a packed fp32 sum.
 
         Args:
-            x_ND: rows [N, D]; with ``ones_column`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            ones_column: [N, 1] of 1 (0 for a row that does not count), the input of the bias.
+            x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
+            kept: bool [N], which rows count; None: all of them. The other rows may hold anything, even NaN.
+            bias: whether a 1, the input of the bias, is appended to each row, or to each of its n parts.
         """
         if self.block == 0:
             return sum_P
         if self.block == self.dim:
-            return syrk_accumulate_(sum_P, x_ND, ones_column=ones_column, scale=scale)
-        if ones_column is not None:
+            return syrk_accumulate_(sum_P, x_ND, kept=kept, bias=bias, scale=scale)
+        if bias:
             parts = x_ND.unflatten(1, (self.dim - x_ND.shape[1], -1))
-            ones = ones_column.to(x_ND.dtype).unsqueeze(1).expand(*parts.shape[:2], 1)
-            x_ND = torch.cat([parts, ones], dim=2).flatten(1)
+            x_ND = F.pad(parts, (0, 1), value=1.0).flatten(1)
         columns = x_ND.split([count * width for count, width in self.groups], dim=1)
         for (_, width), part_P, part_ND in zip(self.groups, sum_P.split(self.sizes), columns, strict=True):
-            block_syrk_accumulate_(part_P, part_ND, block=width, scale=scale)
+            block_syrk_accumulate_(part_P, part_ND, block=width, kept=kept, scale=scale)
         return sum_P
 
     def blocks(self, packed_P: Tensor) -> tuple[Tensor, ...]:

@@ -119,8 +119,8 @@ class Patches:
                 scale = gain**2 * scale  # after the product, so that 16-bit rows are not rounded again
             else:
                 rows_RD = rows_RD.float() if isinstance(gain, float) and gain == 1.0 else rows_RD.float() * gain
-            ones = rows_RD.new_ones(len(rows_RD), 1) if bias else None
-            side.accumulate_(sum_P, rows_RD, ones_column=ones, scale=scale)
+            counted = None if kept is None else kept.expand(len(rows_RD))
+            side.accumulate_(sum_P, rows_RD, kept=counted, bias=bias, scale=scale)
 
     def _counts(self, grid: Grid) -> list[int]:
         """Number of the grid's positions along each dimension."""

@@ -121,7 +121,6 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     }
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
-        ones = {"ones_column": torch.ones(rows, 1, **fp32), "scale": 2.0}
         matrices = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
         counted, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
         betas = {"betas": (0.75, 0.875)}
@@ -130,7 +129,6 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
         # norms, sizes, targets, full sizes, bounds and replacements; the second matrix is replaced
         norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]], **fp32).T.contiguous()
         of_shape: dict[str, Call] = {
-            "syrk_accumulate_": ((torch.ones(packed_numel(side + 1), **fp32), x.to(dtype)), ones),
             "adam_scale_": (
                 (out, waiting, *matrices, counted, flags, torch.tensor(0.5, **fp32)),
                 {**betas, "eps": 0.125},
@@ -140,6 +138,10 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
         }
         for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)
+        for kept in (None, torch.arange(rows, device="cpu") % 3 > 0):
+            total = torch.ones(packed_numel(side + 1), **fp32)
+            call = (total, x.to(dtype)), {"kept": kept, "bias": True, "scale": 2.0}
+            calls.setdefault("syrk_accumulate_", []).append(call)
     return calls[op]
 
 

@@ -114,40 +114,64 @@ def ema_update_(
     return torch.stack(used)
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """Add to a packed fp32 sum: ``sum_P += scale * pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+) -> Tensor:
+    """Add a second moment to a packed fp32 sum: ``sum_P += scale * pack(X^T diag(kept) X)``.
+
+    X is ``x_ND``, with a column of ones at its end if ``bias``.
 
     Args:
-        ones_column: [N, 1]; the input of a layer's bias. An entry is 1, or 0 for a row of zeros that does not count.
+        kept: bool [N], which rows count; None: all of them. A row that does not count adds nothing to any column, the
+            bias's included, even if it holds NaN or infinity.
+        bias: whether the layer has a bias, whose input is 1.
         scale: a number, or a 0-d tensor on the device, so that the host does not wait for its value. It is applied
             after the product: 16-bit rows are then not rounded again.
 
     For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under autocast.
     """
     dim = x_ND.shape[1]
-    check_sum(sum_P, dim, ones_column)
+    check_syrk(sum_P, x_ND, kept, bias)
     with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
-        x_ND = x_ND.float()
+        x_ND = _kept_rows(x_ND, kept)
         for start in range(0, dim, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, dim)
             block = _product(x_ND[:, start:stop], x_ND[:, :stop])
             lower = block.reshape(-1).index_select(0, _lower_index(start, stop, x_ND.device))
             sum_P[packed_numel(start) : packed_numel(stop)].add_(_times_(lower, scale))
-        if ones_column is not None:  # the bias row is the contiguous tail [column sums, N]
+        if bias:  # the bias row is the contiguous tail [column sums, number of rows that count]
             tail = sum_P[packed_numel(dim) :]
             tail[:dim].add_(_times_(x_ND.sum(dim=0), scale))
-            tail[dim].add_(_times_(ones_column.float().sum(), scale))
+            count = len(x_ND) if kept is None else kept.sum(dtype=torch.float32)
+            tail[dim].add_(count * scale)
     return sum_P
 
 
-def check_sum(sum_P: Tensor, dim: int, ones_column: Tensor | None) -> None:
-    """Raise ValueError unless ``sum_P`` fits the second moment of rows of ``dim`` entries."""
-    numel = packed_numel(dim + (ones_column is not None))
+def check_syrk(sum_P: Tensor, x_ND: Tensor, kept: Tensor | None, bias: bool) -> None:
+    """Raise ValueError unless the arguments of :func:`syrk_accumulate_` fit each other."""
+    dim = x_ND.shape[1]
+    numel = packed_numel(dim + bias)
     if sum_P.dtype != torch.float32 or sum_P.shape != (numel,):
         raise ValueError(
             f"syrk_accumulate_: sum_P must be fp32 of shape ({numel},) for rows of {dim}"
-            f"{'' if ones_column is None else ' and a ones column'}, got {sum_P.dtype} {tuple(sum_P.shape)}"
+            f"{' and a bias' if bias else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
         )
+    check_kept("syrk_accumulate_", x_ND, kept)
+
+
+def check_kept(op: str, x_ND: Tensor, kept: Tensor | None) -> None:
+    """Raise ValueError unless ``kept`` is None or has a bool for each row of ``x_ND``."""
+    if kept is not None and (kept.dtype != torch.bool or kept.shape != x_ND.shape[:1]):
+        raise ValueError(
+            f"{op}: kept must be bool of shape ({len(x_ND)},), one for each row, got {kept.dtype} {tuple(kept.shape)}"
+        )
+
+
+def _kept_rows(x_ND: Tensor, kept: Tensor | None) -> Tensor:
+    """The rows in fp32, with zeros in place of those that do not count, whatever they hold."""
+    if kept is None:
+        return x_ND.float()
+    return torch.where(kept[:, None], x_ND, 0.0).float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -162,9 +186,14 @@ def _times_(x: Tensor, scale: Scalar) -> Tensor:
     return x.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else x
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
+def block_syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, block: int, kept: Tensor | None = None, scale: Scalar = 1.0
+) -> Tensor:
     """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one after the other.
     All of them are one batched product; D is a multiple of ``block``.
+
+    Args:
+        kept: bool [N], which rows count, as in :func:`syrk_accumulate_`.
     """
     rows, dim = x_ND.shape
     if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
@@ -172,10 +201,12 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Sc
             f"block_syrk_accumulate_: rows of {dim} in blocks of {block} need a sum of shape "
             f"({dim // block * packed_numel(block)},) and a whole number of blocks, got {tuple(sum_P.shape)}"
         )
+    check_kept("block_syrk_accumulate_", x_ND, kept)
+    x_ND = _kept_rows(x_ND, kept)
     if block == 1:
-        return sum_P.add_(_times_(x_ND.float().square().sum(dim=0), scale))
+        return sum_P.add_(_times_(x_ND.square().sum(dim=0), scale))
     with torch.autocast(x_ND.device.type, enabled=False):
-        x_nNb = x_ND.float().view(rows, dim // block, block).transpose(0, 1)
+        x_nNb = x_ND.view(rows, dim // block, block).transpose(0, 1)
         products = _product(x_nNb, x_nNb).view(dim // block, -1)
         lower = products.index_select(1, _lower_index(0, block, x_ND.device))
     return sum_P.add_(_times_(lower.view(-1), scale))

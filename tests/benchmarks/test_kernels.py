@@ -117,8 +117,12 @@ def test_costs_are_the_least_that_is_needed():
     assert found["symmetric_pack_into_"].nbytes == (4 + 2) * packed
     assert found["symmetric_unpack_from"].nbytes == 2 * packed + 4 * squares
     assert found["ema_update_"].nbytes == 12 * packed
-    assert found["syrk_accumulate_"].flops == 16 * 33 * 34
-    assert found["syrk_accumulate_"].nbytes == 4 * 16 * 33 + 8 * 33 * 34 // 2
+    syrks = {case.size: case for case in made(kernels.cases(TINY, SETTINGS, {"syrk_accumulate_"}))}
+    assert list(syrks) == ["N 16, D 7", "N 16, D 33", "N 12 of 16, D 33"]
+    assert syrks["N 16, D 33"].flops == 16 * 33 * 34
+    assert syrks["N 16, D 33"].nbytes == 4 * 16 * 33 + 8 * 33 * 34 // 2
+    assert syrks["N 12 of 16, D 33"].flops == 12 * 33 * 34
+    assert syrks["N 12 of 16, D 33"].nbytes == 4 * 12 * 33 + 16 + 8 * 33 * 34 // 2
     assert layout([7, 33])[0] == [0, 32]
 
 

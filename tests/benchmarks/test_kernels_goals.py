@@ -82,7 +82,7 @@ def test_a_sweep_needs_a_gpu(capsys):
 
 
 def test_a_sweep_times_what_is_right_and_names_what_is_not(tmp_path):
-    def accumulate(total, x, ones, config):
+    def accumulate(total, x, config):
         if config == "too large":
             raise RuntimeError("out of resource: shared memory\nmore")
         functional.syrk_accumulate_(total, x)

@@ -14,21 +14,37 @@ def blocks_of(matrix: torch.Tensor, side: Side) -> torch.Tensor:
     return matrix * (index[:, None] == index[None, :])
 
 
-@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("some", [False, True], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("side", SIDES, ids=str)
-def test_accumulates_the_blocks_of_the_second_moment(side, ones, poisoned):
+def test_accumulates_the_blocks_of_the_second_moment(side, bias, some, poisoned):
     x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
-    if ones:
+    if bias:
         x[:, -1] = 1
+    kept = torch.arange(33) % 3 > 0 if some else None
+    counted = x.double() if kept is None else x[kept].double()
+    rows = x[:, : side.dim - bias]
+    if kept is not None:
+        rows[~kept] = float("nan")
     total = torch.zeros(side.numel)
-    side.accumulate_(total, x[:, : side.dim - ones], ones_column=torch.ones(33, 1) if ones else None)
+    side.accumulate_(total, rows, kept=kept, bias=bias)
     if side.block == 0:
         assert total.numel() == 0
         return
-    expected = blocks_of(x.double().T @ x.double(), side)
+    expected = blocks_of(counted.T @ counted, side)
     actual = torch.block_diag(*(block for group in side.blocks(total) for block in group))
     close(actual, expected, sums=33)
     close(side.diagonal_of(total).sum(), expected.trace(), sums=33 + side.dim)
+
+
+def test_each_part_of_a_repeated_side_has_its_bias():
+    x = torch.randn(33, 3, 4, generator=torch.Generator().manual_seed(0))
+    kept = torch.arange(33) % 3 > 0
+    side = Side.dense(5).repeated(3)
+    total = side.accumulate_(torch.zeros(side.numel), x.flatten(1), kept=kept, bias=True)
+    for part, actual in enumerate(side.blocks(total)[0]):
+        rows = torch.cat([x[kept, part], torch.ones(int(kept.sum()), 1)], dim=1).double()
+        close(actual, rows.T @ rows, sums=33)
 
 
 @pytest.mark.parametrize("side", [side for side in SIDES if side.block], ids=str)

@@ -75,35 +75,49 @@ def laid_out(x_ND: Tensor, layout: str) -> Tensor:
     return wide[:, first : first + dim]
 
 
+def some_rows(x_ND: Tensor) -> Tensor:
+    """Bool [N]: two rows of three count. The others get NaN."""
+    kept = torch.arange(len(x_ND), device=x_ND.device) % 3 > 0
+    x_ND[~kept] = float("nan")
+    return kept
+
+
+def counted_rows(x_ND: Tensor, kept: Tensor | None, bias: bool) -> Tensor:
+    """The rows that count, in float64, with a column of ones for a bias."""
+    rows = (x_ND if kept is None else x_ND[kept]).double()
+    return torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1) if bias else rows
+
+
 def syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     layouts = ("contiguous", "apart", "shifted", "transposed")
     scales = (1.0, 0.37, torch.tensor(0.37, device=device))
     for index, (rows, dim, dtype) in enumerate(product(sizes.rows, sizes.dims, DTYPES)):
         x_ND = laid_out(normal(device, rows, dim, seed=index).to(dtype), layout := layouts[index // 2 % 4])
-        ones = torch.ones(rows, 1, device=device) if index % 2 else None
-        if ones is not None:
-            ones[::3], x_ND[::3] = 0, 0
-        wide = x_ND.double() if ones is None else torch.cat([x_ND.double(), ones.double()], 1)
+        bias = index % 2 == 1
+        kept = some_rows(x_ND) if index // 3 % 2 else None
+        wide = counted_rows(x_ND, kept, bias)
         start = normal(device, packed_numel(wide.shape[1]), seed=1)
         scale = scales[index // 3 % 3]
-        label = f"{rows} x {dim} {dtype} {layout} {'with ones' if index % 2 else ''} times {scale}"
+        parts = f"{'all' if kept is None else 'some'} rows {'with a bias' if bias else ''}"
+        label = f"{rows} x {dim} {dtype} {layout} {parts} times {scale}"
         wanted = start.double() + float(scale) * triangle(wide.T @ wide)
         yield Call(
             "syrk_accumulate_", label, (start, x_ND), [wanted], lambda found, _: [found], rounding(rows, dtype),
-            {"ones_column": ones, "scale": scale},
+            {"kept": kept, "bias": bias, "scale": scale},
         )  # fmt: skip
 
 
 def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     for rows, block in product(sizes.rows, (1, 7, 128)):
         x_ND = normal(device, rows, 3 * block)
+        kept = some_rows(x_ND) if block < 128 else None
         start = normal(device, 3 * packed_numel(block), seed=1)
-        parts = [triangle(part.T @ part) for part in x_ND.double().split(block, dim=1)]
+        parts = [triangle(part.T @ part) for part in counted_rows(x_ND, kept, bias=False).split(block, dim=1)]
         scale = torch.tensor(0.37, device=device) if block == 7 else 1.0
         wanted = start.double() + float(scale) * torch.cat(parts)
         yield Call(
             "block_syrk_accumulate_", f"{rows} x 3 x {block}", (start, x_ND), [wanted], lambda found, _: [found], 1e-5,
-            {"block": block, "scale": scale},
+            {"block": block, "kept": kept, "scale": scale},
         )  # fmt: skip
 
 

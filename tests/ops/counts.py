@@ -39,7 +39,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         for config in dict.fromkeys((*CANDIDATES[family], config_for(rows, 90).plain())):
             yield (
                 f"syrk {str(config).removeprefix('SyrkConfig')}",
-                lambda x=rows, t=total, c=config: syrk.accumulate(t, x, None, c),
+                lambda x=rows, t=total, c=config: syrk.accumulate(t, x, c),
             )
 
 

@@ -58,15 +58,24 @@ def ema_update_(
     return torch.stack(used)
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+) -> Tensor:
     x_ND = x_ND.float()
-    if ones_column is not None:
-        x_ND = torch.cat([x_ND, ones_column.float()], dim=1)
+    if kept is not None:
+        x_ND = x_ND[kept]
+    if bias:
+        x_ND = torch.cat([x_ND, torch.ones_like(x_ND[:, :1])], dim=1)
     return sum_P.add_(scale * symmetric_pack(x_ND.T @ x_ND))
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
-    triangles = [symmetric_pack(part.T @ part) for part in x_ND.float().split(block, dim=1)]
+def block_syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, block: int, kept: Tensor | None = None, scale: Scalar = 1.0
+) -> Tensor:
+    x_ND = x_ND.float()
+    if kept is not None:
+        x_ND = x_ND[kept]
+    triangles = [symmetric_pack(part.T @ part) for part in x_ND.split(block, dim=1)]
     return sum_P.add_(scale * torch.cat(triangles))
 
 

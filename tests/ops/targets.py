@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.dispatch import BACKENDS, OPS
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import MODULES
-from tests.ops.calls import Call, normal, triangle
+from tests.ops.calls import Call, counted_rows, normal, some_rows, triangle
 
 OFFERS = {"torch": OPS, "triton": tuple(MODULES), "cuda": CudaOps.OPS}
 
@@ -89,12 +90,13 @@ def problems(call: Call, returned: Any, arguments: tuple) -> list[str]:
 def configured(syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int]]) -> list[str]:
     """What is wrong with products (rows, side) of a SYRK module by one configuration."""
     found = []
-    for rows, dim in shapes:
-        x_ND, ones = normal(device, rows, dim).to(dtype), torch.ones(rows, 1, device=device)
-        wide = torch.cat([x_ND.double(), ones.double()], 1)
+    for (rows, dim), masked in product(shapes, (False, True)):
+        x_ND = normal(device, rows, dim).to(dtype)
+        kept = some_rows(x_ND) if masked else None
+        wide = counted_rows(x_ND, kept, bias=True)
         total = torch.zeros(packed_numel(dim + 1), device=device)
-        syrk.accumulate(total, x_ND, ones, config)
-        label = f"{rows} x {dim} {dtype} {config}"
+        syrk.accumulate(total, x_ND, config, kept=kept, bias=True)
+        label = f"{rows} x {dim} {dtype} {'some rows' if masked else ''} {config}"
         call = Call("syrk_accumulate_", label, (), [triangle(wide.T @ wide)], lambda x, _: [x], rounding(rows, dtype))
         found += problems(call, total, ())
     return found

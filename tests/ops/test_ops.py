@@ -36,8 +36,15 @@ def test_wrong_shapes_are_named():
         functional.symmetric_pack_into_(torch.zeros(3), [0], [torch.zeros(2, 3)])
     with pytest.raises(IndexError):
         functional.symmetric_unpack_from(torch.zeros(5), [0], [3])
-    with pytest.raises(ValueError, match=r"fp32 of shape \(10,\) for rows of 3 and a ones column"):
-        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"fp32 of shape \(10,\) for rows of 3 and a bias"):
+        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), bias=True)
+    with pytest.raises(
+        ValueError, match=r"kept must be bool of shape \(4,\), one for each row, got torch.float32 \(4,\)"
+    ):
+        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), kept=torch.ones(4))
+    with pytest.raises(ValueError, match=r"block_syrk_accumulate_: kept must be bool of shape \(4,\)"):
+        kept = torch.ones(4, 1, dtype=torch.bool)
+        functional.block_syrk_accumulate_(torch.zeros(6), torch.zeros(4, 4), block=2, kept=kept)
     with pytest.raises(ValueError, match=r"rows of 5 in blocks of 2"):
         functional.block_syrk_accumulate_(torch.zeros(9), torch.zeros(4, 5), block=2)
 

@@ -62,25 +62,29 @@ def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype)
     assert instructions >= config.chunk // 16 if dtype != torch.float32 else instructions == 0
 
 
-def shipped() -> list[tuple[int, str, SyrkConfig, int]]:
-    """(architecture, family, configuration, split): all of them, and those that rows without a descriptor get. Each is
-    compiled once an architecture, in turn with and without atomic additions."""
-    found: list[tuple[int, str, SyrkConfig, int]] = []
+def shipped() -> list[tuple[int, str, SyrkConfig, int, bool]]:
+    """(architecture, family, configuration, split, masked): all of them, and those that rows without a descriptor get.
+    Each is compiled once an architecture, in turn with and without atomic additions. Those without a descriptor are
+    compiled once more, for calls in which some rows do not count."""
+    found: list[tuple[int, str, SyrkConfig, int, bool]] = []
     for arch in ARCHITECTURES:
         for name in (f"sm_{arch}", "fp32"):
             plain = [config.plain() for _, config in CHOSEN[name].by_side]
             for index, config in enumerate(dict.fromkeys((*CANDIDATES[name], *plain))):
-                found.append((arch, name, config, 3 if index % 2 else 1))
+                found.append((arch, name, config, 3 if index % 2 else 1, False))
+            for index, config in enumerate(dict.fromkeys(config.plain() for config in (*CANDIDATES[name], *plain))):
+                found.append((arch, name, config, 1 if index % 2 else 3, True))
     return found
 
 
-@pytest.mark.parametrize(("arch", "name", "config", "split"), shipped())
-def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, split, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arch", "name", "config", "split", "masked"), shipped())
+def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, split, masked, tmp_path, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
     x, total = torch.empty(2048, 1024, dtype=dtype), torch.empty(packed_numel(1025))
     scale = 1.0 if split == 1 else torch.ones(())
-    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, torch.ones(2048, 1), config, scale))
+    kept = torch.ones(2048, dtype=torch.bool) if masked else None
+    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, config, kept=kept, bias=True, scale=scale))
     assert_multiplies(compiled.count(TENSOR_CORE[arch]), config, dtype)
     if arch == 90 and dtype != torch.float32:
         assert f"m64n{config.width}k16" in compiled.ptx  # one instruction for a tile's whole width

@@ -6,6 +6,7 @@ import torch
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.functional import packed_numel
 from tests.close import close
+from tests.ops.calls import counted_rows
 from tests.ops.specification import symmetric_pack
 from tests.ops.triton_tools import interpreted
 
@@ -43,11 +44,11 @@ class Recorder:
         return launch
 
 
-def assert_adds(syrk, x, ones, scale=1.0):
-    wide = x.double() if ones is None else torch.cat([x.double(), ones.double()], 1)
+def assert_adds(syrk, x, *, bias=True, kept=None, scale=1.0):
+    wide = counted_rows(x, kept, bias)
     start = torch.arange(packed_numel(wide.shape[1])).float()
     total = start.clone()
-    assert syrk.syrk_accumulate_(total, x, ones_column=ones, scale=scale) is total
+    assert syrk.syrk_accumulate_(total, x, kept=kept, bias=bias, scale=scale) is total
     expected = start.double() + float(scale) * symmetric_pack(wide.T @ wide)
     close(total, expected, sums=len(x))
 
@@ -56,7 +57,7 @@ def assert_adds(syrk, x, ones, scale=1.0):
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_a_tile_is_added_whole_in_every_width(syrk, block, descriptor, monkeypatch):
     monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor))
-    assert_adds(syrk, padded(18, block + 2, torch.float32), torch.ones(18, 1))
+    assert_adds(syrk, padded(18, block + 2, torch.float32))
 
 
 @pytest.mark.parametrize(("block", "columns"), [(16, 32), (32, 16), (128, 256)])
@@ -65,7 +66,7 @@ def test_tiles_that_are_not_square_cover_the_triangle_once(syrk, block, columns,
     config = syrk.SyrkConfig(block, 16, 4, 1, 1, group=group, descriptor=descriptor, columns=columns)
     monkeypatch.setattr(syrk, "config_for", lambda *_: config)
     for dim in (5, 4 * 32 + 3):
-        assert_adds(syrk, padded(18, dim, torch.float32), torch.ones(18, 1))
+        assert_adds(syrk, padded(18, dim, torch.float32))
 
 
 @pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37), torch.tensor([0.37]).double()], ids=str)
@@ -73,14 +74,14 @@ def test_tiles_that_are_not_square_cover_the_triangle_once(syrk, block, columns,
 def test_a_tile_and_the_bias_row_are_scaled(syrk, descriptor, split, scale, monkeypatch):
     monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(32, 16, 4, 1, 1, descriptor=descriptor))
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
-    assert_adds(syrk, padded(37, 63, torch.float16), torch.ones(37, 1), scale)
+    assert_adds(syrk, padded(37, 63, torch.float16), scale=scale)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 16])
 def test_tiles_in_groups_are_each_computed_once(syrk, group, monkeypatch):
     for dim in (3, 16 * 4 + 3):
         monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(16, 16, 4, 1, 1, group=group))
-        assert_adds(syrk, rows_of(5, dim, torch.float32), torch.ones(5, 1))
+        assert_adds(syrk, rows_of(5, dim, torch.float32))
 
 
 @pytest.mark.parametrize(("count", "dim", "dtype"), [(1, 1, torch.bfloat16), (37, 97, torch.float16)])
@@ -90,7 +91,7 @@ def test_descriptors_read_zeros_outside_of_the_rows(syrk, count, dim, dtype, spl
     x = padded(count, dim, dtype)
     launched: list = []
     monkeypatch.setattr(syrk, "syrk_kernel", Recorder(syrk.syrk_kernel, launched))
-    assert_adds(syrk, x, torch.ones(count, 1))
+    assert_adds(syrk, x)
     assert launched and None not in launched
 
 
@@ -107,14 +108,41 @@ def test_rows_that_no_descriptor_describes_go_without(syrk):
 @pytest.mark.parametrize("split", [2, 3, 8])
 def test_programs_that_share_a_tile_add_up(syrk, split, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
-    assert_adds(syrk, rows_of(65, 40, torch.float32), torch.ones(65, 1))  # 8 parts of 5 chunks: three are empty
+    assert_adds(syrk, rows_of(65, 40, torch.float32))  # 8 parts of 5 chunks: three are empty
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_do_not_count_add_nothing_whatever_they_hold(syrk, value, split, bias, monkeypatch):
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    launched: list = []
+    monkeypatch.setattr(syrk, "syrk_kernel", Recorder(syrk.syrk_kernel, launched))
+    for name, kept in masks(65).items():
+        x = padded(65, 40, torch.bfloat16)
+        x[~kept] = value
+        before = len(launched)
+        assert_adds(syrk, x, bias=bias, kept=kept)
+        assert launched[before:] == [None], f"{name}: a descriptor has no mask"
+
+
+def masks(count: int) -> dict[str, torch.Tensor]:
+    """Which of the rows count, by name."""
+    index = torch.arange(count)
+    return {
+        "all": index >= 0,
+        "none": index < 0,
+        "the last": index == count - 1,
+        "some whole chunks": index // 16 % 2 == 0,
+        "every third, as a view with gaps": (torch.arange(3 * count) % 9 == 0)[::3],
+    }
 
 
 def test_nothing_beyond_a_view_is_read(syrk):
     wide = torch.full((30, 100), float("nan"))
     wide[:20, :35] = rows_of(20, 35, torch.float32)
-    assert_adds(syrk, wide[:20, :35], None)
-    assert_adds(syrk, rows_of(35, 20, torch.float32).T, None)
+    assert_adds(syrk, wide[:20, :35], bias=False)
+    assert_adds(syrk, rows_of(35, 20, torch.float32).T, bias=False)
 
 
 def test_no_rows_add_nothing(syrk):
@@ -123,8 +151,10 @@ def test_no_rows_add_nothing(syrk):
 
 
 def test_wrong_arguments_are_named(syrk):
-    with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a ones column, got torch.float32 \(6,\)"):
-        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a bias, got torch.float32 \(6,\)"):
+        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), bias=True)
+    with pytest.raises(ValueError, match=r"kept must be bool of shape \(4,\), one for each row, got torch.bool \(3,\)"):
+        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), kept=torch.ones(3, dtype=torch.bool))
     with pytest.raises(NotMadeFor, match=r"bf16, fp16 or fp32 and a contiguous sum, got torch\.float64"):
         syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
 

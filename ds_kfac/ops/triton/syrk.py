@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, describe
-from ds_kfac.ops.functional import Scalar, check_sum, packed_numel
+from ds_kfac.ops.functional import Scalar, check_syrk, packed_numel
 from ds_kfac.ops.triton.scale import DEVICE_TYPE, INTERPRET, on_device_of, scalar
 
 ASSUMED_MULTIPROCESSORS = 132
@@ -223,35 +223,45 @@ def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
 
 
 @triton.jit
+def rows_kept(kept_ptr, row, stop):
+    """Which rows count: those before ``stop`` that are kept. ``kept_ptr``: bool [N]; None: every row is kept."""
+    kept = row < stop
+    if kept_ptr is not None:
+        kept &= tl.load(kept_ptr + row, mask=kept, other=False)
+    return kept
+
+
+@triton.jit
 def add_bias_row(
-    tail_ptr, x_ptr, ones_ptr, scale, first_column, start, stop, dim, x_stride, ones_stride,
+    tail_ptr, x_ptr, kept_ptr, scale, first_column, start, stop, dim, x_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Add ``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also ones [N, 1]."""
+    """Add ``scale`` times column sums of x [N, D] to the bias row: BLOCK columns, over the rows from start to stop that
+    count. The first program also adds the number of these rows."""
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((CHUNK,), tl.float32)
     pointers = x_ptr + (start + row).to(tl.int64)[:, None] * x_stride + column[None, :]
     for begin in range(start, stop, CHUNK):
-        inside = begin + row < stop
-        x = tl.load(pointers, mask=inside[:, None] & (column < dim)[None, :], other=0.0)
+        kept = rows_kept(kept_ptr, begin + row, stop)
+        x = tl.load(pointers, mask=kept[:, None] & (column < dim)[None, :], other=0.0)
         total += tl.sum(x.to(tl.float32), axis=0)
-        ones = ones_ptr + (begin + row).to(tl.int64) * ones_stride
-        count += tl.load(ones, mask=inside, other=0.0).to(tl.float32)
+        count += kept.to(tl.float32)
         pointers += CHUNK * x_stride
     add_to(tail_ptr + column, scale * total, column < dim, ATOMIC)
     add_to(tail_ptr + dim, scale * tl.sum(count), first_column == 0, ATOMIC)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def syrk_kernel(
-    sum_ptr, left_desc, right_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
+    sum_ptr, left_desc, right_desc, x_ptr, kept_ptr, scale, rows, dim, tail, x_stride, tiles,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``: descriptors of x,
-    or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside of it."""
+    or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside of it. ``kept_ptr``: bool [N], which
+    rows count, or None; with descriptors it is None."""
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
@@ -271,56 +281,69 @@ def syrk_kernel(
             left_ptr = x_ptr + left_column[:, None] + first[None, :]  # loads X^T directly, without a transpose
             right_ptr = x_ptr + first[:, None] + right_column[None, :]
             for begin in range(start, stop, CHUNK):
-                inside = begin + row < stop
-                left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & inside[None, :], other=0.0)
-                right = tl.load(right_ptr, mask=inside[:, None] & (right_column < dim)[None, :], other=0.0)
+                kept = rows_kept(kept_ptr, begin + row, stop)
+                # zeros in both operands: a row that does not count may hold NaN, and 0 times NaN is NaN
+                left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & kept[None, :], other=0.0)
+                right = tl.load(right_ptr, mask=kept[:, None] & (right_column < dim)[None, :], other=0.0)
                 tile = dot(left, right, tile)
                 left_ptr += CHUNK * x_stride
                 right_ptr += CHUNK * x_stride
         add_tile(sum_ptr, tile * scalar(scale, SCALE_IN_MEMORY), first_row, first_column, dim, ATOMIC)
     else:
         add_bias_row(
-            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), (tl.program_id(0) - tiles) * BLOCK,
-            start, stop, dim, x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
+            sum_ptr + tail, x_ptr, kept_ptr, scalar(scale, SCALE_IN_MEMORY), (tl.program_id(0) - tiles) * BLOCK,
+            start, stop, dim, x_stride, BLOCK, CHUNK, ATOMIC,
         )  # fmt: skip
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+) -> Tensor:
     """See ``ops/functional.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are
-    copied if their columns are not contiguous.
+    copied if their columns are not contiguous. A row that does not count is not read.
 
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
     set to be; small D then uses fewer multiprocessors.
     """
     rows, dim = x_ND.shape
-    check_sum(sum_P, dim, ones_column)
+    check_syrk(sum_P, x_ND, kept, bias)
     if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
         raise NotMadeFor(
             f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {describe(x_ND, sum_P)}"
         )
-    check_device("syrk_accumulate_", (sum_P, x_ND, ones_column, scale), DEVICE_TYPE)
+    check_device("syrk_accumulate_", (sum_P, x_ND, kept, scale), DEVICE_TYPE)
     if not rows or not dim:
         return sum_P
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
-    accumulate(sum_P, x_ND, ones_column, config_for(x_ND, architecture()), scale)
+    kept = None if kept is None else kept.contiguous()
+    accumulate(sum_P, x_ND, config_for(x_ND, architecture()), kept=kept, bias=bias, scale=scale)
     return sum_P
 
 
 def accumulate(
-    sum_P: Tensor, x_ND: Tensor, ones_column: Tensor | None, config: SyrkConfig, scale: Scalar = 1.0
+    sum_P: Tensor,
+    x_ND: Tensor,
+    config: SyrkConfig,
+    *,
+    kept: Tensor | None = None,
+    bias: bool = False,
+    scale: Scalar = 1.0,
 ) -> None:
-    """:func:`syrk_accumulate_` with checked arguments, in the tiles of ``config``."""
+    """:func:`syrk_accumulate_` with checked arguments, in the tiles of ``config``.
+
+    With ``kept`` rows are loaded without descriptors: a load by pointers has a mask, one by a descriptor has none.
+    """
     rows, dim = x_ND.shape
+    config = config if kept is None else config.plain()
     tiles = tile_count(dim, config.block, config.width)
     split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
-    programs = tiles + (triton.cdiv(dim, config.block) if ones_column is not None else 0)
-    ones, ones_stride = (x_ND, 0) if ones_column is None else (ones_column, ones_column.stride(0))
+    programs = tiles + (triton.cdiv(dim, config.block) if bias else 0)
     left = right = None
     if config.descriptor:
         left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
     with on_device_of(x_ND):
         syrk_kernel[(programs, split)](
-            sum_P, left, right, x_ND, ones, scale, rows, dim, packed_numel(dim), x_ND.stride(0), ones_stride, tiles,
+            sum_P, left, right, x_ND, kept, scale, rows, dim, packed_numel(dim), x_ND.stride(0), tiles,
             BLOCK=config.block, WIDTH=config.width, CHUNK=config.chunk, GROUP=config.group, ATOMIC=split > 1,
             SCALE_IN_MEMORY=isinstance(scale, Tensor), num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
