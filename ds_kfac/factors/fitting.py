@@ -30,7 +30,7 @@ from ds_kfac.factors.corrected import Corrected
 from ds_kfac.factors.files import INDEX, Factors, FactorsError, Shard, described, safetensors, write_index, write_shard
 from ds_kfac.factors.passes import Loss, Passes
 from ds_kfac.factors.progress import Progress, check_same, fingerprint, named
-from ds_kfac.model.batch import ReadBatch
+from typing import Any as ReadBatch
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.sampled_loss import SAMPLERS

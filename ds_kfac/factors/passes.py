@@ -17,10 +17,10 @@ from tqdm import tqdm
 from ds_kfac.comm.message import Channel, failing_together, gathered
 from ds_kfac.factors.files import FactorsError, crc32
 from ds_kfac.factors.progress import Progress
-from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch
+from typing import Any as ReadBatch, Any as BatchInfo, Any as ArgumentReader
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.output import returned_loss
+returned_loss = None
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.sampled_loss import Sampler
 from ds_kfac.zero.deepspeed_versions import autocast
