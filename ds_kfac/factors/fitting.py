@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from typing import Any as ReadBatch
 
 import deepspeed
 import torch
@@ -30,7 +31,6 @@ from ds_kfac.factors.corrected import Corrected
 from ds_kfac.factors.files import INDEX, Factors, FactorsError, Shard, described, safetensors, write_index, write_shard
 from ds_kfac.factors.passes import Loss, Passes
 from ds_kfac.factors.progress import Progress, check_same, fingerprint, named
-from typing import Any as ReadBatch
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.sampled_loss import SAMPLERS

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
+from typing import Any as ArgumentReader
+from typing import Any as BatchInfo
+from typing import Any as ReadBatch
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -17,9 +20,9 @@ from tqdm import tqdm
 from ds_kfac.comm.message import Channel, failing_together, gathered
 from ds_kfac.factors.files import FactorsError, crc32
 from ds_kfac.factors.progress import Progress
-from typing import Any as ReadBatch, Any as BatchInfo, Any as ArgumentReader
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, tensors_of
+
 returned_loss = None
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.sampled_loss import Sampler

@@ -477,7 +477,11 @@ class Capture:
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
         if not (makes_A or makes_G or counts or self.inputs.searching):
             return
-        alive = torch.ones((), dtype=torch.bool, device=self._device) if gradient is None else gradient.any()
+        if gradient is None:
+            with_gradient = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
+        else:
+            with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
+        alive = with_gradient.any()
         self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
         if makes_G and not kind.needs_gradients:
             batch = self._sum(G, self.current.sums)
@@ -487,9 +491,9 @@ class Capture:
         gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
         if not (gives or counts) or x is None:
             return
-        kept_ = alive if kind.images else kept_rows(x, gradient, call.mask)
+        kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
         if gives:
-            self.rows.add_inputs(call, x, kept_, self._sum(A), stride=self.keys[A])
+            self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
         if counts:
             number = call.rows.number * alive if kind.images else kept_.sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
