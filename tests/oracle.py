@@ -13,14 +13,14 @@ For a layer W a with inputs a (a 1 appended for the bias) and gradients g of the
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
                                   W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
 
-A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and its gradient are both
-zero. A call whose gradient is zero in every entry has no rows. A layer without a row keeps its factors.
+A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and its gradient are
+both zero. A call whose gradient is zero in every entry has no rows. A layer without a row keeps its factors.
 
-K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to the loss in pass p: the
-linear layer or convolution whose gradient arrives first, with the rows of all its calls, whether they have a gradient or
-not, without those that the mask leaves out. If the loss of each pass is a mean over R_p terms and the step's loss the
-mean over the passes, the gradient of one term is K R_p g, so that G is the second moment of the terms' gradients. M, the
-number of terms, is the sum of all R_p.
+K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to the loss in pass p:
+the linear layer or convolution whose gradient arrives first, with the rows of all its calls, whether they have a
+gradient or not, without those that the mask leaves out. If the loss of each pass is a mean over R_p terms and the
+step's loss the mean over the passes, the gradient of one term is K R_p g, so that G is the second moment of the terms'
+gradients. M, the number of terms, is the sum of all R_p.
 
 After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
 """
@@ -44,7 +44,8 @@ class _Passes:
     Attributes:
         terms: R_p of each pass; None until a gradient of a linear layer or convolution arrives.
         listens: whether gradients that arrive now are those of the loss that G is made of.
-        calls: shapes (N, T) of the rows of each module's calls since the last pass.
+        calls: shapes (N, T) of the rows of each module's calls in the forwards of the last pass, or of the next.
+        used: whether a pass has come for these calls.
     """
 
     def __init__(self, owner: "ReferenceKFAC", model: nn.Module) -> None:
@@ -52,6 +53,7 @@ class _Passes:
         self.listens = owner.fisher != "monte_carlo"
         self.terms: list[float | None] = []
         self.calls: dict[nn.Module, list[tuple[int, int]]] = defaultdict(list)
+        self.used = False
         self.graph_task = -1
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
@@ -67,6 +69,8 @@ class _Passes:
 
     def _called(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
         if y.requires_grad:
+            if self.used:
+                self.clear_calls()
             channels = -1 if isinstance(module, nn.Linear) else 1
             rows = y.detach().movedim(channels, -1)
             call = (len(rows), rows.shape[1:-1].numel())
@@ -83,11 +87,16 @@ class _Passes:
                     counted = counted | g.any(-1).reshape(call)
                 counted = counted.any(1) if self.owner.sharing == "reduce" else counted
                 self.terms[index] += float(counted.sum())
-            self.calls.clear()
+            self.used = True
+
+    def clear_calls(self) -> None:
+        self.calls.clear()
+        self.used = False
 
     def clear(self) -> None:
+        """Begin a step."""
         self.terms.clear()
-        self.calls.clear()
+        self.clear_calls()
 
 
 class _Use:
@@ -262,10 +271,12 @@ class ReferenceKFAC:
 
     ``types`` are layer types. Sides over ``dense_max`` are cut into blocks, over
     ``longest`` a diagonal, all of them identities if it is 0. ``parts`` is
-    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut. Before a
-    backward these may be set: ``mask`` [N, T], the attention mask, which holds for calls of N T rows; ``scale``, by which
-    the loss is multiplied; ``only``: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row,
-    stands; 0: it is not taken.
+    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
+
+    Attributes that may be set before a backward:
+        mask: [N, T], the attention mask. It holds for calls of N T rows.
+        scale: by which the loss is multiplied.
+        only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands; 0: it is not taken.
     """
 
     iterates: Any = frozenset({"cuda"})

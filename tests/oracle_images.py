@@ -105,7 +105,7 @@ class ImageKFAC(ReferenceKFAC):
         no_G = self.fisher == "activations_only"
         for name, m in model.named_modules():
             kind = next((kind for kind, classes in NORMS.items() if isinstance(m, classes)), type(m).__name__)
-            if kind not in types or name in self.layers:
+            if kind not in types or kind in ("Linear", "LayerNorm"):
                 continue
             if isinstance(m, CONVOLUTIONS):
                 transposed = isinstance(m, TRANSPOSED)

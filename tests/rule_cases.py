@@ -260,6 +260,19 @@ class Detours(Mlp):
         return super().forward(x, y) + zero
 
 
+class Tagger(nn.Module):
+    """A class for each token, by the token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
+
+
 class TimeFirst(nn.Module):
     """A layer on [T, N, I], then one on [N, T, I]."""
 
@@ -451,7 +464,9 @@ CASES = {
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
     "vit": Case(ViT, one_pass(images)),
-    "vit, examples": Case(ViT, one_pass(images), sharing="reduce"),
+    "tagger, examples": Case(
+        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
+    ),
     "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
     "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
     "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.close import close
+from tests.models import make_net
+from tests.oracle_images import ImageKFAC
 from tests.rule_cases import CASES, IGNORED, TOKENS, Bert, Case, Llama, TimeFirst, truth_of
 from tests.rule_cases import Forward as Model
+from tests.spread import in_float64
 from tests.truth import Truth, factors_of_ranks
 
 SUMS = 200
@@ -356,7 +359,7 @@ COUNTS = {
     "bert, words": ("transform", 14, 14),
     "bert, classes": ("blocks.1.output", 14, 4),
     "vit": ("projection", 27, 3),
-    "vit, examples": ("projection", 3, 3),
+    "tagger, examples": ("inner", 4, 4),
     "cnn, dense prediction": ("stem", 27, 3 * 6 * 8),
     "two tasks": ("first", 8, 8),
     "retained graph": ("first", 12, 12),
@@ -404,6 +407,70 @@ def test_a_recomputed_call_has_the_mask_of_its_forward(reentrant):
         found.append(truth_of(Case(lambda kind=kind: Llama(kind), train, passes=3))[1])
     close(found[0].factors(), found[1].factors(), sums=SUMS)
     assert found[0].sums()["terms"] == found[1].sums()["terms"] == 14 + 14 + 20
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "llama, padded on the left"])
+def test_layers_of_one_input_have_one_A(name):
+    """So that it does not matter which of them gives the rows."""
+    factors = truth_of(CASES[name])[1].factors()
+    siblings = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"], ["query", "key", "value"]
+    for first, *others in siblings:
+        for layer in [layer for layer in factors if layer.endswith(first)]:
+            for other in others:
+                A, _, rows = factors[layer.removesuffix(first) + other]
+                assert rows == factors[layer][2]
+                close(A, factors[layer][0], sums=SUMS)
+
+
+def test_a_pad_that_predicts_the_first_token_is_a_row_of_values_only():
+    """It attends to itself alone, so that its query and its key have no gradient."""
+    factors = truth_of(CASES["llama, padded on the left"])[1].factors()
+    rows = [factors[f"blocks.0.{name}_proj"][2] for name in "qkv"]
+    assert rows == [14, 14, 17]
+
+
+NOT_BY_ORACLE = [
+    "padded micro-batches",
+    "checkpointed",
+    "chosen",
+    "evaluated",
+    "gpt2",
+    "time first",
+]
+"""It has one mask [N, T] a step, knows no Conv1D, and sees a forward and its backward pass in turn."""
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not any(word in n for word in NOT_BY_ORACLE)])
+def test_the_oracle_has_the_factors_of_the_rule(name):
+    case = CASES[name]
+    model = make_net(case.make).double()
+    kfac = ImageKFAC(
+        model,
+        types=("Linear", "Conv2d", "ConvTranspose2d"),
+        sharing=case.sharing,
+        exclude=case.layers.get("exclude", ()),
+    )
+
+    def forward(*args, **kwargs) -> Tensor:
+        masks = [x for name, x in kwargs.items() if name.endswith("attention_mask")]
+        kfac.mask = case.mask(args, kwargs) if case.mask else next(iter(masks), None)
+        return model(*args, **kwargs)
+
+    def backward(loss: Tensor, **options) -> None:
+        (loss * 8 / case.passes).backward(**options)
+
+    kfac.scale = 8.0
+    with in_float64():
+        case.step(forward, backward, 0)
+        kfac.fold()
+    truth = truth_of(case)[1]
+    found = {name.removesuffix(":0"): tuple(C) for name, C in kfac.factors.items() if C}
+    for layer, (A, G, _) in truth.factors().items():
+        if layer.removesuffix(":0") not in case.layers.get("exclude", ()):
+            close(found[layer.removesuffix(":0")], (A, G), sums=SUMS, what=layer)
+    assert {layer.terms for layer in kfac.layers.values() if layer.factors} == {
+        truth.sums()["terms"]
+    }
 
 
 def texts_of(lengths: list[int], to: int) -> list[dict[str, Tensor]]:

@@ -3,21 +3,24 @@ tests/rule_cases.py."""
 
 import contextlib
 import io
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_kfac
-from tests.close import near
+from tests.close import exact, near
 from tests.models import make_net
 from tests.ranks import run_ranks
 from tests.rule_cases import CASES, Case, truth_of
 from tests.truth import factors_of_ranks
 
 pytestmark = pytest.mark.distributed
-TOLERANCE = 1e-4
+TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2}
 """Relative to a factor's norm."""
 FORMATS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 
@@ -62,43 +65,69 @@ def take_step(engine, case: Case, rank: int) -> None:
 
 
 def factors_of(engine) -> dict[str, tuple[Tensor, Tensor]]:
-    """{layer: (A, G)}: the averages that this rank has, dense and in float64; a layer without rows is left out.
+    """{layer: (A, G)}: the averages of all ranks, dense and in float64; a layer without rows is left out. Collective.
 
-    A group of a convolution is a layer of its own, "<name>:<group>". Layers that share an input have one A.
+    A group of a convolution is a layer of its own, "<name>:<group>". Layers that share an input have one A, of the rows
+    of one of them.
     """
     curvature = engine.kfac.preconditioner.curvature
+    own = {key: dense(factor) for key, factor in curvature.factors.items() if factor.updates}
+    of_ranks: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    averages = {key: average for of_rank in of_ranks for key, average in of_rank.items()}
     keys = {(layer, key[-1]): key for key, spec in curvature.specs.items() for layer in spec.layers}
     found = {}
     for layer in engine.kfac.preconditioner.layers:
-        sides = []
-        for which in "AG":
-            factor = curvature.factors[keys[layer.name, which]]
-            if not factor.updates:
-                break
-            blocks = [block for part in factor.side.blocks(factor.packed_P) for block in part]
-            dense = torch.block_diag(*blocks).double()
-            width = len(dense) // layer.groups
-            sides.append([dense[i : i + width, i : i + width] for i in range(0, len(dense), width)])
-        else:
-            for group, (A, G) in enumerate(zip(*sides, strict=True)):
-                name = layer.name if layer.groups == 1 else f"{layer.name}:{group}"
-                found[name] = A, G
+        A, G = (averages.get(keys[layer.name, side]) for side in "AG")
+        if A is None or G is None:
+            continue
+        groups = zip(of_groups(A, layer.groups), of_groups(G, layer.groups), strict=True)
+        for group, sides in enumerate(groups):
+            found[layer.name if layer.groups == 1 else f"{layer.name}:{group}"] = sides
     return found
 
 
-def engine_factors(runs: list[tuple[str, int]]) -> dict:
-    """[(case, stage)] -> {(case, stage): factors after a step}."""
-    found = {}
-    for name, stage in runs:
+def dense(factor) -> Tensor:
+    blocks = [block for part in factor.side.blocks(factor.packed_P) for block in part]
+    return torch.block_diag(*blocks).double()
+
+
+def of_groups(C: Tensor, groups: int) -> list[Tensor]:
+    """The diagonal blocks of a convolution's groups."""
+    width = len(C) // groups
+    return [C[i : i + width, i : i + width] for i in range(0, len(C), width)]
+
+
+Run = tuple[str, int, str]
+"""A case, the ZeRO stage, and the format of the model."""
+
+
+def engine_factors(runs: list[Run]) -> dict[Run, dict | str]:
+    """Factors after a step of each run, or the error that it ended with."""
+    found: dict[Run, dict | str] = {}
+    for name, stage, dtype in runs:
         case = CASES[name]
-        try:
-            engine = make_engine(case, stage)
-            take_step(engine, case, dist.get_rank())
-            found[name, stage] = factors_of(engine)
-            engine.destroy()
-        except Exception as error:
-            found[name, stage] = f"{type(error).__name__}: {error}"
+        with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+            try:
+                engine = make_engine(case, stage, **FORMATS[dtype])
+                take_step(engine, case, dist.get_rank())
+                found[name, stage, dtype] = factors_of(engine)
+                engine.destroy()
+            except Exception as error:
+                found[name, stage, dtype] = f"{type(error).__name__}: {error}"
     return found
+
+
+def kept_factors(_) -> tuple[dict, dict]:
+    """Of two tasks' model: after a step of both tasks, and after one more of one of them."""
+    case = CASES["two tasks"]
+    engine = make_engine(case)
+    take_step(engine, case, dist.get_rank())
+    first = factors_of(engine)
+    take_step(engine, replace(case, step=CASES["micro-batches"].step), dist.get_rank())
+    second = factors_of(engine)
+    engine.destroy()
+    return first, second
 
 
 def expected_factors(case: Case, world: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -107,38 +136,43 @@ def expected_factors(case: Case, world: int) -> dict[str, tuple[Tensor, Tensor]]
     return {name: (A, G) for name, (A, G, _) in factors.items() if name not in excluded}
 
 
-RUNS = [(name, stage) for name in CASES for stage in (0,)]
-RUNS += [("llama, padded micro-batches", stage) for stage in (2, 3)]
+def off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+RUNS: list[Run] = [(name, 0, "fp32") for name in CASES]
+RUNS += [("llama, padded micro-batches", stage, "fp32") for stage in (2, 3)]
+RUNS += [("micro-batches", stage, "fp16") for stage in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, dict]:
-    """World -> factors of every run, on the ranks that keep them."""
-    results = {}
-    for world in (1, 2):
-        results[world] = {}
-        of_ranks = run_ranks("tests.deepspeed.test_rule:engine_factors", world=world, payload=RUNS)
-        for run in RUNS:
-            errors = [of_rank[run] for of_rank in of_ranks if isinstance(of_rank[run], str)]
-            merged = {}
-            for of_rank in of_ranks if not errors else ():
-                merged |= of_rank[run]
-            results[world][run] = errors[0] if errors else merged
-    return results
+def found() -> dict[int, dict[Run, dict | str]]:
+    """World -> factors of every run."""
+    target = "tests.deepspeed.test_rule:engine_factors"
+    return {world: run_ranks(target, world=world, payload=RUNS)[0] for world in (1, 2)}
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, ZeRO {run[1]}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, ZeRO {run[1]}, {run[2]}")
 def test_an_engines_factors_are_those_of_the_rule(found, run, world):
-    factors, expected = found[world][run], expected_factors(CASES[run[0]], world)
+    name, _, dtype = run
+    factors, expected = found[world][run], expected_factors(CASES[name], world)
     assert not isinstance(factors, str), factors
     assert factors.keys() == expected.keys()
-    for name, sides in expected.items():
-        for side, actual, wanted in zip("AG", factors[name], sides, strict=True):
-            near(
-                (actual - wanted).norm() / wanted.norm(),
-                0.0,
-                TOLERANCE,
-                "fp32 through a few layers; a row too many or too few is 1e-2 and more",
-                what=f"{side} of {name}",
-            )
+    because = f"{dtype} through a few layers; a row too many or too few is more"
+    for layer, (A, G) in expected.items():
+        shared = [
+            expected[other][0]
+            for other in expected
+            if torch.equal(factors[other][0], factors[layer][0])
+        ]
+        off_A = min(off(factors[layer][0], wanted) for wanted in [A, *shared])
+        near(off_A, 0.0, TOLERANCES[dtype], because, what=f"A of {layer}")
+        near(off(factors[layer][1], G), 0.0, TOLERANCES[dtype], because, what=f"G of {layer}")
+
+
+def test_a_layer_without_a_row_in_a_step_keeps_its_factors():
+    (of_rank,) = run_ranks("tests.deepspeed.test_rule:kept_factors", world=1)
+    first, second = of_rank
+    exact(second["other"], first["other"])
+    assert not torch.equal(second["first"][0], first["first"][0])
