@@ -70,11 +70,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """``reentrant``: which kind of activation checkpointing its blocks use; None: none."""
+    """``reentrant``: which kind of activation checkpointing its blocks use; None: none. ``nested``: twice."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None = None, nested: bool = False) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.nested = reentrant, nested
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(LlamaBlock() for _ in range(2))
         self.norm = nn.RMSNorm(WIDTH)
@@ -84,12 +84,19 @@ class Llama(nn.Module):
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         x = self.embed(input_ids)
-        for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x, attention_mask)
-            else:
-                x = checkpoint(block, x, attention_mask, use_reentrant=self.reentrant)
+        if self.nested:
+            x = self.checkpointed(self.run_blocks, x, attention_mask)
+        else:
+            x = self.run_blocks(x, attention_mask)
         return next_token_loss(self.lm_head(self.norm(x)), labels)
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask) if self.reentrant is None else self.checkpointed(block, x, mask)
+        return x
+
+    def checkpointed(self, function: Callable, x: Tensor, mask: Tensor | None) -> Tensor:
+        return checkpoint(function, x, mask, use_reentrant=self.reentrant)
 
 
 class GPT2Block(nn.Module):
@@ -258,6 +265,31 @@ class Detours(Mlp):
         self.first(x + 2).detach()
         zero = 0 * self.dummy(x).sum() + 0 * self.first(x + 3).sum()
         return super().forward(x, y) + zero
+
+
+class TiledLoss(torch.autograd.Function):
+    """The sum of tiles' losses. Its forward runs their backward passes, as DeepSpeed's tiled loss does."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, head: nn.Module, y: Tensor) -> Tensor:
+        x, total = x.detach().requires_grad_(), 0.0
+        with torch.enable_grad():
+            for tile in (slice(0, 4), slice(4, None)):
+                loss = F.cross_entropy(head(x[tile]), y[tile], reduction="sum") / len(x)
+                torch.autograd.backward(loss)
+                total = total + loss.detach()
+        ctx.save_for_backward(x.grad)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * gradient, None, None
+
+
+class Tiled(Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.to(self.head.weight.dtype)))
+        return TiledLoss.apply(hidden, self.head, y)
 
 
 class Tagger(nn.Module):
@@ -479,6 +511,7 @@ CASES = {
     "several forwards": Case(Mlp, several_forwards),
     "chosen and rejected": Case(Mlp, chosen_and_rejected, passes=2),
     "evaluated between": Case(Mlp, evaluated_between),
+    "tiled loss": Case(Tiled, one_pass(vectors)),
     "detours": Case(Detours, one_pass(vectors), left=("dummy",)),
     "frozen head": Case(frozen_head, one_pass(vectors)),
     "head that is not stepped": Case(Mlp, one_pass(vectors), layers={"exclude": ["head"]}),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.close import close
 from tests.models import make_net
 from tests.oracle_images import ImageKFAC
-from tests.rule_cases import CASES, IGNORED, TOKENS, Bert, Case, Llama, TimeFirst, truth_of
+from tests.rule_cases import CASES, IGNORED, TOKENS, Bert, Case, Llama, Mlp, TimeFirst, truth_of
 from tests.rule_cases import Forward as Model
 from tests.spread import in_float64
 from tests.truth import Truth, factors_of_ranks
@@ -367,6 +367,7 @@ COUNTS = {
     "chosen and rejected": ("first", 6, 6),
     "evaluated between": ("first", 6, 6),
     "detours": ("first", 6, 6),
+    "tiled loss": ("head", 6, 6),
     "frozen head": ("first", 6, 6),
 }
 
@@ -386,8 +387,9 @@ def test_checkpointed_calls_count_once(name):
     assert truth.sums()["terms"] == expected.sums()["terms"]
 
 
+@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_call_has_the_mask_of_its_forward(reentrant):
+def test_a_recomputed_call_has_the_mask_of_its_forward(reentrant, nested):
     def train(forward: Model, backward, rank: int) -> None:
         """The first text has no pads, and its pass comes last."""
         batch = CASES["llama, padded on the right"].step
@@ -402,9 +404,9 @@ def test_a_recomputed_call_has_the_mask_of_its_forward(reentrant):
             backward(loss)
 
     found = []
-    for kind in (reentrant, None):
+    for options in ({"reentrant": reentrant, "nested": nested}, {}):
         torch.manual_seed(3)
-        found.append(truth_of(Case(lambda kind=kind: Llama(kind), train, passes=3))[1])
+        found.append(truth_of(Case(lambda options=options: Llama(**options), train, passes=3))[1])
     close(found[0].factors(), found[1].factors(), sums=SUMS)
     assert found[0].sums()["terms"] == found[1].sums()["terms"] == 14 + 14 + 20
 
@@ -430,6 +432,7 @@ def test_a_pad_that_predicts_the_first_token_is_a_row_of_values_only():
 
 
 NOT_BY_ORACLE = [
+    "tiled",
     "padded micro-batches",
     "checkpointed",
     "chosen",
@@ -471,6 +474,19 @@ def test_the_oracle_has_the_factors_of_the_rule(name):
     assert {layer.terms for layer in kfac.layers.values() if layer.factors} == {
         truth.sums()["terms"]
     }
+
+
+def test_a_pass_inside_a_forward_is_part_of_the_next():
+    (_, tiled), (_, plain) = truth_of(CASES["tiled loss"]), truth_of(Case(Tanh, CASES["mlp"].step))
+    close(tiled.factors(), plain.factors(), sums=SUMS)
+    assert tiled.sums()["passes"] == 1
+
+
+class Tanh(Mlp):
+    """What Tiled computes, in one piece."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.first(x.double()))), y)
 
 
 def texts_of(lengths: list[int], to: int) -> list[dict[str, Tensor]]:

@@ -50,7 +50,7 @@ class Call:
     Attributes:
         layer: name of the first module that has this weight.
         x: a copy of its input.
-        leading: dimensions of its output's rows; (examples, positions) of a convolution.
+        shape: of its output.
         made_in: number of the backward pass that made it, as recomputations are; None: a forward.
         gradients: (number of the backward pass, gradient of the output), as they arrived.
     """
@@ -58,22 +58,27 @@ class Call:
     layer: str
     module: Any
     x: Tensor
-    leading: torch.Size
+    shape: torch.Size
     forward: Forward
     made_in: int | None
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Examples N and positions T."""
+    def leading(self) -> torch.Size:
+        """Dimensions of its output's rows."""
+        is_image = isinstance(self.module, CONVOLUTIONS)
+        return torch.Size([self.shape[0], *self.shape[2:]]) if is_image else self.shape[:-1]
+
+    @property
+    def NT(self) -> tuple[int, int]:
+        """Examples and positions."""
         return self.leading[0], self.leading[1:].numel()
 
     def rows(self, g: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, a [N, T, I] without the bias' 1, g [N, T, O]) of every group."""
         module = self.module
         if not isinstance(module, CONVOLUTIONS):
-            N, T = self.shape
-            yield self.layer, self.x.reshape(N, T, self.x.shape[-1]), g.reshape(N, T, g.shape[-1])
+            yield self.layer, *(x.reshape(*self.NT, x.shape[-1]) for x in (self.x, g))
             return
         if isinstance(module, TRANSPOSED):
             a, g = pixels(module, self.x), patches(module, g)
@@ -84,21 +89,21 @@ class Call:
             yield name, a[:, :, group], g[:, :, group]
 
     def attended(self) -> Tensor:
-        """Which rows [N, T] no mask leaves out."""
+        """Which rows [N, T] no mask leaves out: those that one of the masks of the call's shape attends to."""
         masks = [] if isinstance(self.module, CONVOLUTIONS) else self.forward.masks
-        fitting = []
-        for mask in masks:
-            if (fitted := fit(mask, self.leading)) is not None:
-                fitting.append(fitted)
-            elif self.leading == (mask.numel(),) and not any(
-                fit(mask, call.leading) is not None for call in self.forward.calls
-            ):
-                fitting.append(mask.flatten())
-        rows = torch.ones(self.leading, dtype=torch.bool)
-        if fitting:  # a row is left out if every mask leaves it out
-            attended = torch.stack(fitting).any(0)
-            rows = rows & attended.reshape(*attended.shape, *[1] * (rows.ndim - attended.ndim))
-        return rows.reshape(self.shape)
+        fitting = [fitted for mask in masks if (fitted := self._fitting(mask)) is not None]
+        if not fitting:
+            return torch.ones(self.NT, dtype=torch.bool)
+        attended = torch.stack(fitting).any(0)
+        for _ in self.leading[attended.ndim :]:  # dimensions after the mask's
+            attended = attended.unsqueeze(-1)
+        return attended.expand(self.leading).reshape(self.NT)
+
+    def _fitting(self, mask: Tensor) -> Tensor | None:
+        if self.leading == (mask.numel(),):
+            others = [transposed_to(mask, call.leading) for call in self.forward.calls]
+            return mask.flatten() if all(other is None for other in others) else None
+        return transposed_to(mask, self.leading)
 
 
 class Truth:
@@ -109,6 +114,15 @@ class Truth:
             ends in "attention_mask".
         scale: the loss scale.
         sharing: "expand" or "reduce".
+
+    Attributes:
+        inside: how many forwards of the model run, in each other.
+        passes: number of backward passes that have ended.
+        running: for each backward pass that runs in another one, as reentrant recomputations do, the forward that it is
+            part of; None for the outermost.
+        accumulates: whether the outermost pass adds to gradients.
+        accumulated: pass -> ids of the parameters to whose gradient it adds.
+        first_arrivals: pass -> the call whose gradient arrives first, and that gradient.
     """
 
     def __init__(
@@ -120,16 +134,14 @@ class Truth:
         sharing: str = "expand",
     ) -> None:
         self.model, self.mask, self.scale, self.sharing = model, mask, scale, sharing
-        self.forwards = [Forward()]
-        self.first_arrivals: dict[int, tuple[Call, Tensor]] = {}
-        self.accumulated: dict[
-            int, set[int]
-        ] = {}  # pass -> ids of the parameters whose gradient it adds to
-        self.passes = 0
-        self.depth = 0  # of backward passes in each other
-        self.inside = 0  # of forwards of the model in each other
-        self.accumulates = False
         self.names: dict[int, str] = {}
+        self.forwards = [Forward()]
+        self.inside = 0
+        self.passes = 0
+        self.running: list[Forward | None] = []
+        self.accumulates = False
+        self.accumulated: dict[int, set[int]] = {}
+        self.first_arrivals: dict[int, tuple[Call, Tensor]] = {}
 
     def __enter__(self) -> "Truth":
         self.handles = [
@@ -156,11 +168,10 @@ class Truth:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.inside += 1
-        masks = (
-            attention_masks(module, args, kwargs)
-            if self.mask is None
-            else [self.mask(args, kwargs)]
-        )
+        if self.mask is None:
+            masks = attention_masks(module, args, kwargs)
+        else:
+            masks = [self.mask(args, kwargs)]
         masks = [mask.detach().bool().clone() for mask in masks if is_mask(mask)]
         self.forwards.append(Forward(masks, first_node=next_node()))
 
@@ -173,52 +184,39 @@ class Truth:
         x = (args or tuple(kwargs.values()))[0].detach()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        leading = (
-            torch.Size([len(y), y.shape[2:].numel()])
-            if isinstance(module, CONVOLUTIONS)
-            else y.shape[:-1]
-        )
-        made_in = self.passes if self.depth else None
-        call = Call(
-            self.names[id(module.weight)],
-            module,
-            x.double().clone(),
-            leading,
-            self._forward(),
-            made_in,
-        )
+        made_in = self.passes if self.running else None
+        name = self.names[id(module.weight)]
+        call = Call(name, module, x.double().clone(), y.shape, self._forward(), made_in)
         call.forward.calls.append(call)
-        base = (
-            y if y._base is None else y._base
-        )  # the node of a view changes when the view is changed in place
-        base.grad_fn.register_prehook(partial(self._arrived, call, base.output_nr, y.shape))
+        # the node of a view is another one once the view is changed in place
+        base = y if y._base is None else y._base
+        base.grad_fn.register_prehook(partial(self._arrived, call, base.output_nr))
 
     def _forward(self) -> Forward:
-        """The forward that a call is part of. A recomputed one is of the forward that made the running node."""
-        node = torch._C._current_autograd_node()
-        if node is None or self.inside:
+        """The forward that a call is part of: a recomputation's is the one that made the node which recomputes."""
+        if self.inside or not self.running:
             return self.forwards[-1]
-        return [forward for forward in self.forwards if forward.first_node <= node._sequence_nr()][
-            -1
-        ]
+        if self.running[-1] is not None:
+            return self.running[-1]
+        node = torch._C._current_autograd_node()._sequence_nr()
+        return [forward for forward in self.forwards if forward.first_node <= node][-1]
 
     def _backward(self, *args, **kwargs) -> Any:
         """In place of what ``Tensor.backward`` and ``torch.autograd.grad`` call."""
-        if self.depth == 0:
+        if not self.running:
             self.accumulates = kwargs.get("accumulate_grad", False)
-        self.depth += 1
+        self.running.append(self._forward() if self.running else None)
         try:
             return self.run_backward(*args, **kwargs)
         finally:
-            self.depth -= 1
-            if (
-                self.depth == 0 and not self.inside and self.accumulates
-            ):  # a pass inside a forward is part of the next
+            self.running.pop()
+            # a pass inside a forward, such as that of a tiled loss, is part of the next one
+            if self.accumulates and not self.running and not self.inside:
                 self.passes += 1
 
-    def _arrived(self, call: Call, output: int, shape: torch.Size, gradients: tuple) -> None:
+    def _arrived(self, call: Call, output: int, gradients: tuple) -> None:
         if self.accumulates and gradients[output] is not None:
-            g = gradients[output].detach().double().reshape(shape).clone()
+            g = gradients[output].detach().double().reshape(call.shape).clone()
             call.gradients.append((self.passes, g))
             self.first_arrivals.setdefault(self.passes, (call, g))
 
@@ -241,9 +239,8 @@ class Truth:
             if call.layer == first.layer and brought:
                 rows = call.attended()
                 if call is first:
-                    rows = rows | with_entries(
-                        g.movedim(1, -1) if isinstance(call.module, CONVOLUTIONS) else g, call
-                    )
+                    channels = 1 if isinstance(call.module, CONVOLUTIONS) else -1
+                    rows = rows | g.any(channels).reshape(call.NT)
                 total += int(rows.any(1).sum() if self.sharing == "reduce" else rows.sum())
         return total
 
@@ -266,12 +263,9 @@ class Truth:
     def _add(self, sums: list, call: Call, a_NTI: Tensor, g_NTO: Tensor, R: int) -> None:
         bias = not isinstance(call.module, TRANSPOSED) and call.module.bias is not None
         bias = bias and call.module.bias.requires_grad
-        if (
-            call.shape != a_NTI.shape[:2]
-        ):  # a transposed convolution's rows are positions of its input
+        attended = call.attended()
+        if isinstance(call.module, TRANSPOSED):  # its rows are positions of its input
             attended = torch.ones(a_NTI.shape[:2], dtype=torch.bool)
-        else:
-            attended = call.attended()
         for of_example, a_TI, g_TO in zip(attended, a_NTI, g_NTO, strict=True):
             rows = []
             for is_attended, a, g in zip(of_example, a_TI, g_TO, strict=True):
@@ -318,14 +312,9 @@ def is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and bool(((x == 0) | (x == 1)).all())
 
 
-def fit(mask: Tensor, leading: torch.Size) -> Tensor | None:
+def transposed_to(mask: Tensor, leading: torch.Size) -> Tensor | None:
     """The mask as [N, T] or [T, N], whichever a call's leading dimensions are."""
     return next((m for m in (mask, mask.T) if len(leading) > 1 and leading[:2] == m.shape), None)
-
-
-def with_entries(g: Tensor, call: Call) -> Tensor:
-    """Which rows [N, T] of a gradient [.., O] are not zero."""
-    return g.any(-1).reshape(call.shape)
 
 
 def pixels(module: Any, x: Tensor) -> Tensor:
