@@ -176,8 +176,7 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
         if mode.name.endswith("scaled"):
             refreshes = planned_refreshes(engine.kfac.job, lambda name, first=first: whole_layer(name, first))
         expected = train_whole(
-            mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), terms=world * MICRO_ROWS * TOKENS, exclude=exclude,
-            refreshes=refreshes,
-        )  # fmt: skip
+            mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), exclude=exclude, refreshes=refreshes
+        )
         results.append(compared(engine, mode, weights(engine, first), expected, initial))
     return results
