@@ -23,7 +23,7 @@ from ds_kfac.factors.progress import Progress
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec, tensors_of
 
-returned_loss = None
+returned_loss = None  # noqa
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.sampled_loss import Sampler
 from ds_kfac.zero.deepspeed_versions import autocast

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, kept
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, joined, masks_in
+from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
@@ -173,7 +173,6 @@ class Capture:
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
-        self.repeated: Forward | None = None
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
@@ -310,10 +309,11 @@ class Capture:
 
     def _forward_of(self, recomputed: bool) -> Forward:
         """The forward pass of a call."""
-        if recomputed:
-            if self.repeated is not None:
-                return self.repeated
-            return self._forwards[0] if len(self._forwards) == 1 else joined(self._forwards)
+        if recomputed:  # of the forward that made the node at which the backward pass is
+            node = torch._C._current_autograd_node()
+            number = self.forward.begins if node is None else node._sequence_nr()
+            before = [forward for forward in self._forwards if forward.begins <= number]
+            return before[-1] if before else self.forward
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
             self.forward = Forward()
             self._forwards.append(self.forward)
@@ -333,7 +333,7 @@ class Capture:
             if output.requires_grad:
                 x = inputs[0] if inputs else next(iter(named.values()))
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
-                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output))
+                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output))
                 self._called(Call(layer, LAYERS[layer.kind], module, rows, output.shape), x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -342,12 +342,14 @@ class Capture:
         if isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
             number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
-            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number)
+            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
             node, place = _origin(output)
             node.register_prehook(partial(self._other_arrived, self.step, rows, place))
 
-    def _rows(self, layer: str, leading: Shape | None, number: int) -> Rows:
+    def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows:
         """The rows of a call, which its forward pass counts, but for those of a recomputation."""
+        if self.rows.weight_sharing == "reduce":
+            number = examples
         recomputed = _in_backward()
         forward = self._forward_of(recomputed)
         if not recomputed:
@@ -388,7 +390,7 @@ class Capture:
         module = self._model.get_submodule(first.module)
         if product.window is not None or kind.images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
-                rows = self._rows(first.weight, None, kind.rows(x, output))
+                rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
                 self._called(Call(first, kind, module, rows, output.shape), x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
@@ -401,7 +403,8 @@ class Capture:
         entries = [(layers[entry], rows if is_stack or rows is not EVERY else None) for entry, rows in product.entries]
         numbers = [leading.numel() if rows is None else _length(rows, leading.numel()) for _, rows in entries]
         is_whole = len(entries) == 1 and entries[0][1] is None
-        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers))
+        examples = leading[0] if leading else 1
+        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
         node_of_x = kept(x)
 
         def called(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> None:
@@ -526,10 +529,6 @@ class Capture:
             if self.active and not self.sampled:
                 self.end_pass()
 
-    def repeats(self, forward: Forward) -> None:
-        """The next backward pass is of this forward: recomputed calls are its calls."""
-        self.repeated = forward
-
     def add_asked(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float
     ) -> None:
@@ -556,7 +555,6 @@ class Capture:
             else:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
-        self.repeated = None
         self._tasks.clear()
         self.inputs.end_pass()
 
