@@ -147,8 +147,6 @@ class Capture:
         self.active = False
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
-        self._forward_runs = False
-        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.step = -1
         self._forget()
         layers = tuple(layers)
@@ -176,6 +174,8 @@ class Capture:
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
+        self._forward_runs = False
+        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.counted = 0
         self.outside = 0
         self.measured: dict[str, int | Tensor] | None = None
@@ -199,7 +199,13 @@ class Capture:
                     # before the hooks of others, which may replace the output; but if autograd is asked for gradients
                     # after ZeRO-3's, which wraps it in a function that fetches the weights of its backward
                     prepend = not self.sampled
-                    self._hook(module.register_forward_hook, module, called, with_kwargs=True, prepend=prepend)
+                    self._hook(
+                        module.register_forward_hook,
+                        module,
+                        called,
+                        with_kwargs=True,
+                        prepend=prepend,
+                    )
                 continue
             watched |= modules
             if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
@@ -210,15 +216,30 @@ class Capture:
             self._stacks.setdefault(id(weight), []).append(layer)
         for name, module in model.named_modules():
             if module not in hooked and is_linear_map(module):
-                self._hook(module.register_forward_hook, module, partial(self._other_called, name), prepend=True)
+                self._hook(
+                    module.register_forward_hook,
+                    module,
+                    partial(self._other_called, name),
+                    prepend=True,
+                )
         self._products = Products(counts, self._product) if counts else None
-        for module in watched.values() if counts else ():
-            self._hook(module.register_forward_pre_hook, module, self._enter_products)
+        if self._products is None:
+            return
+        products = self._products
+        enter: Any = lambda module, inputs: products.enter(module)  # noqa: E731
+        leave: Any = lambda module, inputs, output: products.leave(module)  # noqa: E731
+        for module in watched.values():
+            self._hook(module.register_forward_pre_hook, module, enter)
             # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
-            leave = self._leave_products
             self._hook(module.register_forward_hook, module, leave, always_call=True, prepend=True)
 
-    def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
+    def _hook(
+        self,
+        register: Callable[..., Any],
+        ours: nn.Module,
+        function: Callable[..., None],
+        **how: Any,
+    ) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
         export or torch.func. torch.compile sees the first condition alone."""
 
@@ -245,16 +266,15 @@ class Capture:
         if self._products is not None:
             self._products.leave(None)
 
-    def _enter_products(self, module: nn.Module, inputs: tuple) -> None:
-        self._products.enter(module)
-
-    def _leave_products(self, module: nn.Module, inputs: tuple, output: Any) -> None:
-        self._products.leave(module)
-
     # steps
 
     def begin_step(
-        self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
+        self,
+        keys: Collection[str] | None,
+        step: int,
+        *,
+        measure: bool = False,
+        proof: Proof | None = None,
     ) -> None:
         """Prepare for a step; forgets all calls since the last one.
 
@@ -400,24 +420,24 @@ class Capture:
             return
         is_stack = len(layers) > 1
         leading = torch.Size(x.shape[:-1])
-        entries = [(layers[entry], rows if is_stack or rows is not EVERY else None) for entry, rows in product.entries]
-        numbers = [leading.numel() if rows is None else _length(rows, leading.numel()) for _, rows in entries]
+        entries = [(layers[e], picked if is_stack or picked is not EVERY else None) for e, picked in product.entries]
+        numbers = [leading.numel() if picked is None else _length(picked, leading.numel()) for _, picked in entries]
         is_whole = len(entries) == 1 and entries[0][1] is None
         examples = leading[0] if leading else 1
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
         node_of_x = kept(x)
 
-        def called(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> None:
-            shape = torch.Size((*(leading if rows is None else (number,)), layer.G.dim))
-            call = Call(layer, kind, module, rows_of_call, shape, sides, select=rows)
+        def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
+            shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
+            call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
             call.columns, call.to_rows = product.columns, product.to_rows
             self._called(call, x, output, node_of_x)
 
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
             called(first, product.rows, _length(product.rows, leading.numel()), "A")
-        for (layer, rows), number in zip(entries, numbers, strict=True):
-            called(layer, rows, number, "G" if shares else "AG")
+        for (layer, picked), number in zip(entries, numbers, strict=True):
+            called(layer, picked, number, "G" if shares else "AG")
 
     # gradients
 
@@ -476,7 +496,7 @@ class Capture:
             self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
         makes_A = "A" in call.sides and A in self.keys
-        makes_G = "G" in call.sides and G in self.keys and gradient is not None
+        makes_G = "G" in call.sides and G in self.keys
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
         if not (makes_A or makes_G or counts or self.inputs.searching):
             return
@@ -486,10 +506,10 @@ class Capture:
             with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
         alive = with_gradient.any()
         self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
-        if makes_G and not kind.needs_gradients:
+        if makes_G and not kind.needs_gradients and gradient is not None:
             batch = self._sum(G, self.current.sums)
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
-        if makes_A and kind.needs_gradients:
+        if makes_A and kind.needs_gradients and gradient is not None:
             self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
         gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
         if not (gives or counts) or x is None:
@@ -497,7 +517,7 @@ class Capture:
         kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
         if gives:
             self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
-        if counts:
+        if counts and self.measured is not None:
             number = call.rows.number * alive if kind.images else kept_.sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
 
@@ -529,9 +549,7 @@ class Capture:
             if self.active and not self.sampled:
                 self.end_pass()
 
-    def add_asked(
-        self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float
-    ) -> None:
+    def add_asked(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float) -> None:
         """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
         does not depend on the call."""
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # in a backward pass's order
@@ -619,9 +637,9 @@ def _length(rows: slice | Tensor, total: int) -> int:
 def _origin(output: Tensor) -> tuple[Any, int]:
     """The node at which the gradient of an output arrives, and at which of its places. The output of a Linear with bias
     is a view; an in-place activation replaces a view's node, but not that of its base."""
-    base = output._base
-    is_view = base is not None and base.numel() == output.numel() and base.grad_fn is not None
-    origin = base if is_view else output
+    origin, base = output, output._base
+    if base is not None and base.numel() == output.numel() and base.grad_fn is not None:
+        origin = base
     assert origin.grad_fn is not None, "the output requires no gradient"
     return origin.grad_fn, origin.output_nr
 

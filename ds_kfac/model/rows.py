@@ -115,7 +115,14 @@ class RowSums:
 
     @torch.no_grad()
     def add_inputs(
-        self, call: Call, x: Tensor, kept: Tensor, alive: Tensor, batch: BatchSum, *, stride: int = 1
+        self,
+        call: Call,
+        x: Tensor,
+        kept: Tensor,
+        alive: Tensor,
+        batch: BatchSum,
+        *,
+        stride: int = 1,
     ) -> None:
         """Add a call's inputs to a sum of A.
 
