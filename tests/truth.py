@@ -72,7 +72,8 @@ class Call:
     @property
     def NT(self) -> tuple[int, int]:
         """Examples and positions."""
-        return self.leading[0], self.leading[1:].numel()
+        leading = self.leading or torch.Size([1])  # a single row has no leading dimension
+        return leading[0], leading[1:].numel()
 
     def rows(self, g: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, a [N, T, I] without the bias' 1, g [N, T, O]) of every group."""
@@ -134,7 +135,8 @@ class Truth:
         sharing: str = "expand",
     ) -> None:
         self.model, self.mask, self.scale, self.sharing = model, mask, scale, sharing
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # id of a weight -> its layer
+        self.weights: dict[int, int] = {}  # id of a module -> id of its weight, which functional_call may replace
         self.forwards = [Forward()]
         self.inside = 0
         self.passes = 0
@@ -151,6 +153,7 @@ class Truth:
         for name, module in self.model.named_modules():
             if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or type(module).__name__ == "Conv1D":
                 self.names.setdefault(id(module.weight), name)
+                self.weights[id(module)] = id(module.weight)
                 self.handles.append(module.register_forward_hook(self._called, with_kwargs=True))
         for p in self.model.parameters():
             if p.requires_grad:
@@ -185,7 +188,7 @@ class Truth:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         made_in = self.passes if self.running else None
-        name = self.names[id(module.weight)]
+        name = self.names[self.weights[id(module)]]
         call = Call(name, module, x.double().clone(), y.shape, self._forward(), made_in)
         call.forward.calls.append(call)
         # the node of a view is another one once the view is changed in place
@@ -251,9 +254,8 @@ class Truth:
         R = {number: self.nearest_rows(number) for number in self.accumulated}
         for call in [call for forward in self.forwards for call in forward.calls]:
             for number, gradient in call.gradients:
-                if not gradient.any() or id(call.module.weight) not in self.accumulated.get(
-                    number, ()
-                ):
+                accumulates = self.weights[id(call.module)] in self.accumulated.get(number, ())
+                if not gradient.any() or not accumulates:
                     continue
                 for name, a, g in call.rows(gradient / self.scale):
                     self._add(layers.setdefault(name, [0.0, 0, 0.0, 0.0]), call, a, g, R[number])

@@ -174,6 +174,7 @@ class Capture:
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
+        self._failed_before = frozenset(self.failed)
         self._forward_runs = False
         self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.counted = 0
@@ -354,12 +355,12 @@ class Capture:
                 x = inputs[0] if inputs else next(iter(named.values()))
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
                 rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output))
-                self._called(Call(layer, LAYERS[layer.kind], module, rows, output.shape), x, output)
+                self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
         output = output[0] if isinstance(output, tuple) else output
-        if isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
+        if isinstance(output, Tensor) and output.requires_grad:
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
             number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
             rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
@@ -376,27 +377,27 @@ class Capture:
             forward.note(layer, leading, number)
         return Rows(layer, forward, leading, number, recomputed)
 
-    def _called(self, call: Call, x: Tensor, output: Tensor, node_of_x: Any = None) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did.
-
-        Args:
-            node_of_x: see :func:`ds_kfac.model.calls.kept`; None: it is made here.
-        """
-        layer = call.layer
-        if layer.name in self.failed or (call.rows.recomputed and self.sampled):
+    def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
+        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did. Which tensors are
+        saved is the same in a recomputation: it does not depend on what happens in between."""
+        calls = [call for call in calls if call.layer.name not in self._failed_before]
+        if not calls or (calls[0].rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
-        if x.numel():
-            self.seen.add(layer.name)
-        call.input = self.inputs.number(layer.name, x)
-        makes_A = "A" in call.sides and self.inputs.key(layer) in self.keys
-        if makes_A or self.sampled or self.proof is not None or self.measured is not None:
-            multiplies = not call.kind.needs_gradients
-            call.kept = kept(x, multiplies=multiplies) if node_of_x is None else node_of_x
+        for call in calls:
+            call.input = self.inputs.number(call.layer.name, x)
+            if x.numel():
+                self.seen.add(call.layer.name)
+        makes_A = any("A" in call.sides and self.inputs.key(call.layer) in self.keys for call in calls)
+        multiplies = not calls[0].kind.needs_gradients
         node, place = _origin(output)
         if self.sampled:
-            self.pending.append(replace(call, edge=GradientEdge(node, place)))
+            for call in calls:
+                edge = GradientEdge(node, place)
+                self.pending.append(replace(call, kept=kept(x, multiplies=multiplies), edge=edge))
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, self.step, call, place))
+            needed = makes_A or self.proof is not None or self.measured is not None
+            holder = [kept(x, multiplies=multiplies)] if needed else []
+            node.register_prehook(partial(self._arrived, self.step, calls, holder, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -411,7 +412,7 @@ class Capture:
         if product.window is not None or kind.images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
-                self._called(Call(first, kind, module, rows, output.shape), x, output)
+                self._called([Call(first, kind, module, rows, output.shape)], x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
@@ -425,47 +426,64 @@ class Capture:
         is_whole = len(entries) == 1 and entries[0][1] is None
         examples = leading[0] if leading else 1
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
-        node_of_x = kept(x)
+        calls: list[Call] = []
 
         def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
             shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
             call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
             call.columns, call.to_rows = product.columns, product.to_rows
-            self._called(call, x, output, node_of_x)
+            calls.append(call)
 
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
             called(first, product.rows, _length(product.rows, leading.numel()), "A")
         for (layer, picked), number in zip(entries, numbers, strict=True):
             called(layer, picked, number, "G" if shares else "AG")
+        self._called(calls, x, output)
 
     # gradients
 
-    def _arrived(self, step: int, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of a call's output has arrived at its node."""
-        node = call.kept
+    def _arrived(
+        self,
+        step: int,
+        calls: Sequence[Call],
+        holder: list[Any],
+        place: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
+        """The gradient of the output of some calls, those of one product, has arrived at its node.
+
+        Args:
+            holder: of the node that saves their input, if it is needed.
+        """
+        nodes = holder.copy()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            call.kept = None  # autograd frees what its nodes saved, but not what ours did
+            holder.clear()  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self.active or step != self.step or call.layer.name in self.failed:
+        if gradient is None or not self.active or step != self.step:
             return
-        is_own = self._is_own(call.rows.forward)
+        is_own = self._is_own(calls[0].rows.forward)
         self.outside += not is_own
         if self.proof is None and (not is_own or self.sampled):
             return
-        with self._guarded([call.layer]):
-            weight = self._weights[call.layer.name]
+        with self._guarded([call.layer for call in calls]):
+            weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = None if node is None else node.saved_tensors[0]
-            if self.sampled or not is_own:
-                self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
-                return
-            is_announced = self in self._backwards
-            if not is_announced:
-                self._watch_task()
-            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
-            self._add(call, x, gradient, 1.0 if is_inner else self._scale(is_announced))
+            x = nodes[0].saved_tensors[0] if nodes else None
+        is_announced = self in self._backwards
+        if is_own and not is_announced:
+            self._watch_task()
+        is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+        scale = 1.0 if is_inner else self._scale(is_announced)
+        for call in calls:
+            with self._guarded([call.layer]):
+                if call.layer.name in self.failed:
+                    continue
+                if self.sampled or not is_own:
+                    self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                else:
+                    self._add(call, x, gradient, scale)
 
     def _other_arrived(self, step: int, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""

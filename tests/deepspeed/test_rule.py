@@ -161,11 +161,7 @@ def test_an_engines_factors_are_those_of_the_rule(found, run, world):
     assert factors.keys() == expected.keys()
     because = f"{dtype} through a few layers; a row too many or too few is more"
     for layer, (A, G) in expected.items():
-        shared = [
-            expected[other][0]
-            for other in expected
-            if torch.equal(factors[other][0], factors[layer][0])
-        ]
+        shared = [expected[other][0] for other in expected if torch.equal(factors[other][0], factors[layer][0])]
         off_A = min(off(factors[layer][0], wanted) for wanted in [A, *shared])
         near(off_A, 0.0, TOLERANCES[dtype], because, what=f"A of {layer}")
         near(off(factors[layer][1], G), 0.0, TOLERANCES[dtype], because, what=f"G of {layer}")
