@@ -62,15 +62,28 @@ class Forward:
     Args:
         masks: its attention masks, bool [N, T].
         detached: whether its inputs have no graph, so that its loss is not another model's.
+        step: the step in which it ran.
+        saved: names of the layers whose inputs it saves.
 
     Attributes:
         calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls. Images have no leading
             dimensions that a mask could fit: None.
+        is_watched: whether a backward pass shows when it comes to the output.
     """
 
-    def __init__(self, masks: Iterable[Tensor] = (), *, detached: bool = True) -> None:
+    def __init__(
+        self,
+        masks: Iterable[Tensor] = (),
+        *,
+        detached: bool = True,
+        step: int = -1,
+        saved: frozenset[str] = frozenset(),
+    ) -> None:
         self.masks = list(masks)
         self.detached = detached
+        self.step = step
+        self.saved = saved
+        self.is_watched = False
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
@@ -114,9 +127,12 @@ class Forward:
 
 
 def joined(forwards: Iterable[Forward]) -> Forward:
-    """A forward for a call that may belong to any of these: a row is left out only if all masks of its shape do so."""
+    """A forward for a call that may belong to any of these, which are of one step: a row is left out only if all masks
+    of its shape do so."""
     every = list(forwards)
-    together = Forward([mask for forward in every for mask in forward.masks], detached=all(x.detached for x in every))
+    masks = [mask for forward in every for mask in forward.masks]
+    detached = all(forward.detached for forward in every)
+    together = Forward(masks, detached=detached, step=every[0].step, saved=every[0].saved)
     for forward in every:
         for layer, calls in forward.calls.items():
             together.calls.setdefault(layer, []).extend(calls)
