@@ -228,7 +228,7 @@ class Capture:
 
     def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
-        export or torch.func. torch.compile sees the first condition alone."""
+        export or torch.func, and in recomputations of earlier ones. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
@@ -238,8 +238,9 @@ class Capture:
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            is_captured = self.active or self._running is not None  # a forward of an earlier step may be recomputed
-            if torch.is_grad_enabled() and is_captured and module is ours and not torch.compiler.is_exporting():
+            if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
+                return
+            if module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
