@@ -16,6 +16,11 @@ the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that fo
 announced none, a plain ``loss.backward()`` is its own, too, if no other engine announces one and the forward's inputs
 have no graph. A backward pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
 
+Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the user's backward if they
+differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward that it belongs to:
+the last one to whose output the backward pass has come. A backward pass may come after the step of its forward, which
+has no rows then, but saves the same tensors; and what is recomputed of a forward that was not captured saves none.
+
 Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before DeepSpeed divides the
 gradient by the accumulation steps, nor a full backward hook, which breaks with in-place activations. No exception
 leaves a hook: it would stop one rank in a backward pass that the others finish.
@@ -149,7 +154,8 @@ class Capture:
         self._announced = False  # whether a pass was ever announced
         self.step = -1
         self._forget()
-        layers = tuple(layers)
+        self._layers = layers = tuple(layers)
+        self._saved: frozenset[str] = frozenset()  # names of the layers whose inputs this step's forwards save
         self._numels: dict[str, int] = {}
         self.of_gradients: set[str] = set()
         for layer in layers:
@@ -171,10 +177,10 @@ class Capture:
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
+        self._running: Forward | None = None  # to whose output the running backward pass has come
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
-        self._failed_before = frozenset(self.failed)
         self._forward_runs = False
         self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.counted = 0
@@ -242,16 +248,19 @@ class Capture:
         **how: Any,
     ) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
-        export or torch.func. torch.compile sees the first condition alone."""
+        export or torch.func, and in recomputations of earlier ones. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
+            is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
+            if is_plain and (self.active or _in_backward()):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
+            if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
+                return
+            if module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
@@ -294,6 +303,12 @@ class Capture:
         self.measured = {} if measure else None
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
+        saves_all = self.sampled or measure or proof is not None
+        self._saved = frozenset(
+            layer.name
+            for layer in self._layers
+            if layer.name not in self.failed and (saves_all or self.inputs.key(layer) in self.keys)
+        )
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -315,28 +330,30 @@ class Capture:
         self._end_plain_pass()
         self._forward_runs = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self.forward = Forward(masks_in(self.read_mask(arguments, keywords)), detached=detached)
+        masks = masks_in(self.read_mask(arguments, keywords))
+        self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
         self._forwards.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if _in_backward():
             return
         self._forward_runs = False
-        if self._announced:
-            return
-        for tensor in tensors_of(output):  # here a plain backward pass begins, outside of what it recomputes
+        for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._plain_pass_begins, self.step, self.forward))
+                tensor.grad_fn.register_prehook(partial(self._output_reached, self.forward))
+                self.forward.is_watched = True
 
-    def _forward_of(self, recomputed: bool) -> Forward:
-        """The forward pass of a call."""
-        if recomputed:  # of the forward that made the node at which the backward pass is
-            node = torch._C._current_autograd_node()
-            number = self.forward.begins if node is None else node._sequence_nr()
-            before = [forward for forward in self._forwards if forward.begins <= number]
-            return before[-1] if before else self.forward
+    def _forward_of(self, recomputed: bool) -> Forward | None:
+        """The forward pass of a call; None: it was not captured. Note: Recomputation."""
+        if recomputed:
+            if self._running is not None:
+                return self._running
+            if self._forward_runs:
+                return self.forward
+            unwatched = [forward for forward in self._forwards if not forward.is_watched]
+            return unwatched[-1] if unwatched else None
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
-            self.forward = Forward()
+            self.forward = Forward(step=self.step, saved=self._saved)
             self._forwards.append(self.forward)
         return self.forward
 
@@ -355,7 +372,8 @@ class Capture:
                 x = inputs[0] if inputs else next(iter(named.values()))
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
                 rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output))
-                self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
+                if rows is not None:
+                    self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
@@ -364,40 +382,42 @@ class Capture:
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
             number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
             rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
-            node, place = _origin(output)
-            node.register_prehook(partial(self._other_arrived, self.step, rows, place))
+            if rows is not None:
+                node, place = _origin(output)
+                node.register_prehook(partial(self._other_arrived, rows, place))
 
-    def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows:
-        """The rows of a call, which its forward pass counts, but for those of a recomputation."""
+    def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
+        """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
+        was not captured."""
         if self.rows.weight_sharing == "reduce":
             number = examples
         recomputed = _in_backward()
         forward = self._forward_of(recomputed)
+        if forward is None:
+            return None
         if not recomputed:
             forward.note(layer, leading, number)
         return Rows(layer, forward, leading, number, recomputed)
 
     def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did. Which tensors are
-        saved is the same in a recomputation: it does not depend on what happens in between."""
-        calls = [call for call in calls if call.layer.name not in self._failed_before]
-        if not calls or (calls[0].rows.recomputed and self.sampled):
+        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did."""
+        forward = calls[0].rows.forward
+        holder: list[Any] = []
+        if any(call.layer.name in forward.saved for call in calls):
+            holder.append(kept(x, multiplies=not calls[0].kind.needs_gradients))
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if not calls or forward.step != self.step or (calls[0].rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
         for call in calls:
             call.input = self.inputs.number(call.layer.name, x)
             if x.numel():
                 self.seen.add(call.layer.name)
-        makes_A = any("A" in call.sides and self.inputs.key(call.layer) in self.keys for call in calls)
-        multiplies = not calls[0].kind.needs_gradients
         node, place = _origin(output)
         if self.sampled:
-            for call in calls:
-                edge = GradientEdge(node, place)
-                self.pending.append(replace(call, kept=kept(x, multiplies=multiplies), edge=edge))
+            edge = GradientEdge(node, place)
+            self.pending += [replace(call, kept=holder[0], edge=edge) for call in calls]
         if not self.sampled or self.proof is not None:
-            needed = makes_A or self.proof is not None or self.measured is not None
-            holder = [kept(x, multiplies=multiplies)] if needed else []
-            node.register_prehook(partial(self._arrived, self.step, calls, holder, place))
+            node.register_prehook(partial(self._arrived, calls, holder, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -412,7 +432,8 @@ class Capture:
         if product.window is not None or kind.images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
-                self._called([Call(first, kind, module, rows, output.shape)], x, output)
+                if rows is not None:
+                    self._called([Call(first, kind, module, rows, output.shape)], x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
@@ -426,6 +447,8 @@ class Capture:
         is_whole = len(entries) == 1 and entries[0][1] is None
         examples = leading[0] if leading else 1
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
+        if rows_of_call is None:
+            return
         calls: list[Call] = []
 
         def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
@@ -444,12 +467,7 @@ class Capture:
     # gradients
 
     def _arrived(
-        self,
-        step: int,
-        calls: Sequence[Call],
-        holder: list[Any],
-        place: int,
-        gradients: tuple[Tensor | None, ...],
+        self, calls: Sequence[Call], holder: list[Any], place: int, gradients: tuple[Tensor | None, ...]
     ) -> None:
         """The gradient of the output of some calls, those of one product, has arrived at its node.
 
@@ -460,7 +478,7 @@ class Capture:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             holder.clear()  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self.active or step != self.step:
+        if gradient is None or not self._is_current(calls[0].rows.forward):
             return
         is_own = self._is_own(calls[0].rows.forward)
         self.outside += not is_own
@@ -485,12 +503,16 @@ class Capture:
                 else:
                     self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, step: int, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
-        is_own = self.active and step == self.step and self in self._backwards and not self.sampled
+        is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
         if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
             self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+
+    def _is_current(self, forward: Forward) -> bool:
+        """Whether a forward pass is of the running step, and that captures."""
+        return self.active and forward.step == self.step
 
     def _is_own(self, forward: Forward) -> bool:
         """Whether the running backward pass is this engine's. Note: Own passes."""
@@ -563,6 +585,7 @@ class Capture:
             yield
         finally:
             self._backwards.remove(self)
+            self._running = None
             self.leave()
             if self.active and not self.sampled:
                 self.end_pass()
@@ -599,9 +622,15 @@ class Capture:
         if self.current.nearest is not None and self not in self._backwards:
             self.end_pass()
 
-    def _plain_pass_begins(self, step: int, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
-        if self.active and step == self.step and not self._backwards and self._is_own(forward):
+    def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
+        """A backward pass has come to the output of a forward."""
+        self._running = forward
+        Variable._execution_engine.queue_callback(self._output_left)
+        if self._is_current(forward) and not self._backwards and self._is_own(forward):
             self._watch_task()
+
+    def _output_left(self) -> None:
+        self._running = None
 
     def _watch_task(self) -> None:
         """End the pass when the running graph task, or the one around it, ends."""

@@ -62,17 +62,28 @@ class Forward:
     Args:
         masks: its attention masks, bool [N, T].
         detached: whether its inputs have no graph, so that its loss is not another model's.
+        step: the step in which it ran.
+        saved: names of the layers whose inputs it saves.
 
     Attributes:
-        begins: autograd numbers nodes in the order in which they are made; the first number of this forward.
         calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls. Images have no leading
             dimensions that a mask could fit: None.
+        is_watched: whether a backward pass shows when it comes to the output.
     """
 
-    def __init__(self, masks: Iterable[Tensor] = (), *, detached: bool = True) -> None:
+    def __init__(
+        self,
+        masks: Iterable[Tensor] = (),
+        *,
+        detached: bool = True,
+        step: int = -1,
+        saved: frozenset[str] = frozenset(),
+    ) -> None:
         self.masks = list(masks)
         self.detached = detached
-        self.begins: int = torch._C._autograd._get_sequence_nr()
+        self.step = step
+        self.saved = saved
+        self.is_watched = False
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
