@@ -383,15 +383,16 @@ class Capture:
             node_of_x: see :func:`ds_kfac.model.calls.kept`; None: it is made here.
         """
         layer = call.layer
-        if layer.name in self.failed or (call.rows.recomputed and self.sampled):
-            return  # sampled gradients go to the calls of the first run
         if x.numel():
             self.seen.add(layer.name)
         call.input = self.inputs.number(layer.name, x)
         makes_A = "A" in call.sides and self.inputs.key(layer) in self.keys
         if makes_A or self.sampled or self.proof is not None or self.measured is not None:
             multiplies = not call.kind.needs_gradients
+            # a recomputation must save as many tensors as the first run, so what happens in between decides nothing
             call.kept = kept(x, multiplies=multiplies) if node_of_x is None else node_of_x
+        if layer.name in self.failed or (call.rows.recomputed and self.sampled):
+            return  # sampled gradients go to the calls of the first run
         node, place = _origin(output)
         if self.sampled:
             self.pending.append(replace(call, edge=GradientEdge(node, place)))
