@@ -6,7 +6,7 @@ no gradient has no rows. In other steps the hooks return at once.
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is a row's part of the
 averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer nearest to the loss in
-pass p: the one whose gradient arrives first. Its later calls in the pass are not known then, so a pass has sums of its
+pass p: the first whose gradient is not zero. Its later calls in the pass are not known then, so a pass has sums of its
 own, which are multiplied by R_p when it has ended. K and the ranks' average follow after the reduction
 (``step/factors.py``).
 
@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +47,7 @@ from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
 from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, by_example, is_nonzero, kept_rows
-from ds_kfac.model.shared import SharedInputs
+from ds_kfac.model.shared import Inputs, SharedInputs
 
 CPU = torch.device("cpu")
 
@@ -56,50 +57,74 @@ class BackwardPass:
 
     Attributes:
         sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
-        nearest: the layer nearest to the loss, whose gradient arrived first; None: none has arrived.
         forwards: the forward passes that it went through.
+        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, BatchSum] = {}
-        self.nearest: str | None = None
         self.forwards: dict[Forward, None] = {}
-        self._examples: int | None = None  # of the nearest layer
+        self.alive: dict[str, Tensor] = {}
+        self._examples: int | None = None  # of the first layer
         self._counted: set[Rows] = set()
-        self._more: int | Tensor = 0  # rows of the nearest layer that no forward has counted
+        self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
 
-    def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str) -> None:
+    def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str, alive: Tensor | None = None) -> None:
         """The gradient of a call has arrived.
 
-        Raises:
-            ValueError: with ``weight_sharing`` "reduce", its first dimension is not that of the nearest layer's calls.
+        Args:
+            gradient: rows [.., O], or images.
+            alive: whether it is not zero; None: it is to be looked at.
         """
         if not rows.recomputed:
             self.forwards[rows.forward] = None
-        is_first = self.nearest is None
-        if is_first:
-            self.nearest = rows.layer
-            self._examples = len(by_example(gradient))
-        if weight_sharing == "reduce" and len(by_example(gradient)) != self._examples:
-            raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is '
-                f"{len(by_example(gradient))}, and {self._examples} in {self.nearest}, the layer nearest to the loss"
-            )
-        if rows.layer != self.nearest or rows in self._counted:
+        is_first = rows.layer not in self.alive
+        alive = gradient.any() if alive is None else alive
+        self.alive[rows.layer] = alive if is_first else self.alive[rows.layer] | alive
+        if rows in self._counted:
             return
         self._counted.add(rows)
         mask = rows.forward.mask(rows.leading)
+        more: int | Tensor = 0
         if rows.recomputed:
-            self._more = self._more + (rows.number if mask is None else mask.sum())
-        if mask is not None and is_first:  # in that call a row with a gradient counts in any case
-            left_out = is_nonzero(gradient) & ~mask
-            self._more = self._more + (left_out.sum() if weight_sharing == "expand" else 0)
+            more = rows.number if mask is None else mask.sum()
+        if mask is not None and is_first and weight_sharing == "expand":
+            # in the first call a row with a gradient counts in any case
+            more = more + (is_nonzero(gradient.reshape(*mask.shape, -1)) & ~mask).sum()
+        self._more[rows.layer] = self._more.get(rows.layer, 0) + more
+
+    def check_examples(self, layer: str, gradient: Tensor) -> None:
+        """Raise ValueError where the first dimension is not that of the first layer, though it is to be the examples."""
+        examples = len(by_example(gradient))
+        if self._examples is None:
+            self._examples = examples
+        if examples != self._examples:
+            first = next(iter(self.alive), layer)
+            raise ValueError(
+                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
+                f"and {self._examples} in {first}, the layer nearest to the loss"
+            )
 
     def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: all rows of the nearest layer in these forward passes, without padding."""
-        if self.nearest is None:
-            return 0
-        return self._more + sum(forward.rows(self.nearest, weight_sharing) for forward in self.forwards)
+        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows of
+        its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
+        equal calls are looked at together."""
+        total: int | Tensor = 0
+        found: Tensor | None = None
+        for _, layers in groupby(self.alive, self._calls):
+            names = list(layers)
+            alive = torch.stack([self.alive[name] for name in names]).any()
+            rows = sum(forward.rows(names[0], weight_sharing) for forward in self.forwards)
+            rows = torch.where(alive, rows + self._more.get(names[0], 0), 0)
+            total = rows if found is None else torch.where(found, total, rows)
+            found = alive if found is None else found | alive
+        return total
+
+    def _calls(self, layer: str) -> tuple[Any, ...]:
+        """Equal for layers that have as many rows."""
+        more = self._more.get(layer, 0)
+        calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
+        return (*calls, more if isinstance(more, int) else layer)
 
 
 class Capture:
@@ -112,6 +137,7 @@ class Capture:
         inputs: numbers the inputs, to find layers that share theirs.
         sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
             (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending` then.
+        counts_terms: whether :attr:`terms` are needed in steps that update no factor made of gradients, too.
 
     Attributes:
         sums: factor key -> sum of the step so far; missing if there is none.
@@ -141,6 +167,7 @@ class Capture:
         rows: RowSums | None = None,
         inputs: SharedInputs | None = None,
         sampled: bool = False,
+        counts_terms: bool = False,
     ) -> None:
         self._model = model
         self._scale = scale
@@ -148,6 +175,7 @@ class Capture:
         self.rows = rows or RowSums()
         self.inputs = inputs or SharedInputs()
         self.sampled = sampled
+        self._counts_terms = counts_terms
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
@@ -309,6 +337,11 @@ class Capture:
             for layer in self._layers
             if layer.name not in self.failed and (saves_all or self.inputs.key(layer) in self.keys)
         )
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether R_p is needed in this step: for factors that are made of gradients, or for their number of terms."""
+        return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -507,7 +540,7 @@ class Capture:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
-        if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
+        if gradient is not None and is_own and self.counts_rows:
             self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
@@ -532,35 +565,46 @@ class Capture:
         A, G = self.inputs.key(layer), layer.keys[1]
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
             if not self.sampled:  # else the true gradient's rows are proven
                 self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
         makes_A = "A" in call.sides and A in self.keys
         makes_G = "G" in call.sides and G in self.keys
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
-        if not (makes_A or makes_G or counts or self.inputs.searching):
-            return
         if gradient is None:
             with_gradient = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
-        else:
+        elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
             with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
+        else:
+            self.current.forwards[call.rows.forward] = None
+            return
         alive = with_gradient.any()
-        self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
+        if gradient is not None:
+            self.current.arrived(call.rows, gradient, self.rows.weight_sharing, alive)
+            if self.rows.weight_sharing == "reduce":
+                self.current.check_examples(layer.weight, gradient)
+            self.inputs.arrived(layer.name, call.input, alive)
         if makes_G and not kind.needs_gradients and gradient is not None:
             batch = self._sum(G, self.current.sums)
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
         if makes_A and kind.needs_gradients and gradient is not None:
             self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
-        gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
+        gives = makes_A and not kind.needs_gradients
         if not (gives or counts) or x is None:
             return
         kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
         if gives:
-            self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
+            self._add_inputs(self.inputs.gathered(layer, Inputs(call, x, kept_)))
         if counts and self.measured is not None:
             number = call.rows.number * alive if kind.images else kept_.sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
+
+    def _add_inputs(self, inputs: Inputs | None) -> None:
+        """Add rows to A; None: other layers that share it are still to come."""
+        if inputs is not None:
+            A = self.inputs.key(inputs.call.layer)
+            alive = inputs.kept.any()
+            self.rows.add_inputs(inputs.call, inputs.x, inputs.kept, alive, self._sum(A), stride=self.keys[A])
 
     def _prove(self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False) -> None:
         if self.proof is not None and "G" in call.sides and x is not None:
@@ -604,8 +648,10 @@ class Capture:
     @torch.no_grad()
     def end_pass(self) -> None:
         """A backward pass has ended: what it summed counts R_p times."""
+        for inputs in self.inputs.rest():
+            self._add_inputs(inputs)
         ended, self.current = self.current, BackwardPass()
-        rows = ended.rows(self.rows.weight_sharing)
+        rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
         self.passes += 1
         self.terms = self.terms + rows
         for key, batch in ended.sums.items():
@@ -616,11 +662,10 @@ class Capture:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
         self._tasks.clear()
-        self.inputs.end_pass()
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""
-        if self.current.nearest is not None and self not in self._backwards:
+        if self.current.forwards and self not in self._backwards:
             self.end_pass()
 
     def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
