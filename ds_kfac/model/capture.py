@@ -57,17 +57,25 @@ class BackwardPass:
 
     Attributes:
         sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
+        has_begun: whether any gradient has arrived.
         forwards: the forward passes that it went through.
         alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, BatchSum] = {}
+        self.has_begun = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
         self._examples: int | None = None  # of the first layer
         self._counted: set[Rows] = set()
         self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
+
+    def reaches(self, rows: Rows) -> None:
+        """The pass has come to a call."""
+        self.has_begun = True
+        if not rows.recomputed:
+            self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str, alive: Tensor | None = None) -> None:
         """The gradient of a call has arrived.
@@ -76,8 +84,7 @@ class BackwardPass:
             gradient: rows [.., O], or images.
             alive: whether it is not zero; None: it is to be looked at.
         """
-        if not rows.recomputed:
-            self.forwards[rows.forward] = None
+        self.reaches(rows)
         is_first = rows.layer not in self.alive
         alive = gradient.any() if alive is None else alive
         self.alive[rows.layer] = alive if is_first else self.alive[rows.layer] | alive
@@ -94,7 +101,7 @@ class BackwardPass:
         self._more[rows.layer] = self._more.get(rows.layer, 0) + more
 
     def check_examples(self, layer: str, gradient: Tensor) -> None:
-        """Raise ValueError where the first dimension is not that of the first layer, though it is to be the examples."""
+        """Raise ValueError where the first dimension, that of the examples, is not the first layer's."""
         examples = len(by_example(gradient))
         if self._examples is None:
             self._examples = examples
@@ -106,8 +113,8 @@ class BackwardPass:
             )
 
     def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows of
-        its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
+        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows
+        of its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
         equal calls are looked at together."""
         total: int | Tensor = 0
         found: Tensor | None = None
@@ -576,7 +583,7 @@ class Capture:
         elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
             with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
         else:
-            self.current.forwards[call.rows.forward] = None
+            self.current.reaches(call.rows)
             return
         alive = with_gradient.any()
         if gradient is not None:
@@ -665,7 +672,7 @@ class Capture:
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""
-        if self.current.forwards and self not in self._backwards:
+        if self.current.has_begun and self not in self._backwards:
             self.end_pass()
 
     def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:

@@ -170,9 +170,7 @@ class Truth:
 
     def _rows_of_nearest(self, arrived: list[tuple[SeenCall, Tensor]], sharing: str) -> int:
         """R_p of a pass."""
-        if not arrived:
-            return 0
-        nearest = arrived[0][0].layer
+        nearest = next((call.layer for call, gradient in arrived if gradient.any()), None)
         forwards = {call.forward for call, _ in arrived}
         total = 0
         for call in self.calls:
