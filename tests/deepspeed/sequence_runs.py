@@ -9,7 +9,6 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor, nn
 
 from ds_kfac.assignment import assign
-from ds_kfac.model.batch import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import build, compared, least_likely, planned_refreshes, train_whole, whole_batch
 from tests.deepspeed.runs import weights

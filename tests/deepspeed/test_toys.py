@@ -14,7 +14,6 @@ from ds_kfac.config.keys import parse
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.model.batch import BatchInfo
 from tests.choices import chosen
 from tests.close import close
 from tests.deepspeed.modes import CLIPPED, KFAC, LR, MICRO_ROWS, OFFLOAD, SCALE, STEPS, Mode
@@ -134,7 +133,7 @@ class Miscounting(ToyRule):
 
 
 def without_worker(_) -> dict:
-    """Two steps of which no row counts, and the same with plain SGD; and a rule that does not give its numbers."""
+    """Two steps of a loss that is zero, and the same with plain SGD; and a rule that does not give its numbers."""
     DIRECTIONS[:0] = [rule := ToyRule()]
     found = {}
     for name, optimizer in (("toy", ToySGD), ("plain", None)):
