@@ -57,8 +57,6 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
     whole_loss, results = whole_batch(replicas * ROWS, TOKENS), []
     for mode, mean_over in cases:
         engine = build(mode, make_model(group), world=world // 2, mpu=parallel_state_sp)
-        if mean_over == "whole":
-            engine.kfac.read_batch = lambda arguments, keywords: BatchInfo(divisor=ROWS * TOKENS)
         if mode.name.endswith("monte_carlo"):
             engine.kfac.sampler = least_likely
         initial = weights(engine)
