@@ -64,36 +64,38 @@ class BackwardPass:
         self.sums: dict[str, BatchSum] = {}
         self.nearest: str | None = None
         self.forwards: dict[Forward, None] = {}
-        self._examples: int | None = None  # of the nearest layer
+        self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the nearest layer's calls
         self._counted: set[Rows] = set()
         self._more: int | Tensor = 0  # rows of the nearest layer that no forward has counted
 
     def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str) -> None:
-        """The gradient of a call has arrived.
-
-        Raises:
-            ValueError: with ``weight_sharing`` "reduce", its first dimension is not that of the nearest layer's calls.
-        """
+        """The gradient of a call has arrived."""
         if not rows.recomputed:
             self.forwards[rows.forward] = None
-        is_first = self.nearest is None
-        if is_first:
+        if self.nearest is None:
             self.nearest = rows.layer
-            self._examples = len(by_example(gradient))
-        if weight_sharing == "reduce" and len(by_example(gradient)) != self._examples:
-            raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is '
-                f"{len(by_example(gradient))}, and {self._examples} in {self.nearest}, the layer nearest to the loss"
-            )
         if rows.layer != self.nearest or rows in self._counted:
             return
         self._counted.add(rows)
+        self._examples.setdefault(rows.forward, []).append(len(by_example(gradient)))
         mask = rows.forward.mask(rows.leading)
         if rows.recomputed:
             self._more = self._more + (rows.number if mask is None else mask.sum())
-        if mask is not None and is_first:  # in that call a row with a gradient counts in any case
-            left_out = is_nonzero(gradient) & ~mask
-            self._more = self._more + (left_out.sum() if weight_sharing == "expand" else 0)
+        if mask is not None and weight_sharing == "expand":  # a row with a gradient counts in any case
+            self._more = self._more + (is_nonzero(gradient) & ~mask).sum()
+
+    def check_examples(self, rows: Rows, gradient: Tensor) -> None:
+        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
+
+        Raises:
+            ValueError: it is not that of the nearest layer's calls in the same forward pass.
+        """
+        known, examples = self._examples.get(rows.forward, []), len(by_example(gradient))
+        if known and examples not in (*known, sum(known)):
+            raise ValueError(
+                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
+                f"and {known[0]} in {self.nearest}, the layer nearest to the loss"
+            )
 
     def rows(self, weight_sharing: str) -> int | Tensor:
         """R_p: all rows of the nearest layer in these forward passes, without padding."""
@@ -499,6 +501,8 @@ class Capture:
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
             self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
+            if self.rows.weight_sharing == "reduce":
+                self.current.check_examples(call.rows, gradient)
             self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
         makes_A = "A" in call.sides and A in self.keys
