@@ -355,7 +355,7 @@ class Capture:
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
                 rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output))
                 if rows is not None:
-                    self._called(Call(layer, LAYERS[layer.kind], module, rows, output.shape), x, output)
+                    self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
@@ -379,26 +379,26 @@ class Capture:
             forward.note(layer, leading, number)
         return Rows(layer, forward, leading, number, recomputed)
 
-    def _called(self, call: Call, x: Tensor, output: Tensor, node_of_x: Any = None) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did.
-
-        Args:
-            node_of_x: see :func:`ds_kfac.model.calls.kept`; None: it is made here.
-        """
-        layer, forward = call.layer, call.rows.forward
-        if layer.name in forward.saved:
-            multiplies = not call.kind.needs_gradients
-            call.kept = kept(x, multiplies=multiplies) if node_of_x is None else node_of_x
-        if forward.step != self.step or layer.name in self.failed or (call.rows.recomputed and self.sampled):
+    def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
+        """A layer was called with ``x`` and returned ``output``, or a product of x with the matrices of several layers
+        did: then there is a call for each of these."""
+        rows = calls[0].rows
+        if any(call.layer.name in rows.forward.saved for call in calls):
+            node_of_x = kept(x, multiplies=not calls[0].kind.needs_gradients)
+            for call in calls:
+                call.kept = node_of_x
+        if rows.forward.step != self.step or (rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
-        if x.numel():
-            self.seen.add(layer.name)
-        call.input = self.inputs.number(layer.name, x)
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        for call in calls:
+            if x.numel():
+                self.seen.add(call.layer.name)
+            call.input = self.inputs.number(call.layer.name, x)
         node, place = _origin(output)
         if self.sampled:
-            self.pending.append(replace(call, edge=GradientEdge(node, place)))
+            self.pending += [replace(call, edge=GradientEdge(node, place)) for call in calls]
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, call, place))
+            node.register_prehook(partial(self._arrived, calls, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -414,7 +414,7 @@ class Capture:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 rows = self._rows(first.weight, None, kind.rows(x, output))
                 if rows is not None:
-                    self._called(Call(first, kind, module, rows, output.shape), x, output)
+                    self._called([Call(first, kind, module, rows, output.shape)], x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
@@ -429,47 +429,54 @@ class Capture:
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers))
         if rows_of_call is None:
             return
-        node_of_x = kept(x)
 
-        def called(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> None:
+        def call_of(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> Call:
             shape = torch.Size((*(leading if rows is None else (number,)), layer.G.dim))
             call = Call(layer, kind, module, rows_of_call, shape, sides, select=rows)
             call.columns, call.to_rows = product.columns, product.to_rows
-            self._called(call, x, output, node_of_x)
+            return call
 
+        calls = []
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
-            called(first, product.rows, _length(product.rows, leading.numel()), "A")
+            calls.append(call_of(first, product.rows, _length(product.rows, leading.numel()), "A"))
         for (layer, rows), number in zip(entries, numbers, strict=True):
-            called(layer, rows, number, "G" if shares else "AG")
+            calls.append(call_of(layer, rows, number, "G" if shares else "AG"))
+        if calls:
+            self._called(calls, x, output)
 
     # gradients
 
-    def _arrived(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of a call's output has arrived at its node."""
-        node = call.kept
+    def _arrived(self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradient of an output has arrived at its node; ``calls`` are those that made the output."""
+        nodes = [call.kept for call in calls]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            call.kept = None  # autograd frees what its nodes saved, but not what ours did
+            for call in calls:
+                call.kept = None  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self._is_current(call.rows.forward) or call.layer.name in self.failed:
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
             return
-        is_own = self._is_own(call.rows.forward)
-        self.outside += not is_own
+        is_own = self._is_own(calls[0].rows.forward)
+        self.outside += 0 if is_own else len(calls)
         if self.proof is None and (not is_own or self.sampled):
             return
-        with self._guarded([call.layer]):
-            weight = self._weights[call.layer.name]
+        with self._guarded([call.layer for call in calls]):
+            weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = None if node is None else node.saved_tensors[0]
-            if self.sampled or not is_own:
-                self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
-                return
+            x = None if nodes[0] is None else nodes[0].saved_tensors[0]  # once: checkpointing refuses a second time
             is_announced = self in self._backwards
-            if not is_announced:
+            if is_own and not self.sampled and not is_announced:
                 self._watch_task()
             is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
-            self._add(call, x, gradient, 1.0 if is_inner else self._scale(is_announced))
+            scale = 1.0 if is_inner else self._scale(is_announced)
+            for call in calls:
+                with self._guarded([call.layer]):
+                    if self.sampled or not is_own:
+                        self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                    else:
+                        self._add(call, x, gradient, scale)
 
     def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
