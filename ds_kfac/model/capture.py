@@ -26,6 +26,7 @@ gradient by the accumulation steps, nor a full backward hook, which breaks with 
 leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -155,6 +156,7 @@ class Capture:
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
         self._forward_runs = False
+        self._thread = 0  # that runs the forward
         self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.step = -1
         self._forget()
@@ -196,7 +198,7 @@ class Capture:
     def _install(self, layers: Sequence[LayerSpec]) -> None:
         model = self._model
         self._hook(model.register_forward_pre_hook, model, self._begin_forward, with_kwargs=True)
-        self._hook(model.register_forward_hook, model, self._end_forward)
+        self._hook(model.register_forward_hook, model, self._end_forward, always_call=True)
         hooked = set[nn.Module]()
         watched = {"": model}
         counts: dict[nn.Parameter, int] = {}
@@ -234,7 +236,8 @@ class Capture:
 
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
-            if is_plain and (self.active or _in_backward()):
+            is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
+            if is_plain and (_in_backward() or (self.active and not is_others)):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
@@ -312,6 +315,7 @@ class Capture:
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
         self._forward_runs = True
+        self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = masks_in(self.read_mask(arguments, keywords))
         self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
