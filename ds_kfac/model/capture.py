@@ -27,6 +27,7 @@ leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -325,10 +326,12 @@ class Capture:
         if _in_backward():
             return
         self._forward_runs = False
+        forward = self.forward
+        late = Forward(step=forward.step, saved=forward.saved)  # who keeps an output does not keep the masks
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._output_reached, self.forward))
-                self.forward.is_watched = True
+                tensor.grad_fn.register_prehook(partial(self._output_reached, weakref.ref(forward), late))
+                forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
         """The forward pass of a call; None: it was not captured. Note: Recomputation."""
@@ -606,9 +609,11 @@ class Capture:
         if self.current.nearest is not None and self not in self._backwards:
             self.end_pass()
 
-    def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
-        """A backward pass has come to the output of a forward."""
-        self._running = forward
+    def _output_reached(
+        self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
+        forward = self._running = reference() or late
         Variable._execution_engine.queue_callback(self._output_left)
         if self._is_current(forward) and not self._backwards and self._is_own(forward):
             self._watch_task()
