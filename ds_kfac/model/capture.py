@@ -26,6 +26,8 @@ gradient by the accumulation steps, nor a full backward hook, which breaks with 
 leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -46,7 +48,7 @@ from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_i
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
-from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, by_example, is_nonzero, kept_rows
+from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, is_nonzero, kept_rows
 from ds_kfac.model.shared import Inputs, SharedInputs
 
 CPU = torch.device("cpu")
@@ -67,7 +69,7 @@ class BackwardPass:
         self.has_begun = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
-        self._examples: int | None = None  # of the first layer
+        self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the first layer's calls
         self._counted: set[Rows] = set()
         self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
 
@@ -77,39 +79,42 @@ class BackwardPass:
         if not rows.recomputed:
             self.forwards[rows.forward] = None
 
-    def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str, alive: Tensor | None = None) -> None:
-        """The gradient of a call has arrived.
+    def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
+        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a bool scalar.
 
         Args:
-            gradient: rows [.., O], or images.
-            alive: whether it is not zero; None: it is to be looked at.
+            with_gradient: bool, which rows have such an entry; of images which entries.
         """
         self.reaches(rows)
-        is_first = rows.layer not in self.alive
-        alive = gradient.any() if alive is None else alive
-        self.alive[rows.layer] = alive if is_first else self.alive[rows.layer] | alive
+        alive = with_gradient.any()
+        self.alive[rows.layer] = self.alive[rows.layer] | alive if rows.layer in self.alive else alive
         if rows in self._counted:
-            return
+            return alive
         self._counted.add(rows)
+        if rows.layer == next(iter(self.alive)):
+            examples = len(with_gradient) if with_gradient.ndim else 1
+            self._examples.setdefault(rows.forward, []).append(examples)
         mask = rows.forward.mask(rows.leading)
         more: int | Tensor = 0
         if rows.recomputed:
             more = rows.number if mask is None else mask.sum()
-        if mask is not None and is_first and weight_sharing == "expand":
-            # in the first call a row with a gradient counts in any case
-            more = more + (is_nonzero(gradient.reshape(*mask.shape, -1)) & ~mask).sum()
+        if mask is not None and weight_sharing == "expand":  # a row with a gradient counts in any case
+            more = more + (with_gradient & ~mask).sum()
         self._more[rows.layer] = self._more.get(rows.layer, 0) + more
+        return alive
 
-    def check_examples(self, layer: str, gradient: Tensor) -> None:
-        """Raise ValueError where the first dimension, that of the examples, is not the first layer's."""
-        examples = len(by_example(gradient))
-        if self._examples is None:
-            self._examples = examples
-        if examples != self._examples:
-            first = next(iter(self.alive), layer)
+    def check_examples(self, rows: Rows, gradient: Tensor) -> None:
+        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
+
+        Raises:
+            ValueError: it is not that of the first layer's calls in the same forward pass.
+        """
+        known = self._examples.get(rows.forward, [])
+        examples = len(gradient) if gradient.ndim > 1 else 1
+        if known and examples not in (*known, sum(known)):
             raise ValueError(
                 f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
-                f"and {self._examples} in {first}, the layer nearest to the loss"
+                f"and {known[0]} in {next(iter(self.alive))}, the layer nearest to the loss"
             )
 
     def rows(self, weight_sharing: str) -> int | Tensor:
@@ -187,6 +192,7 @@ class Capture:
         self.active = False
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
+        self._thread = 0  # that runs the forward
         self.step = -1
         self._forget()
         self._layers = layers = tuple(layers)
@@ -228,7 +234,7 @@ class Capture:
     def _install(self, layers: Sequence[LayerSpec]) -> None:
         model = self._model
         self._hook(model.register_forward_pre_hook, model, self._begin_forward, with_kwargs=True)
-        self._hook(model.register_forward_hook, model, self._end_forward)
+        self._hook(model.register_forward_hook, model, self._end_forward, always_call=True)
         hooked = set[nn.Module]()
         watched = {"": model}
         counts: dict[nn.Parameter, int] = {}
@@ -287,7 +293,8 @@ class Capture:
 
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
-            if is_plain and (self.active or _in_backward()):
+            is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
+            if is_plain and (_in_backward() or (self.active and not is_others)):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
@@ -369,6 +376,7 @@ class Capture:
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
         self._forward_runs = True
+        self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = masks_in(self.read_mask(arguments, keywords))
         self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
@@ -378,10 +386,12 @@ class Capture:
         if _in_backward():
             return
         self._forward_runs = False
+        forward = self.forward
+        late = Forward(step=forward.step, saved=forward.saved)  # who keeps an output does not keep the masks
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._output_reached, self.forward))
-                self.forward.is_watched = True
+                tensor.grad_fn.register_prehook(partial(self._output_reached, weakref.ref(forward), late))
+                forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
         """The forward pass of a call; None: it was not captured. Note: Recomputation."""
@@ -440,24 +450,27 @@ class Capture:
         return Rows(layer, forward, leading, number, recomputed)
 
     def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did."""
-        forward = calls[0].rows.forward
-        holder: list[Any] = []
-        if any(call.layer.name in forward.saved for call in calls):
-            holder.append(kept(x, multiplies=not calls[0].kind.needs_gradients))
-        calls = [call for call in calls if call.layer.name not in self.failed]
-        if not calls or forward.step != self.step or (calls[0].rows.recomputed and self.sampled):
+        """A layer was called with ``x`` and returned ``output``, or a product of x with the matrices of several layers
+        did: then there is a call for each of these."""
+        rows = calls[0].rows
+        if any(call.layer.name in rows.forward.saved for call in calls):
+            node_of_x = kept(x, multiplies=not calls[0].kind.needs_gradients)
+            for call in calls:
+                call.kept = node_of_x
+        if rows.forward.step != self.step or (rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if not calls:
+            return
         for call in calls:
-            call.input = self.inputs.number(call.layer.name, x)
             if x.numel():
                 self.seen.add(call.layer.name)
+            call.input = self.inputs.number(call.layer.name, x)
         node, place = _origin(output)
         if self.sampled:
-            edge = GradientEdge(node, place)
-            self.pending += [replace(call, kept=holder[0], edge=edge) for call in calls]
+            self.pending += [replace(call, edge=GradientEdge(node, place)) for call in calls]
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, calls, holder, place))
+            node.register_prehook(partial(self._arrived, calls, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -489,66 +502,64 @@ class Capture:
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
         if rows_of_call is None:
             return
-        calls: list[Call] = []
 
-        def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
+        def call_of(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> Call:
             shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
             call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
             call.columns, call.to_rows = product.columns, product.to_rows
-            calls.append(call)
+            return call
 
+        calls = []
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
-            called(first, product.rows, _length(product.rows, leading.numel()), "A")
+            calls.append(call_of(first, product.rows, _length(product.rows, leading.numel()), "A"))
         for (layer, picked), number in zip(entries, numbers, strict=True):
-            called(layer, picked, number, "G" if shares else "AG")
-        self._called(calls, x, output)
+            calls.append(call_of(layer, picked, number, "G" if shares else "AG"))
+        if calls:
+            self._called(calls, x, output)
 
     # gradients
 
-    def _arrived(
-        self, calls: Sequence[Call], holder: list[Any], place: int, gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        """The gradient of the output of some calls, those of one product, has arrived at its node.
-
-        Args:
-            holder: of the node that saves their input, if it is needed.
-        """
-        nodes = holder.copy()
+    def _arrived(self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradient of an output has arrived at its node; ``calls`` are those that made the output."""
+        nodes = [call.kept for call in calls]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            holder.clear()  # autograd frees what its nodes saved, but not what ours did
+            for call in calls:
+                call.kept = None  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self._is_current(calls[0].rows.forward):
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
             return
         is_own = self._is_own(calls[0].rows.forward)
-        self.outside += not is_own
+        self.outside += 0 if is_own else len(calls)
         if self.proof is None and (not is_own or self.sampled):
             return
         with self._guarded([call.layer for call in calls]):
             weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = nodes[0].saved_tensors[0] if nodes else None
-        is_announced = self in self._backwards
-        if is_own and not is_announced:
-            self._watch_task()
-        is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
-        scale = 1.0 if is_inner else self._scale(is_announced)
-        for call in calls:
-            with self._guarded([call.layer]):
-                if call.layer.name in self.failed:
-                    continue
-                if self.sampled or not is_own:
-                    self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
-                else:
-                    self._add(call, x, gradient, scale)
+            x = None if nodes[0] is None else nodes[0].saved_tensors[0]  # once: checkpointing refuses a second time
+            is_announced = self in self._backwards
+            if is_own and not self.sampled and not is_announced:
+                self._watch_task()
+            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+            scale = 1.0 if is_inner else self._scale(is_announced)
+            for call in calls:
+                with self._guarded([call.layer]):
+                    if self.sampled or not is_own:
+                        self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                    else:
+                        self._add(call, x, gradient, scale)
 
     def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
         if gradient is not None and is_own and self.counts_rows:
-            self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+            with_gradient = gradient.detach() != 0
+            if rows.leading is not None:  # the node of a view has the shape of its base
+                with_gradient = with_gradient.reshape(*rows.leading, -1).any(dim=-1)
+            self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
         """Whether a forward pass is of the running step, and that captures."""
@@ -587,9 +598,9 @@ class Capture:
             return
         alive = with_gradient.any()
         if gradient is not None:
-            self.current.arrived(call.rows, gradient, self.rows.weight_sharing, alive)
+            alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
             if self.rows.weight_sharing == "reduce":
-                self.current.check_examples(layer.weight, gradient)
+                self.current.check_examples(call.rows, gradient)
             self.inputs.arrived(layer.name, call.input, alive)
         if makes_G and not kind.needs_gradients and gradient is not None:
             batch = self._sum(G, self.current.sums)
@@ -675,9 +686,11 @@ class Capture:
         if self.current.has_begun and self not in self._backwards:
             self.end_pass()
 
-    def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
-        """A backward pass has come to the output of a forward."""
-        self._running = forward
+    def _output_reached(
+        self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
+        forward = self._running = reference() or late
         Variable._execution_engine.queue_callback(self._output_left)
         if self._is_current(forward) and not self._backwards and self._is_own(forward):
             self._watch_task()
