@@ -472,7 +472,7 @@ class Capture:
             self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
             self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
-        makes_A = "A" in call.sides and A in self.keys
+        makes_A = "A" in call.sides and A in self.keys and not (gradient is None and kind.needs_gradients)
         makes_G = "G" in call.sides and G in self.keys and gradient is not None
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
         if not (makes_A or makes_G or counts or self.inputs.searching):
@@ -527,13 +527,15 @@ class Capture:
         self.repeated = forward
 
     def add_asked(
-        self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float
+        self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
     ) -> None:
-        """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
-        does not depend on the call."""
-        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # in a backward pass's order
+        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked for. None: the loss
+        does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
+        """
+        asked = [None] * len(calls) if gradients is None else gradients
+        for call, gradient in zip(reversed(calls), reversed(asked), strict=True):  # in a backward pass's order
             with self._guarded([call.layer]):
-                if gradient is not None:
+                if gradient is not None or gradients is None:
                     self._add(call, call.kept.saved_tensors[0], gradient, scale)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]

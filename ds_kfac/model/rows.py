@@ -65,16 +65,18 @@ def is_nonzero(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, ord=torch.inf, dim=-1) != 0
 
 
-def kept_rows(x: Tensor, gradient: Tensor, mask: Tensor | None) -> Tensor:
+def kept_rows(x: Tensor, gradient: Tensor | None, mask: Tensor | None) -> Tensor:
     """Which rows of a call count, bool of its leading shape.
 
     A row is left out if its gradient is zero and the mask leaves it out, or if its input and its gradient are both
     zero. A call whose gradient is zero in every entry has no row.
 
     Args:
-        x, gradient: rows of inputs [.., I] and of output gradients [.., O].
+        x, gradient: rows of inputs [.., I] and of output gradients [.., O]; without gradients the mask alone decides.
         mask: bool [..], False for padding; None: no mask fits.
     """
+    if gradient is None:
+        return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else mask
     with_gradient = is_nonzero(gradient)
     others = is_nonzero(x).reshape(with_gradient.shape)
     if mask is not None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 import ds_kfac
-from ds_kfac.factors import progress
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
 from examples.gpt import GPT, GPTConfig
