@@ -105,9 +105,9 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
             put(f"num_{word}_covariance_processed", layer, count)
             put(f"{word}_eigenvectors", layer, basis.vectors[0][0])
             put(f"{word}_eigenvalues", layer, basis.values)
-        if factors.has(layer, "corrected.sequence"):
+        if factors.has(layer, "corrected"):
             sequences = factors.header["sequences"]
-            put("lambda_matrix", layer, factors.corrected(layer, "sequence") * sequences)
+            put("lambda_matrix", layer, factors.corrected(layer) * sequences)
             put("num_lambda_processed", layer, sequences)
     has_lambda = "lambda_matrix" in tables
     if has_lambda and len(tables["lambda_matrix"]) < len(layers):

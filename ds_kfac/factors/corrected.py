@@ -1,54 +1,81 @@
-"""EKFAC's eigenvalues: second moments of gradients in the eigenbasis, in a second pass over the data.
+"""EKFAC's eigenvalues, in a second pass: E over sequences of (Q_G^T dW Q_A)^2, elementwise, where a
+sequence's dW is the sum over its rows of g a^T (George et al. 2018, arXiv:1806.03884; Grosse et al.
+2023, arXiv:2308.03296). Shapes: N sequences, T positions, O and I the sides of a layer's matrix."""
 
-    per token       E over rows n of       (Q_G^T g_n a_n^T Q_A)^2 = (Q_G^T g_n)^2 (Q_A^T a_n)^2 ^T
-    per sequence    E over sequences of    (sum over its rows of Q_G^T g_n a_n^T Q_A)^2
-
-George et al. 2018 (arXiv:1806.03884), Grosse et al. 2023 (arXiv:2308.03296). Shape suffixes: N
-sequences, T positions, O and I the sides of a layer's matrix.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ds_kfac.curvature.eigen import LayerBasis
-from ds_kfac.model.calls import Call
+from ds_kfac.factors.passes import Batch, Passes
+from ds_kfac.model.capture import Capture
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import kept_rows, pairs
 from ds_kfac.ops.functional import block_product
+from ds_kfac.plan.plan import Plan
 
-CHUNK = 1 << 26
-"""Most elements of sequences' gradients at a time (256 MB), unless one sequence has more."""
+ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
+"""Modules inside torch's attention, whose rows have positions first, whatever its ``batch_first``."""
 
 
 @torch.no_grad()
-def squares(
-    calls: Sequence[tuple[Call, Tensor]], basis: LayerBasis, sequences: int, gain: Tensor
-) -> Tensor:
-    """A layer's sums over rows and over sequences, fp32 [2, O, I]. The second is NaN unless the
-    first dimension of every call is the batch's ``sequences``, as of a flattened input or an expert.
+def corrected(
+    passes: Passes, capture: Capture, plan: Plan, bases: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """ "<layer>/corrected" -> eigenvalues [O, I] on the layer's owner, if the first dimension of all
+    its calls is the batch's. Collective. ``bases``: this rank's, by their names in the files."""
+    roles, group = plan.assignment, passes.channel.group
+    specs, sums = {spec.key: spec for spec in roles.factors}, dict[str, Tensor]()
+    sequences = torch.zeros((), dtype=torch.float64, device=passes.device)
+    for batch in passes.over("corrected eigenvalues", capture, frozenset(specs)):
+        sequences += batch.sequences
+        for layer in filter(correctable, plan.layers):
+            vectors: dict[str, list[Tensor]] = {"A": [], "G": []}
+            for key in (key for key in layer.keys if key in specs and specs[key].side.block > 1):
+                for k, (n, b) in enumerate(specs[key].side.groups):
+                    zeros = torch.zeros(n, b, b, device=passes.device, dtype=torch.float32)
+                    vectors[key[-1]].append(bases.get(f"{key}/vectors.{k}", zeros).contiguous())
+                    dist.broadcast(vectors[key[-1]][-1], roles.eigen_workers[key], group=group)
+            total = torch.zeros(layer.shape, device=passes.device, dtype=torch.float32)
+            _add_squares(total, batch, layer, vectors)
+            owner = roles.workers[layer.name][0]
+            dist.reduce(total, owner, group=group)
+            if owner == passes.channel.rank:
+                sums[layer.name] = sums.get(layer.name, 0.0) + total.double()
+    count = passes.channel.sum(sequences)
+    means = {f"{name}/corrected": (total / count).float() for name, total in sums.items()}
+    return {name: mean for name, mean in means.items() if not mean.isnan().any()}
 
-    Args:
-        calls: (call, gradient of its output).
-        gain: factor from these gradients to those of the loss's terms.
-    """
-    xs, gs = [], []
-    for call, gradient in calls:
-        x = call.input_rows(call.kept.saved_tensors[0])
-        g = call.gradient_rows(gradient)
-        kept = gradient.any() if call.kind.images else kept_rows(x, g, call.mask)
-        x_NTI, g_NTO = pairs(call, x, g, kept)
-        xs.append(_rotated(x_NTI, basis.A.vectors))
-        gs.append(_rotated(g_NTO * gain, basis.G.vectors))
-    token = sum(g.square().flatten(0, 1).mT @ x.square().flatten(0, 1) for x, g in zip(xs, gs))
-    if any(len(x) != sequences for x in xs) or any(call.select is not None for call, _ in calls):
-        return torch.stack([token, torch.full_like(token, torch.nan)])
-    x_NTI, g_NTO, sequence = torch.cat(xs, dim=1), torch.cat(gs, dim=1), torch.zeros_like(token)
-    step = max(1, CHUNK // token.numel())
-    for x, g in zip(x_NTI.split(step), g_NTO.split(step), strict=True):
-        sequence += (g.mT @ x).square_().sum(dim=0)
-    return torch.stack([token, sequence])
+
+def _add_squares(
+    total: Tensor, batch: Batch, layer: LayerSpec, vectors: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Add those of a batch's sequences; NaN if they are not known."""
+    rows = []
+    for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
+        if call.layer.name == layer.name and gradient is not None:
+            x, g = call.kept.saved_tensors[0], call.gradient_rows(gradient)
+            kept = gradient.any() if call.kind.images else kept_rows(x, g, call.mask)
+            x_NTI, g_NTO = pairs(call, x, g, kept)
+            if isinstance(call.module, ATTENTION):
+                sides = -1, batch.sequences
+                x_NTI = x_NTI.reshape(*sides, x_NTI.shape[-1]).transpose(0, 1)
+                g_NTO = g_NTO.reshape(*sides, g_NTO.shape[-1]).transpose(0, 1)
+            rows.append((x_NTI, g_NTO))
+    if any(len(x) != batch.sequences for x, _ in rows):
+        total.fill_(torch.nan)
+        return
+    joined = [torch.cat(parts, dim=1) for parts in zip(*rows, strict=True)]
+    for x_TI, g_TO in zip(*joined, strict=True):
+        x_TI = block_product([], x_TI, vectors["A"])
+        g_TO = block_product([], g_TO, vectors["G"]) * batch.gain
+        total += (g_TO.mT @ x_TI).square_()
 
 
-def _rotated(rows: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-    return block_product([], rows.reshape(-1, rows.shape[-1]), vectors).view(rows.shape)
+def correctable(layer: LayerSpec) -> bool:
+    """Whether a layer's gradient is one sum of g a^T over a batch's rows."""
+    is_plain = layer.groups == layer.part[1] == 1
+    return is_plain and not LAYERS[layer.kind].needs_gradients

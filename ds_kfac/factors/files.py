@@ -1,15 +1,13 @@
 """The files of factors: safetensors, one from every rank, and an index that is written last.
 
     index.json                    layers, counts, and which file has which tensor
-    factors-00000.safetensors     rank 0's factors, eigenvectors and eigenvalues
-    corrected-00000.safetensors   EKFAC's eigenvalues
+    factors-00000.safetensors     what rank 0 owns
 
     <layer>/A, <layer>/G          the mean of a a^T, of g g^T: lower triangles of the side's blocks,
                                   one after the other, row by row; fp32, or bf16 beside checkpoints
     <layer>/A/vectors.<k>         [n, b, b], eigenvectors in columns, of the k-th group of equal blocks
     <layer>/A/values              [D], eigenvalues, ascending in each block
-    <layer>/corrected.token       [O, I], EKFAC's eigenvalues, see corrected.py
-    <layer>/corrected.sequence
+    <layer>/corrected             [O, I], EKFAC's eigenvalues, see corrected.py
 
 A folder without index.json is not finished, and does not load. ``layer`` is the name of a module,
 or of one of its matrices (an expert's). I includes the 1 of a bias, the last column.
@@ -102,17 +100,12 @@ class Factors:
             header = json.loads(path.read_text())
             version = header["version"] if header["format"] == "ds_kfac.factors" else None
         except FileNotFoundError:
-            raise FactorsError(
-                f"{path}: there is no such file: the folder holds no factors, or they are not finished"
-            ) from None
+            text = f"{path}: no such file: the folder holds no factors, or they are not finished"
+            raise FactorsError(text) from None
         except (ValueError, KeyError, TypeError) as problem:
             raise FactorsError(f"{path}: not written by ds_kfac ({problem!r})") from problem
         if version != VERSION:
             raise FactorsError(f"{path}: version {version}; this ds_kfac reads {VERSION}")
-        needed = {Path(folder) / name for name in header["weight_map"].values()}
-        absent = sorted(file.name for file in needed if not file.exists())
-        if absent:
-            raise FactorsError(f"{path}: names {', '.join(absent)}, which is not there")
         return cls(Path(folder), header)
 
     def __iter__(self) -> Iterator[str]:
@@ -155,13 +148,13 @@ class Factors:
         vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(groups))
         return Eigenbasis(vectors, self._tensor(f"{key}/values"))
 
-    def corrected(self, layer: str, per: str = "token") -> Tensor:
-        """EKFAC's eigenvalues [O, I], per "token" or "sequence". FactorsError if there are none."""
+    def corrected(self, layer: str) -> Tensor:
+        """EKFAC's eigenvalues [O, I]. Raises FactorsError if there are none."""
         self._layer(layer)
-        return self._tensor(f"{layer}/corrected.{per}")
+        return self._tensor(f"{layer}/corrected")
 
     def has(self, layer: str, what: str) -> bool:
-        """Whether there is a tensor, named as in the files: "A", "G/values", "corrected.token"."""
+        """Whether there is a tensor, named as in the files: "A", "G/values", "corrected"."""
         about, (side, slash, rest) = self._layer(layer), what.partition("/")
         is_factor = side in ("A", "G")
         name = f"{about[side]['of']}{slash}{rest}" if is_factor else f"{layer}/{what}"
@@ -169,16 +162,14 @@ class Factors:
 
     def _layer(self, name: str) -> Mapping[str, Any]:
         if name not in self.layers:
-            near = difflib.get_close_matches(name, self.layers, n=1)
-            some = f"there are {', '.join(list(self.layers)[:4])}, ..."
-            hint = f"did you mean {near[0]}?" if near else some
-            raise FactorsError(f"{self.folder}: no layer {name!r}; {hint}")
+            near = difflib.get_close_matches(name, self.layers, n=1) or list(self.layers)[:4]
+            raise FactorsError(f"{self.folder}: no layer {name!r}; there is {', '.join(near)}")
         return self.layers[name]
 
     def _tensor(self, name: str) -> Tensor:
         file = self.header["weight_map"].get(name)
         if file is None:
-            raise FactorsError(f"{self.folder}: no {name}: not computed, or its factor is zero")
+            raise FactorsError(f"{self.folder}: has no {name}: not computed, or its factor is zero")
         try:
             if file not in self._files:
                 self._files[file] = safetensors().safe_open(self.folder / file, "pt")

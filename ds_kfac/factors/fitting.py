@@ -8,7 +8,6 @@ of :data:`ROUND_BYTES` at most or of one layer, and their messages.
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
@@ -26,9 +25,9 @@ from ds_kfac.comm.message import Channel, failing_together, gathered, merged
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.resolve import resolve
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Request, refresh_all
+from ds_kfac.curvature.eigen import Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.factors.corrected import squares
+from ds_kfac.factors.corrected import correctable, corrected
 from ds_kfac.factors.files import (
     INDEX,
     Factors,
@@ -42,8 +41,7 @@ from ds_kfac.factors.passes import Batch, Loss, Passes
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.masks import ReadMask
-from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import ROWS, RowSums
+from ds_kfac.model.rows import ROWS, BatchSum, RowSums
 from ds_kfac.model.scan import scan
 from ds_kfac.plan.plan import BUCKET_BYTES, EngineFacts, Plan, make_plan
 
@@ -99,14 +97,6 @@ def fit(
             finite, a full disk. Nothing unfinished loads.
         ValueError: a wrong config.
     """
-    if not isinstance(model, nn.Module):
-        got = type(model).__name__
-        raise FactorsError(f"ds_kfac.fit: model: got {got}; must be an nn.Module or an engine")
-    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-        got = type(data).__name__
-        raise FactorsError(
-            f"ds_kfac.fit: data: got {got}; must be something to iterate, of batches"
-        )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
     safetensors()
@@ -114,8 +104,8 @@ def fit(
     json.dumps(source)  # raises TypeError now, not after the passes
     given = config if isinstance(config, KFACConfig) else parse(config or {})
     resolved, _ = resolve(given, fisher="empirical")
-    corrected = corrected and resolved.factor.fisher != "activations_only"
-    if corrected and isinstance(data, Iterator):
+    corrects = corrected and resolved.factor.fisher != "activations_only"
+    if corrects and isinstance(data, Iterator):
         raise FactorsError(
             "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a "
             "DataLoader or corrected=False"
@@ -124,8 +114,7 @@ def fit(
         channel = Channel(dist.group.WORLD)
         try:
             passes = Passes(model, data, loss, reduction, resolved.factor, channel, shows=progress)
-            fitting = _Fitting(passes, Path(out), resolved)
-            fitting.run(mask, corrected, source)
+            _Fitting(passes, Path(out), resolved).run(mask, corrects, source)
         finally:
             channel.close()
     return Factors.load(out)
@@ -154,8 +143,8 @@ class _Fitting:
     """One call of :func:`fit`.
 
     Attributes:
-        keys: layer name -> side -> factor key.
-        tensors: name in the files -> tensor, of the factors that this rank owns.
+        specs: factor key -> its spec.
+        tensors: name in the files -> tensor that this rank writes.
         counts: factor key -> number of rows, of all factors.
     """
 
@@ -163,163 +152,117 @@ class _Fitting:
         self.passes, self.out, self.config = passes, out, config
         self.channel, self.device = passes.channel, passes.device
         self.scanned = scan(passes.model, config.choice)
-        self._refuse()
-        self.plan = plan_of(self.scanned.layers, config, self.channel.world, self.device)
+        layers = self.scanned.layers
+        cut = [layer.name for layer in layers if layer.cut != (1, 1) or layer.copies > 1]
+        for name, parameter in passes.model.named_parameters():
+            if getattr(parameter, "allreduce", True) is False:  # one of DeepSpeed's experts
+                cut.append(name)
+        if cut:
+            raise FactorsError(
+                f"ds_kfac.fit: {cut[0]} is a tensor-parallel shard, or of DeepSpeed's experts; "
+                "train a step and use engine.kfac.export"
+            )
+        self.plan = plan_of(layers, config, self.channel.world, self.device)
         self.specs = {spec.key: spec for spec in self.plan.assignment.factors}
-        self.owners = self.plan.assignment.eigen_workers
-        self.keys = {
-            name: {side: spec.key for side, spec in sides.items()}
-            for name, sides in factors_by_layer(self.plan.assignment.factors).items()
-        }
-        self.described = {
-            layer.name: described(layer, self.keys.get(layer.name, {}))
-            for layer in self.plan.layers
-        }
         self.tensors: dict[str, Tensor] = {}
         self.counts: dict[str, float] = {}
 
-    def _refuse(self) -> None:
-        run = "train a step and use engine.kfac.export"
-        for name, parameter in self.passes.model.named_parameters():
-            if getattr(parameter, "allreduce", True) is False:
-                raise FactorsError(
-                    f"ds_kfac.fit: {name} is a parameter of DeepSpeed's experts, whose tokens come "
-                    f"from several ranks; {run}"
-                )
-        for layer in self.scanned.layers:
-            if layer.cut != (1, 1) or layer.copies > 1:
-                raise FactorsError(
-                    f"ds_kfac.fit: {layer.name} is a shard of a tensor-parallel layer; {run}"
-                )
-
-    def run(self, mask: ReadMask | None, corrected: bool, source: Mapping[str, Any]) -> None:
+    def run(self, mask: ReadMask | None, corrects: bool, source: Mapping[str, Any]) -> None:
         """Make the passes and write the files. Collective."""
-        group, rank = self.channel.group, self.channel.rank
-        checksum = zlib.crc32(json.dumps(self.described).encode())
-        if len(set(gathered(checksum, group))) > 1:
-            raise FactorsError(
-                "ds_kfac.fit: ranks have different layers (pipelines, tensor-parallel or other "
-                "shards)"
-            )
+        group, rank, factor = self.channel.group, self.channel.rank, self.config.factor
+        keys = factors_by_layer(self.plan.assignment.factors)
+        layers = {}
+        for layer in self.plan.layers:
+            of_sides = {side: spec.key for side, spec in keys.get(layer.name, {}).items()}
+            layers[layer.name] = described(layer, of_sides)
+        if len(set(gathered(json.dumps(layers), group))) > 1:
+            raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, or shards)")
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):
-            write_tensors(self.out / file, {})  # a folder that is read-only is an error now
             (self.out / INDEX).unlink(missing_ok=True)
-        rows = RowSums(self.config.factor.weight_sharing, positions=False)
+            write_tensors(self.out / file, {})  # a folder that is read-only is an error now
+        model, rows = self.passes.model, RowSums(factor.weight_sharing, positions=False)
         capture = Capture(
-            self.passes.model,
-            self.plan.layers,
-            lambda announced: 1.0,
-            device=self.device,
-            rows=rows,
-            sampled=True,
+            model, self.plan.layers, lambda _: 1.0, device=self.device, rows=rows, sampled=True
         )
         capture.read_mask = mask or capture.read_mask
-        modes = {module: module.training for module in self.passes.model.modules()}
-        self.passes.model.eval()
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
         try:
             batches, sequences = self._add_factors(capture)
-            if corrected:
-                self._correct(capture)
+            if corrects:
+                self.tensors |= corrected(self.passes, capture, self.plan, self.tensors)
         finally:
             capture.remove()
             for module, mode in modes.items():
                 module.training = mode
-        with failing_together("ds_kfac.fit: factors", group, FactorsError):
+        with failing_together("ds_kfac.fit", group, FactorsError):
             write_tensors(self.out / file, self.tensors)
         header = {
-            "fisher": self.config.factor.fisher,
-            "weight_sharing": self.config.factor.weight_sharing,
+            "fisher": factor.fisher,
+            "weight_sharing": factor.weight_sharing,
             "source": source,
             "batches": batches,
             "sequences": sequences,
             "counts": self.counts,
-            "layers": self.described,
+            "layers": layers,
             "left_alone": {one.name: f"{one.kind}: {one.reason}" for one in self.scanned.skipped},
             "weight_map": merged(dict.fromkeys(self.tensors, file), group),
         }
-        with failing_together("ds_kfac.fit: index", group, FactorsError):
+        with failing_together("ds_kfac.fit", group, FactorsError):
             if rank == 0:
                 write_index(self.out, header)
 
-    # the first pass
-
     @torch.no_grad()
     def _add_factors(self, capture: Capture) -> tuple[int, int]:
-        """Fill ``tensors`` with factors and eigenbases, and ``counts``. Returns the numbers of
-        batches and sequences. Collective."""
-        rank = self.channel.rank
-        sums, counts = {}, {}
+        """Make the first pass, and fill ``tensors`` and ``counts``. Returns the numbers of batches
+        and sequences. Collective."""
+        roles, world, float64 = self.plan.assignment, self.channel.world, torch.float64
+        sums, counts = dict[str, Tensor](), dict[str, Tensor]()
         for key, spec in self.specs.items():
-            if self.owners[key] == rank:
-                sums[key] = torch.zeros(spec.side.numel, dtype=torch.float64, device=self.device)
-                counts[key] = torch.zeros((), dtype=torch.float64, device=self.device)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        contributors = Contributors(self.channel.world)
-        factors = self.plan.assignment.factors
-        layout = Layout(factors, self.owners, contributors, torch.float32, BUCKET_BYTES)
+            if roles.eigen_workers[key] == self.channel.rank:
+                sums[key] = torch.zeros(spec.side.numel, dtype=float64, device=self.device)
+                counts[key] = torch.zeros((), dtype=float64, device=self.device)
+        totals = torch.zeros(3, dtype=float64, device=self.device)  # batches, sequences, rows
+        layout = Layout(
+            roles.factors, roles.eigen_workers, Contributors(world), torch.float32, BUCKET_BYTES
+        )
         reducer = Reducer(layout, self.channel, self.device)
         for batch in self.passes.over("factors", capture, frozenset(self.specs)):
-            totals += torch.stack(
-                [
-                    torch.as_tensor(x).to(totals)
-                    for x in (bool(batch.calls), batch.sequences, batch.rows)
-                ]
-            )
-            finite = torch.ones((), dtype=torch.bool, device=self.device)
+            totals[0] += bool(batch.calls)
+            totals[1] += batch.sequences
+            totals[2] += batch.rows
             for names, keys in rounds(self.plan.layers, self.specs):
-                found = self._captured(capture, batch, names)
-                for summed in found.values():
-                    finite &= summed.sum_P.sum().isfinite()
                 reducer.begin(keys, batch.number)
-                for key, summed in reducer.reduce(found).items():
+                for key, total in reducer.reduce(_sums_of(batch, names, capture)).items():
                     if key in sums:
-                        sums[key] += summed.sum_P
-                        counts[key] += summed.counts[ROWS]
-            batch.problem = batch.problem or self._problem(batch, capture, finite)
-        batches, sequences, terms = self.channel.sum(totals).tolist()
+                        sums[key] += total.sum_P
+                        counts[key] += total.counts[ROWS]
+        batches, sequences, rows = self.channel.sum(totals).tolist()
         for key in counts:  # G is a mean over all rows, also of batches that do not use an expert
-            if key in capture.of_gradients and bool(counts[key] > 0):
-                counts[key].fill_(terms)
-        own_counts = {key: float(count) for key, count in counts.items()}
-        self.counts = merged(own_counts, self.channel.group)
-        self._check_rows()
-        with failing_together("ds_kfac.fit: factors", self.channel.group, FactorsError):
+            if key in capture.of_gradients and counts[key] > 0:
+                counts[key].fill_(rows)
+        known = {key: float(count) for key, count in counts.items()}
+        self.counts = merged(known, self.channel.group)
+        with failing_together("ds_kfac.fit", self.channel.group, FactorsError):
+            self._check_rows(capture)
             for key, count in counts.items():
                 packed = (sums.pop(key) / count.clamp(min=1)).float()
                 self.tensors |= {key: packed, **self._decomposed(key, packed)}
         return round(batches), round(sequences)
 
-    def _captured(self, capture: Capture, batch: Batch, names: frozenset[str]) -> dict[str, Any]:
-        """This rank's sums of a batch, of some layers."""
-        places = [k for k, call in enumerate(batch.calls) if call.layer.name in names]
-        calls, gradients = [batch.calls[k] for k in places], batch.gradients
-        of_calls = None if gradients is None else [gradients[k] for k in places]
-        capture.sums, capture.current.sums = {}, {}
-        capture.add_asked(calls, of_calls, 1.0 / batch.gain)
-        found = {**capture.sums, **capture.current.sums}
-        capture.sums, capture.current.sums = {}, {}
-        return found
-
-    def _problem(self, batch: Batch, capture: Capture, finite: Tensor) -> str:
-        """What is wrong with a batch's sums."""
-        place = f"batch {batch.number}, counted from 0: "
-        for layer, error in capture.failed.items():
-            return f"{place}{layer}: {error}"
-        if not finite:
-            return f"{place}a gradient or an input is not finite; leave the batch out"
-        return ""
-
-    def _check_rows(self) -> None:
-        """Raise FactorsError if a layer has no row. An expert may have had no token."""
-        layers = {layer.name: layer for layer in self.plan.layers}
+    def _check_rows(self, capture: Capture) -> None:
+        """Raise FactorsError if the rows of a layer are not known, or there are none."""
+        for name, error in capture.failed.items():
+            raise FactorsError(f"{name}: {error}")
         without = {key[:-2] for key, count in self.counts.items() if not count}
-        idle = sorted(name for name in without if layers[name].part[1] == 1)
+        # an expert may have had no token
+        idle = [x.name for x in self.plan.layers if x.name in without and x.part[1] == 1]
         if idle:
             raise FactorsError(
-                f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never "
-                "called, their gradient is zero, all is masked, or activation checkpointing hides "
-                "them (it needs use_reentrant=False); leave them out by layers.exclude in the config"
+                f"{len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, "
+                "their gradient is zero, all is masked, or activation checkpointing hides them (it "
+                "needs use_reentrant=False); leave them out by layers.exclude in the config"
             )
 
     def _decomposed(self, key: str, packed: Tensor) -> dict[str, Tensor]:
@@ -330,59 +273,20 @@ class _Fitting:
         factor = KroneckerFactor(self.specs[key].side, packed, one)
         basis = refresh_all([Request(factor)])[0].basis
         if basis is None:
-            raise FactorsError(f"{key}: could not be decomposed, in fp64 either")
+            raise FactorsError(f"{key}: could not be decomposed: an entry is not finite")
         vectors = {f"{key}/vectors.{k}": vectors for k, vectors in enumerate(basis.vectors)}
         return {**vectors, f"{key}/values": basis.values}
 
-    # the second pass
 
-    @torch.no_grad()
-    def _correct(self, capture: Capture) -> None:
-        """Add EKFAC's eigenvalues to ``tensors``. Collective; layer by layer the bases are
-        broadcast, and the sums reduced to an owner."""
-        known = set().union(*gathered(set(self.tensors), self.channel.group))
-        layers = [layer for layer in self.plan.layers if correctable(layer)]
-        layers = [
-            x for x in layers if all(f"{k}/values" in known for k in self.keys[x.name].values())
-        ]
-        sums: dict[str, Tensor] = {}
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in self.passes.over("corrected", capture, frozenset(self.specs)):
-            totals += torch.tensor([float(batch.rows), batch.sequences]).to(totals)
-            for layer in layers:
-                basis = LayerBasis(*(self._broadcast(layer, side) for side in "GA"))
-                calls = [
-                    (call, gradient)
-                    for call, gradient in zip(batch.calls, batch.gradients or ())
-                    if gradient is not None and call.layer is layer and "G" in call.sides
-                ]
-                total = torch.zeros(2, *layer.shape, device=self.device, dtype=torch.float32)
-                if calls:
-                    total = squares(calls, basis, batch.sequences, batch.gain)
-                owner = self.plan.assignment.workers[layer.name][0]
-                dist.reduce(total, owner, group=self.channel.group)
-                if owner == self.channel.rank:
-                    sums[layer.name] = sums.get(layer.name, 0.0) + total.double()
-        numbers = self.channel.sum(totals)
-        for name, (token, sequence) in sums.items():
-            self.tensors[f"{name}/corrected.token"] = (token / numbers[0]).float()
-            if not sequence.isnan().any():
-                self.tensors[f"{name}/corrected.sequence"] = (sequence / numbers[1]).float()
-
-    def _broadcast(self, layer: LayerSpec, side: str) -> Eigenbasis:
-        """Eigenvectors of a side, from the rank that owns them. Collective."""
-        shape, key = getattr(layer, side), self.keys[layer.name].get(side)
-        values = torch.ones(0, device=self.device, dtype=torch.float32)  # nobody reads them
-        if key is None or shape.block < 2:
-            return Eigenbasis((), values)
-        vectors = []
-        for k, (n, b) in enumerate(shape.groups):
-            own = self.tensors.get(f"{key}/vectors.{k}")
-            part = torch.empty(n, b, b, device=self.device, dtype=torch.float32)
-            part = part if own is None else own.contiguous()
-            dist.broadcast(part, self.owners[key], group=self.channel.group)
-            vectors.append(part)
-        return Eigenbasis(tuple(vectors), values)
+def _sums_of(batch: Batch, names: frozenset[str], capture: Capture) -> dict[str, BatchSum]:
+    """This rank's batch sums of some layers, by factor key."""
+    places = [place for place, call in enumerate(batch.calls) if call.layer.name in names]
+    calls, gradients = [batch.calls[place] for place in places], batch.gradients
+    asked = None if gradients is None else [gradients[place] for place in places]
+    capture.add_asked(calls, asked, 1.0 / batch.gain)
+    sums = {**capture.sums, **capture.current.sums}
+    capture.sums, capture.current.sums = {}, {}
+    return sums
 
 
 def plan_of(
@@ -426,8 +330,3 @@ def rounds(
         keys |= its_keys
         nbytes += more
     yield frozenset(names), frozenset(keys)
-
-
-def correctable(layer: LayerSpec) -> bool:
-    """Whether a layer's gradient is one sum of g a^T, unlike that of grouped maps or norms."""
-    return layer.groups == 1 and not LAYERS[layer.kind].needs_gradients

@@ -1,8 +1,8 @@
-"""One pass of a model over data, for :mod:`ds_kfac.factors.fitting`.
+"""A pass of a model over data: of each batch the layers' calls and the gradients of their outputs.
 
 Ranks take their batches at the same time. Autograd is asked for the gradients of layer outputs, so
 no parameter gets one. At ZeRO stage 3 all ranks fetch weights together: a rank without a batch then
-runs an earlier one again, or another rank's.
+runs its last one again, or that of another rank.
 """
 
 import itertools
@@ -29,7 +29,6 @@ from ds_kfac.zero.deepspeed_versions import autocast
 SCALES = {torch.float16: 2.0**12}
 """dtype -> factor on the loss, where gradients would underflow."""
 SEED = 0x5EED
-END = object()
 WRAPPERS = DeepSpeedEngine, nn.DataParallel, nn.parallel.DistributedDataParallel
 """What holds the model as ``module``."""
 
@@ -43,12 +42,11 @@ class Batch:
     Attributes:
         number: the same on all ranks, from 0.
         calls: of the layers, in the order in which they ran.
-        gradients: of the calls' outputs, None where the loss does not depend on one; or None for
-            all: there was no backward pass.
+        gradients: of the calls' outputs, None where the loss does not depend on one; None: there
+            was no backward pass.
         sequences: first dimension of the batch's first tensor.
-        rows: fp32 scalar, rows of the layer nearest to the loss, without padding: R_p.
-        gain: fp32 scalar, factor from a gradient to that of a term's own loss.
-        problem: text of what is wrong with the batch; "" if nothing is.
+        rows: number of rows of the layer nearest to the loss, without padding.
+        gain: factor from a gradient to that of a term's own loss.
     """
 
     number: int
@@ -57,19 +55,10 @@ class Batch:
     sequences: int = 0
     rows: Tensor | float = 0.0
     gain: Tensor | float = 1.0
-    problem: str = ""
 
 
 class Passes:
-    """Passes of a model over data.
-
-    Args:
-        model: an nn.Module or a DeepSpeedEngine.
-        loss, reduction: see :func:`ds_kfac.factors.fitting.fit`.
-
-    Attributes:
-        device: the model's.
-    """
+    """Passes of a model over data. ``loss``, ``reduction``: see :func:`ds_kfac.fit`."""
 
     def __init__(
         self,
@@ -84,116 +73,109 @@ class Passes:
     ) -> None:
         self.engine = model if isinstance(model, DeepSpeedEngine) else None
         self.model: nn.Module = model.module if isinstance(model, WRAPPERS) else model
-        self.data, self.loss, self.channel, self.shows = data, loss, channel, shows
-        self.config, self.fisher = config, config.fisher
-        self.is_sum = reduction == "sum" and self.fisher != "monte_carlo"
+        self.data, self.loss, self.config, self.channel = data, loss, config, channel
+        self.is_sum = reduction == "sum" and config.fisher != "monte_carlo"
+        self.is_hidden = not shows or channel.rank > 0
         first = next(self.model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         self.device = torch.device(first.device if self.engine is None else self.engine.device)
         with self._autocast():
             casts = torch.is_autocast_enabled(self.device.type)
             dtype = torch.get_autocast_dtype(self.device.type) if casts else first.dtype
-        self.seed = SCALES.get(dtype, 1.0)
+        self.scale = SCALES.get(dtype, 1.0)
         self.is_sharded = any(hasattr(one, "ds_id") for one in self.model.parameters())
 
     def over(self, what: str, capture: Capture, keys: frozenset[str]) -> Iterator[Batch]:
-        """Run the model on every batch. Collective: a rank gets as many results as the others.
+        """Run the model on every batch, to capture some factors. Collective.
 
-        Args:
-            what: name of the pass, for the progress bar.
-            keys: of the factors that are to be captured.
-
-        Raises:
-            FactorsError: on every rank, if there is no batch, or a result has a problem, which the
-                caller may have found.
+        A rank yields as many results as the others. Raises FactorsError on every rank if one has a
+        batch that is wrong, or none has any.
         """
-        iterator, last = iter(self.data), END
-        total = len(self.data) if hasattr(self.data, "__len__") else None
-        hidden = not self.shows or self.channel.rank > 0
-        for number in tqdm(itertools.count(), what, total, unit=" batches", disable=hidden):
-            problem, batch = "", END
+        bar = tqdm(self.data, what, unit=" batches", disable=self.is_hidden)
+        iterator, last, problem = iter(bar), None, ""
+        for number in itertools.count():
+            batch = None
             try:
-                batch = next(iterator, END)
+                batch = next(iterator, None)
+                if batch is not None and _first(batch) is None:
+                    problem = (
+                        problem or f"batch {number}, counted from 0: has no tensor of a dimension"
+                    )
             except Exception as error:
-                problem = f"batch {number}: {type(error).__name__}: {error}"
-            last = last if batch is END else batch
-            has_batch = [has for _, has in self._together(problem, batch is not END)]
-            if not any(has_batch):
+                problem = problem or f"batch {number}: {type(error).__name__}: {error}"
+            # a rank that never has a batch gets another's, if it must run one
+            sent = batch if self.is_sharded and number == 0 else (batch is not None or None)
+            present = [one for one in self._together(problem, sent) if one is not None]
+            if not present:
                 break
-            if number == 0 and self.is_sharded and not all(has_batch):
-                others = (one for _, one in self._together("", None if batch is END else batch))
-                last = batch if batch is not END else next(one for one in others if one is not None)
+            last = batch if batch is not None else last if number else present[0]
             result = Batch(number)
-            if batch is not END or self.is_sharded:
-                result = self._try(last, number, capture, keys)
-            if batch is END:
-                result = Batch(number)
+            if batch is not None or self.is_sharded:
+                result, problem = self._try(last, number, capture, keys)
+            result = Batch(number) if batch is None else result
             yield result
-            # the caller still has the result: free the gradients before the next batch runs
-            result.calls = result.gradients = ()
-            self._together(result.problem)
+            result.calls = result.gradients = ()  # the caller still has it: free the memory
         if not number:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
 
-    def _together(self, problem: str, value: Any = None) -> list[tuple[str, Any]]:
-        """(problem, value) of every rank. Raises FactorsError on all if one has a problem."""
+    def _together(self, problem: str, value: Any = None) -> list[Any]:
+        """Every rank's value. Raises FactorsError on all ranks if one has a problem."""
         everyone = gathered((problem, value), self.channel.group)
         texts = [f"rank {rank}, {text}" for rank, (text, _) in enumerate(everyone) if text]
         if texts:
             raise FactorsError("ds_kfac.fit: " + "; ".join(texts[:4]))
-        return everyone
+        return [value for _, value in everyone]
 
-    def _try(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
+    def _try(
+        self, batch: Any, number: int, capture: Capture, keys: frozenset[str]
+    ) -> tuple[Batch, str]:
+        """A batch's result, and a text of what is wrong with it."""
+        result = Batch(number)
         try:
-            return self._run(batch, number, capture, keys)
-        except FactorsError as problem:
-            return Batch(number, problem=f"batch {number}, counted from 0: {problem}")
+            problem = self._run(batch, result, capture, keys)
+            problem = problem and f"batch {number}, counted from 0: {problem}"
+        except FactorsError:
+            raise
         except Exception as error:
             if self.is_sharded and self.channel.world > 1:  # others wait for this rank's weights
                 raise
-            return Batch(number, problem=f"batch {number}: {type(error).__name__}: {error}")
+            problem = f"batch {number}: {type(error).__name__}: {error}"
+        return (Batch(number), problem) if problem else (result, "")
 
-    def _run(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
-        """Raises FactorsError for a batch that has no factors."""
+    def _run(self, batch: Any, result: Batch, capture: Capture, keys: frozenset[str]) -> str:
+        """Fill a result; returns what is wrong with the batch, or ""."""
         batch = _pytree.tree_map(
-            lambda x: x.to(self.device) if hasattr(x, "to") else x,
-            batch,
-            is_leaf=lambda x: hasattr(x, "to"),
+            lambda x: x.to(self.device) if _moves(x) else x, batch, is_leaf=_moves
         )
-        tensor = next((x for x in tensors_of(batch) if x.ndim), None)
-        if tensor is None:
-            raise FactorsError("has no tensor of at least one dimension")
-        result = Batch(number, sequences=len(tensor))
-        capture.begin_step(keys, number)
+        result.sequences = len(_first(batch))
+        capture.begin_step(keys, result.number)
         with torch.enable_grad(), self._autocast():
-            value = self._value(batch, number)
+            value = self._value(batch, result.number)
         result.calls = calls = capture.pending
-        if self.fisher == "activations_only":
+        if self.config.fisher == "activations_only":
             result.gradients = None
-            return result
+            return ""
         problem = self._no_loss(value, calls)
-        if self.is_sharded:  # others would wait in their backward for this rank's weights
-            self._together(problem and f"batch {number}, counted from 0: {problem}")
+        if self.is_sharded:  # others would wait in their backward pass for this rank's weights
+            self._together(problem and f"batch {result.number}, counted from 0: {problem}")
         if problem:
-            raise FactorsError(problem)
+            return problem
         edges = [call.edge for call in calls if call.edge is not None]
-        seed = torch.full_like(value, self.seed)
+        seed = torch.full_like(value, self.scale)
         gradients = torch.autograd.grad(value, edges, seed, allow_unused=True)
-        if not bool(torch.isfinite(value)):  # not before the backward: all ranks must run it
-            raise FactorsError(f"the loss is {float(value.detach())}; leave the batch out")
-        result.gradients = gradients
-        self._weigh(result, capture)
-        return result
-
-    def _weigh(self, result: Batch, capture: Capture) -> None:
-        """Set the number of rows, and the gain: a mean's terms are divided by that number."""
-        sharing = capture.rows.weight_sharing
-        for call, gradient in zip(reversed(result.calls), reversed(result.gradients or ())):
+        if not value.isfinite().all():  # not before the backward pass, which all ranks must run
+            return f"the loss is {float(value.detach())}; leave the batch out"
+        sums = [g.sum(dtype=torch.float32) for g in gradients if g is not None]
+        if sums and not torch.stack(sums).isfinite().all():
+            return "a gradient is not finite; leave the batch out"
+        result.gradients, sharing = gradients, capture.rows.weight_sharing
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
             if gradient is not None:  # the layer nearest to the loss
                 capture.current.arrived(call.rows, call.gradient_rows(gradient), sharing)
                 break
         rows = capture.current.rows(sharing)
         result.rows = torch.as_tensor(rows, dtype=torch.float32, device=self.device)
-        result.gain = (torch.ones_like(result.rows) if self.is_sum else result.rows) / self.seed
+        result.gain = (torch.ones_like(result.rows) if self.is_sum else result.rows) / self.scale
+        return ""
 
     def _value(self, batch: Any, number: int) -> Any:
         """The loss of a batch; with "monte_carlo" on drawn labels."""
@@ -210,15 +192,12 @@ class Passes:
                 value = _returned_loss(self.model(*arguments))
         finally:
             handle.remove()
-        if self.fisher != "monte_carlo":
+        if self.config.fisher != "monte_carlo":
             return value
         prediction = prediction_tensor(outputs[-1])
         reached = torch.ones_like(prediction, dtype=torch.bool)
-        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value is not prediction
-        if is_loss and value.requires_grad:
-            gradient = torch.autograd.grad(
-                value, prediction, retain_graph=True, materialize_grads=True, allow_unused=True
-            )[0]
+        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, prediction, retain_graph=True)
             reached = gradient != 0
         generator = torch.Generator(device=self.device)
         generator.manual_seed(SEED + number * 1_000_003 + self.channel.rank)
@@ -240,12 +219,19 @@ class Passes:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
 
+def _first(batch: Any) -> Any:
+    """The first tensor of a batch, whose first dimension is its sequences; None: there is none."""
+    return next((x for x in tensors_of(batch) if x.ndim), None)
+
+
+def _moves(x: Any) -> bool:
+    return hasattr(x, "to")
+
+
 def _returned_loss(output: Any) -> Any:
-    """The loss in a model's output: ``loss`` of a mapping or an object, or the first scalar of a
-    tuple; the output itself if there is none."""
+    """The loss in a model's output: its ``loss``, or the first scalar of a tuple; else the output."""
     if isinstance(output, Mapping):
         return output.get("loss", output)
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
-        scalars = (x for x in output if isinstance(x, Tensor) and x.ndim == 0)
-        return next(scalars, output)
+        return next((x for x in output if isinstance(x, Tensor) and x.ndim == 0), output)
     return getattr(output, "loss", output)
