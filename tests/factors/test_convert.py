@@ -82,7 +82,7 @@ def test_what_has_no_place_there_is_named(tmp_path):
         convert(found, "mergekit", tmp_path / "x")
     with pytest.raises(FactorsError, match="rank 0, rho 2"):
         convert(found, "eva", tmp_path / "x", rank=0)
-    with pytest.raises(FactorsError, match="out: .*is a folder; gptq needs"):
+    with pytest.raises(FactorsError, match=r"out: .*is a folder; gptq needs"):
         convert(found, "gptq", tmp_path)
     A = fit(
         Sequences(), sequences(1), out=tmp_path / "A", config={"factor": {"fisher": "activations_only"}}, progress=False

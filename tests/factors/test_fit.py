@@ -314,7 +314,7 @@ def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.safetensors(), "save_file", full)
-    with pytest.raises(FactorsError, match="could not be written .*No space left"):
+    with pytest.raises(FactorsError, match=r"could not be written .*No space left"):
         fit(Sequences(), sequences(1), out=tmp_path, progress=False)
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.safetensors"))
     monkeypatch.undo()
