@@ -1,9 +1,10 @@
 """K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
 A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for the bias, and
-gradients g [O] of its outputs, of a loss that is a mean over the N rows.
+gradients g [O] of the loss with respect to its outputs. R is the number of rows of the layer nearest to the loss, which
+is the layer whose gradient arrives first. If the loss is a mean over R terms, the gradient of one term is R g.
 
-    A = mean a a^T                 G = mean g g^T                 running averages over batches
+    A = mean a a^T                 G = R sum g g^T                running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
@@ -31,8 +32,8 @@ from torch import Tensor, nn
 class Layer:
     """One nn.Linear: its rows of this step, its factors, eigenbases and Adam moments."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
+    def __init__(self, module: nn.Linear, kfac: "KFAC") -> None:
+        self.module, self.kfac = module, kfac
         self.factors: list[Tensor] = []  # A [I, I], G [O, O]
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
         self.m = self.v = torch.zeros(module.out_features, module.in_features + (module.bias is not None))
@@ -45,8 +46,8 @@ class Layer:
         node.register_prehook(self.backward_hook)
 
     def backward_hook(self, gradients: tuple) -> None:
-        g = gradients[0].flatten(0, -2)  # [N, O]
-        self.g = g * len(g)  # autograd's gradient of a mean over N rows is g / N
+        self.g = gradients[0].flatten(0, -2)  # [N, O]
+        self.kfac.R = self.kfac.R or len(self.g)  # the first gradient that arrives is that of the nearest layer
 
     def gradient(self) -> Tensor:
         """dW [O, I], the bias as last column."""
@@ -59,7 +60,7 @@ class Layer:
 
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
         """Fold a batch into the averages. From the eleventh on its trace is limited to ten times the average's."""
-        G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.g.T @ self.g / len(self.g)
+        G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.kfac.R * self.g.T @ self.g
         new = [self.a.T @ self.a / len(self.a), G]
         keep = min(1 - 1 / batches, decay)
         for i, old in enumerate(self.factors):
@@ -83,9 +84,10 @@ class KFAC:
     iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
 
     def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False):
-        self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self.layers = {name: Layer(m, self) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.update_interval, self.refresh_interval = update_interval, refresh_interval
         self.decay, self.identity_G, self.steps = decay, identity_G, 0
+        self.R = 0  # of this step's batch; 0 until a gradient arrives
 
     def update(self, late: bool = False) -> None:
         """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, eigenbases
@@ -100,6 +102,7 @@ class KFAC:
             if not late and not off:
                 layer.refresh(self.iterates and refreshes % 10 > 0)
         self.steps += 1
+        self.R = 0
 
     @torch.no_grad()
     def precondition(self, lr: float, damping: float = 1.0, kl_clip: float = 1e-3) -> None:

@@ -1,8 +1,8 @@
 """K-FAC with every option, on one device in plain torch: the oracle of the tests. Its short form: ds_kfac/reference.py.
 
-For a layer W a with inputs a (a 1 appended for the bias) and per-term output gradients g:
+For a layer W a with inputs a (a 1 appended for the bias) and gradients g of the loss with respect to its outputs:
 
-    A = mean a a^T                G = mean g g^T                  running averages, bias-corrected
+    A = mean a a^T                G = K sum_p R_p sum g g^T       running averages, bias-corrected
     A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then; see _iterated
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
@@ -13,10 +13,19 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
                                   W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
 
-autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
+A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and its gradient are
+both zero. A call whose gradient is zero in every entry has no rows. A layer without a row keeps its factors.
+
+K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to the loss in pass p:
+the linear layer or convolution whose gradient arrives first, with the rows of all its calls, whether they have a
+gradient or not, without those that the mask leaves out. If the loss of each pass is a mean over R_p terms and the
+step's loss the mean over the passes, the gradient of one term is K R_p g, so that G is the second moment of the terms'
+gradients. M, the number of terms, is the sum of all R_p.
+
 After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -24,57 +33,126 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def _node(y: Tensor) -> Any:
+    """The node that made an output. An in-place activation would take a hook on the tensor, or on a view, along."""
+    return (y if y._base is None else y._base).grad_fn
+
+
+class _Passes:
+    """The backward passes of a step.
+
+    Attributes:
+        terms: R_p of each pass; None until a gradient of a linear layer or convolution arrives.
+        listens: whether gradients that arrive now are those of the loss that G is made of.
+        calls: shapes (N, T) of the rows of each module's calls in the forwards of the last pass, or of the next.
+        used: whether a pass has come for these calls.
+    """
+
+    def __init__(self, owner: "ReferenceKFAC", model: nn.Module) -> None:
+        self.owner = owner
+        self.listens = owner.fisher != "monte_carlo"
+        self.terms: list[float | None] = []
+        self.calls: dict[nn.Module, list[tuple[int, int]]] = defaultdict(list)
+        self.used = False
+        self.graph_task = -1
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                module.register_forward_hook(self._called)
+
+    def index(self) -> int:
+        """Number of the backward pass that runs."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self.graph_task:
+            self.graph_task = graph_task
+            self.terms.append(None)
+        return len(self.terms) - 1
+
+    def _called(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
+        if y.requires_grad:
+            if self.used:
+                self.clear_calls()
+            channels = -1 if isinstance(module, nn.Linear) else 1
+            rows = y.detach().movedim(channels, -1)
+            call = (len(rows), rows.shape[1:-1].numel())
+            self.calls[module].append(call)
+            shape = y.shape
+            _node(y).register_prehook(lambda g: self._arrived(module, call, g[0].reshape(shape).movedim(channels, -1)))
+
+    def _arrived(self, module: nn.Module, call: tuple[int, int], g: Tensor) -> None:
+        if self.listens and self.terms[index := self.index()] is None:
+            self.terms[index] = 0.0
+            for other in self.calls[module]:
+                counted = self.owner.attended(*other, g.device)
+                if other is call:  # here a row with a gradient counts in any case
+                    counted = counted | g.any(-1).reshape(call)
+                counted = counted.any(1) if self.owner.sharing == "reduce" else counted
+                self.terms[index] += float(counted.sum())
+            self.used = True
+
+    def clear_calls(self) -> None:
+        self.calls.clear()
+        self.used = False
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.terms.clear()
+        self.clear_calls()
+
+
 class _Use:
-    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O]) of its calls in this step."""
+    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O], number of the pass) of its calls in this step."""
 
     def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
         self.module, self.owner = module, owner
         self.bias = getattr(module, "bias", None) is not None
         self.inputs = isinstance(module, nn.Linear)  # a norm's A is made of gradients
         self.name = ""
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
+        self.pairs: list[tuple[Tensor, Tensor, int]] = []
         module.register_forward_hook(self._capture)
 
     def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
-        if module.training and y.requires_grad:
-            # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
-            base = y._base if y._base is not None else y
-            x = inputs[0].detach()
-            if self.owner.fisher == "monte_carlo":
-                self.outputs.append((x, base, y.shape))
-            else:
-                node: Any = base.grad_fn
-                node.register_prehook(lambda g: self.add(x, g[0].reshape(y.shape)))
+        if y.requires_grad:
+            x, shape = inputs[0].detach(), y.shape
+            _node(y).register_prehook(lambda g: self._arrived(x, g[0].reshape(shape)))
 
-    def add(self, x: Tensor, g: Tensor) -> None:
+    def _arrived(self, x: Tensor, g: Tensor) -> None:
+        if self.owner.passes.listens:
+            index = self.owner.passes.index()
+            if g.any():
+                self.pairs.append((*self.rows(x, g), index))
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """A call's a [N, T, I], without the bias' 1, and g [N, T, O]."""
         g = g.detach().float()
         g = g.reshape(len(g), -1, g.shape[-1])
         if isinstance(self.module, nn.Linear):
             a = x.float()
-            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
         elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
             a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
             a = (a * g.view(*x.shape, 1)).flatten(-2)
         else:
             eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
             a = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * g.view(x.shape)
-        self.pairs.append((a.reshape(len(g), -1, a.shape[-1]), g))
+        return a.reshape(len(g), -1, a.shape[-1]), g
 
-    def moments(self, seed: float) -> tuple[Tensor, Tensor, float]:
-        """This step's mean a a^T and mean g g^T over loss terms, and M. Forgets the rows."""
-        owner, rows_a, rows_g, terms = self.owner, [], [], 0.0
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """This step's A and G. Forgets the rows."""
+        owner, rows_a, rows_g = self.owner, [], []
+        passes = owner.passes.terms
         only_a, only_g = (owner.only(self.name, side) for side in "AG") if owner.only else (None, None)
-        for a, g in self.pairs:
-            mask = a.new_ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
+        for a, g, index in self.pairs:
+            root = (len(passes) * (passes[index] or 0.0)) ** 0.5 / owner.scale  # K R_p goes to G, a square
+            kept = g.any(-1) | (owner.attended(*g.shape[:2], g.device) & a.any(-1))
+            kept = kept.unsqueeze(-1).to(a)
+            if self.inputs and self.bias:
+                a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
             if owner.sharing == "reduce":
-                a, g = (a * mask).sum(1) / (mask.sum(1).clamp(min=1) if self.inputs else 1), (g * mask).sum(1)
-                counts = (mask.sum(1) > 0).float()
+                a, g = (a * kept).sum(1) / (kept.sum(1).clamp(min=1) if self.inputs else 1), g.sum(1)
+                kept = kept.amax(1)
             else:
-                a, g, counts = (a * mask).flatten(0, 1), (g * mask).flatten(0, 1), mask.flatten(0, 1)
-            terms = float(counts.sum()) if owner.terms is None else float(owner.terms)
-            rows_a.append(torch.cat([a, counts], 1))
-            rows_g.append(g * (terms / seed))
+                a, g, kept = (a * kept).flatten(0, 1), g.flatten(0, 1), kept.flatten(0, 1)
+            rows_a.append(torch.cat([a if self.inputs else a * root, kept], 1))
+            rows_g.append(g * root)
         self.pairs.clear()
         a, g = torch.cat(rows_a), torch.cat(rows_g)
         weigh_a, weigh_g = a.new_ones(len(a)), a.new_ones(len(a))
@@ -82,9 +160,9 @@ class _Use:
             weigh_a, weigh_g = (only.to(a).repeat_interleave(len(a) // len(only)) for only in (only_a, only_g))
         if self.inputs:
             A = (a[:, :-1].T * weigh_a) @ a[:, :-1] / (weigh_a * a[:, -1]).sum()
-            return A, (g.T * weigh_g) @ g / terms, terms
-        a = a[:, :-1] * (terms / seed)
-        return (a.T * weigh_a) @ a / terms, a.new_ones(1, 1), terms
+            return A, (g.T * weigh_g) @ g
+        a = a[:, :-1]
+        return (a.T * weigh_a) @ a, a.new_ones(1, 1)
 
 
 class _Layer:
@@ -119,16 +197,17 @@ class _Layer:
         for p, part in zip(self.params, parts, strict=True):
             p.grad = part.contiguous()
 
-    def fold(self, seed: float, decay: float) -> None:
+    def fold(self, decay: float) -> None:
         """A batch into the running averages, none of it larger than 10 times the average once that stands on 10."""
         self.updates += 1
-        r, batch = min(1 - 1 / self.updates, decay), self.batch(seed)
+        r, batch = min(1 - 1 / self.updates, decay), self.batch()
         for index, (old, new) in enumerate(zip(self.factors or batch, batch, strict=True)):
             batch[index] = r * old + (1 - r) * _limited(new, new.trace(), old.trace(), self.updates)
         self.factors = batch
 
-    def batch(self, seed: float) -> list[Tensor]:
-        A, G, self.terms = self.use.moments(seed)
+    def batch(self) -> list[Tensor]:
+        A, G = self.use.moments()
+        self.terms = sum(terms or 0.0 for terms in self.use.owner.passes.terms)
         return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
 
 
@@ -192,15 +271,18 @@ class ReferenceKFAC:
 
     ``types`` are layer types. Sides over ``dense_max`` are cut into blocks, over
     ``longest`` a diagonal, all of them identities if it is 0. ``parts`` is
-    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut. ``rows`` [N, T] and
-    ``terms`` may be set before a step: which rows count, and the number of loss terms. So may ``only``: (layer, "A"
-    or "G") -> [N] or [N T], for how many each example, or each row, stands; 0: it is not taken.
+    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut.
+
+    Attributes that may be set before a backward:
+        mask: [N, T], the attention mask. It holds for calls of N T rows.
+        scale: by which the loss is multiplied.
+        only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands; 0: it is not taken.
     """
 
     iterates: Any = frozenset({"cuda"})
     """Device types where KFACAdamW refreshes by a step of the iteration after the burn-in, but for every tenth time."""
-    rows: Tensor | None = None
-    terms: float | None = None
+    mask: Tensor | None = None
+    scale = 1.0
     only: Any = None
 
     def __init__(
@@ -217,6 +299,7 @@ class ReferenceKFAC:
         self.steps = self.refreshed = 0
         self.nu = 1.0
         self.layers: dict[str, _Layer] = {}
+        self.passes = _Passes(self, model)
 
         def block(dim: int, other: int) -> int:
             if not longest or dense_max is None or dim <= dense_max:
@@ -243,6 +326,12 @@ class ReferenceKFAC:
         for name, layer in self.layers.items():
             layer.use.name = name
 
+    def attended(self, examples: int, positions: int, device: torch.device) -> Tensor:
+        """Which rows [N, T] of a call the attention mask does not leave out: all if its size is another one."""
+        if self.mask is not None and self.mask.numel() == examples * positions:
+            return self.mask.reshape(examples, positions).to(device, torch.bool)
+        return torch.ones(examples, positions, device=device, dtype=torch.bool)
+
     @property
     def factors(self) -> dict[str, list[Tensor]]:
         return {name: layer.factors for name, layer in self.layers.items()}
@@ -254,27 +343,25 @@ class ReferenceKFAC:
 
     def sampled(self, loss: Tensor) -> None:
         """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
-        uses = [layer.use for layer in self.layers.values()]
-        outputs = [output for use in uses for output in use.outputs]
-        gradients = iter(torch.autograd.grad(loss, [y for _, y, _ in outputs], retain_graph=True))
-        for use in uses:
-            for x, _, shape in use.outputs:
-                use.add(x, next(gradients).view(shape))
-            use.outputs.clear()
+        parameters = [p for layer in self.layers.values() for p in layer.params]
+        self.passes.listens = True
+        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        self.passes.listens = False
 
-    def update(self, seed: float = 1.0) -> None:
+    def update(self) -> None:
         """Fold this step's rows into the factors and decompose them, if due."""
-        self.fold(seed)
+        self.fold()
         self.refresh(self.steps)
         self.steps += 1
 
-    def fold(self, seed: float) -> None:
+    def fold(self) -> None:
         if self.steps % self.update_interval == 0:
             for layer in self.layers.values():
                 if layer.use.pairs:
-                    layer.fold(seed, self.decay)
+                    layer.fold(self.decay)
         for layer in self.layers.values():
             layer.use.pairs.clear()
+        self.passes.clear()
 
     def refresh(self, step: int, *, iterate: bool = False) -> None:
         """Decompose the factors, if due at ``step``; from the last bases, if ``iterate``."""
@@ -292,10 +379,10 @@ class ReferenceKFAC:
                     layer.m = RG @ layer.m @ RA.T
             self.refreshed += step >= self.burn_in
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
-        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``
-        scaled the loss that was differentiated, ``clip`` the gradients."""
-        self.update(seed)
+    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
+        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``clip`` has
+        scaled the gradients."""
+        self.update()
         results, rotated, quadratic = {}, {}, 0.0
         for name, layer in self.layers.items():
             dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
@@ -322,7 +409,7 @@ class ReferenceKFAC:
             layer.write(self.nu * results[name])
 
     def adam(
-        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0,
+        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *,
         orthogonal=(), size=27.0, base=128, whiten=0.125, ratio=1.0, heads=(), blocks=(),
     ) -> None:  # fmt: skip
         """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
@@ -331,7 +418,7 @@ class ReferenceKFAC:
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
         first = not self.steps
-        self.fold(seed)
+        self.fold()
         if first:
             self.refresh(self.steps)
         self.steps += 1

@@ -42,26 +42,23 @@ class ImageUse(_Use):
     def __init__(self, owner: ReferenceKFAC, module: Any, group: int = 0) -> None:
         super().__init__(owner, module)
         self.group, self.inputs = group, isinstance(module, CONVOLUTIONS)
+        self.bias = self.bias and not isinstance(module, TRANSPOSED)
 
-    def add(self, x: Tensor, g: Tensor) -> None:
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         x, g, module = x.float(), g.detach().float(), self.module
         if self.inputs:
             groups = module.groups
             transposed = isinstance(module, TRANSPOSED)
             a, g = (pixels(x, groups), patches(module, g)) if transposed else (patches(module, x), pixels(g, groups))
-            a, g = a[:, :, self.group], g[:, :, self.group]
-            if self.bias and not transposed:
-                a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+            return a[:, :, self.group], g[:, :, self.group]
+        if isinstance(module, nn.GroupNorm):
+            normal = F.group_norm(x, module.num_groups, eps=module.eps)
+        elif module.training:
+            normal = F.batch_norm(x, None, None, training=True, eps=module.eps)
         else:
-            if isinstance(module, nn.GroupNorm):
-                normal = F.group_norm(x, module.num_groups, eps=module.eps)
-            elif module.training:
-                normal = F.batch_norm(x, None, None, training=True, eps=module.eps)
-            else:
-                normal = F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), eps=module.eps)
-            parts = [(normal * g).flatten(2).sum(-1), g.flatten(2).sum(-1)]
-            a, g = torch.stack(parts, -1).flatten(1)[:, None], parts[1][:, None]
-        self.pairs.append((a, g))
+            normal = F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), eps=module.eps)
+        parts = [(normal * g).flatten(2).sum(-1), g.flatten(2).sum(-1)]
+        return torch.stack(parts, -1).flatten(1)[:, None], parts[1][:, None]
 
 
 class ImageLayer(_Layer):
@@ -69,9 +66,6 @@ class ImageLayer(_Layer):
 
     def __init__(self, use: ImageUse, block_A: int, block_G: int) -> None:
         super().__init__(use, block_A, block_G)
-        transposed = isinstance(self.module, TRANSPOSED)
-        if transposed:
-            self.params = [self.module.weight]
         if use.inputs:
             inputs, outputs = self.module.in_channels, self.module.out_channels
             few = 1 in (inputs // self.module.groups, outputs // self.module.groups) and self.module.groups > 1
@@ -104,14 +98,14 @@ class ImageLayer(_Layer):
 
 
 class ImageKFAC(ReferenceKFAC):
-    """Of models with convolutions; sides are dense. The number of loss terms is set from outside."""
+    """Of models with convolutions; sides are dense."""
 
     def __init__(self, model: nn.Module, *, types: Any = ("Linear",), **options: Any) -> None:
         super().__init__(model, types=tuple(t for t in types if t in ("Linear", "LayerNorm")), **options)
         no_G = self.fisher == "activations_only"
         for name, m in model.named_modules():
             kind = next((kind for kind, classes in NORMS.items() if isinstance(m, classes)), type(m).__name__)
-            if kind not in types or name in self.layers:
+            if kind not in types or kind in ("Linear", "LayerNorm"):
                 continue
             if isinstance(m, CONVOLUTIONS):
                 transposed = isinstance(m, TRANSPOSED)

@@ -30,15 +30,16 @@ def wrong(kind: type[ReferenceKFAC], mistake: str) -> type[ReferenceKFAC]:
                 for layer in self.layers.values():
                     layer.write = partial(lambda write, V: write(-V), layer.write)
 
-        def update(self, seed: float = 1.0) -> None:
+        def update(self) -> None:
             if mistake == "terms":
-                self.terms *= 2
+                self.passes.terms = [2 * terms for terms in self.passes.terms]
             elif mistake == "a row" and self.steps == 0:
                 for layer in self.layers.values():
                     layer.use.pairs = [
-                        (torch.cat([0 * a[:1], a[1:]]), torch.cat([0 * g[:1], g[1:]])) for a, g in layer.use.pairs
+                        (torch.cat([0 * a[:1], a[1:]]), torch.cat([0 * g[:1], g[1:]]), index)
+                        for a, g, index in layer.use.pairs
                     ]
-            super().update(seed)
+            super().update()
 
     return Wrong
 

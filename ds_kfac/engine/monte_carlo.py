@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from ds_kfac.log import logger
 from ds_kfac.model.layers import tensors_of
@@ -121,9 +121,7 @@ class LossSampling:
         capture.add_asked(calls, self._gradients(total, edges, scale), scale)
         capture.end_pass()
 
-    def _gradients(
-        self, loss: Tensor, inputs: Sequence[Tensor | GradientEdge], scale: Tensor
-    ) -> list[Tensor | None]:
+    def _gradients(self, loss: Tensor, inputs: Sequence[Any], scale: Tensor) -> list[Tensor | None]:
         """Gradients of ``loss * scale`` at ``inputs``; None where the loss does not reach."""
         if not loss.requires_grad or not inputs:
             return [None] * len(inputs)

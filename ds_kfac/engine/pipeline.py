@@ -1,47 +1,35 @@
-"""Announces a pipeline's backward passes to the capture: no ``engine.backward`` does, and other micro-batches' forwards
-may run between a micro-batch's forward and its backward."""
+"""Announces a pipeline's backward passes to the capture: no ``engine.backward`` does."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_kfac.model.masks import Forward
 from ds_kfac.step.job import Job
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
-    """The engine's table of instructions, in which a micro-batch's backward pass is announced to the capture with its
-    forward, so that recomputations are attributed to that. Several outputs get one backward, see :func:`joined`.
+    """The engine's table of instructions, in which a micro-batch's backward pass is announced to the capture. Several
+    outputs get one backward, see :func:`joined`.
 
     Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function, others get a gradient.
     """
-    table, captures = getattr(engine, INSTRUCTIONS), [kfac.capture for kfac in job.preconditioners]
-    forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, one for each capture
-
-    def forward(self: Any, buffer_id: int) -> None:
-        table[ForwardPass](self, buffer_id)
-        if job.active:
-            forwards[buffer_id] = [capture.forward for capture in captures]
+    table = getattr(engine, INSTRUCTIONS)
 
     def backward(self: Any, buffer_id: int) -> None:
-        if not job.active:
-            forwards.clear()
         with ExitStack() as stack:
-            for capture in captures:
-                stack.enter_context(capture.own_backward())
+            for kfac in job.preconditioners:
+                stack.enter_context(kfac.capture.own_backward())
             if job.active:
-                for capture, its in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none if the forward raised
-                    capture.repeats(its)
                 stack.enter_context(joined(self, buffer_id))
             table[BackwardPass](self, buffer_id)
 
-    return {**table, ForwardPass: forward, BackwardPass: backward}
+    return {**table, BackwardPass: backward}
 
 
 class _Joined(Function):

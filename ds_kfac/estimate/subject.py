@@ -20,10 +20,10 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
 from ds_kfac.engine.refusals import accumulation, block, of_config, refused
-from ds_kfac.model.shared import SharedInputs, agreed
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.scan import scan
+from ds_kfac.model.shared import SharedInputs, agreed
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan, sharing_candidates
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 

@@ -13,7 +13,7 @@ from ds_kfac.factors.passes import Batch, Passes
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import kept_rows, pairs
+from ds_kfac.model.rows import is_nonzero, kept_rows, pairs
 from ds_kfac.ops.functional import block_product
 from ds_kfac.plan.plan import Plan
 
@@ -58,7 +58,7 @@ def _add_squares(
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:
             x, g = call.kept.saved_tensors[0], call.gradient_rows(gradient)
-            kept = gradient.any() if call.kind.images else kept_rows(x, g, call.mask)
+            kept = gradient.any() if call.kind.images else kept_rows(x, is_nonzero(g), call.mask)
             x_NTI, g_NTO = pairs(call, x, g, kept)
             if isinstance(call.module, ATTENTION):
                 sides = -1, batch.sequences

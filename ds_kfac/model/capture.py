@@ -16,6 +16,11 @@ the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that fo
 announced none, a plain ``loss.backward()`` is its own, too, if no other engine announces one and the forward's inputs
 have no graph. A backward pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
 
+Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the user's backward if they
+differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward that it belongs to:
+the last one to whose output the backward pass has come. A backward pass may come after the step of its forward, which
+has no rows then, but saves the same tensors; and what is recomputed of a forward that was not captured saves none.
+
 Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before DeepSpeed divides the
 gradient by the accumulation steps, nor a full backward hook, which breaks with in-place activations. No exception
 leaves a hook: it would stop one rank in a backward pass that the others finish.
@@ -36,7 +41,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, kept
 from ds_kfac.model.layers import LayerSpec, tensors_of
-from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, joined, masks_in
+from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
@@ -147,11 +152,10 @@ class Capture:
         self.active = False
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
-        self._forward_runs = False
-        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.step = -1
         self._forget()
-        layers = tuple(layers)
+        self._layers = layers = tuple(layers)
+        self._saved: frozenset[str] = frozenset()  # names of the layers whose inputs this step's forwards save
         self._numels: dict[str, int] = {}
         self.of_gradients: set[str] = set()
         for layer in layers:
@@ -173,10 +177,12 @@ class Capture:
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
-        self.repeated: Forward | None = None
+        self._running: Forward | None = None  # to whose output the running backward pass has come
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
+        self._forward_runs = False
+        self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.counted = 0
         self.outside = 0
         self.measured: dict[str, int | Tensor] | None = None
@@ -200,7 +206,13 @@ class Capture:
                     # before the hooks of others, which may replace the output; but if autograd is asked for gradients
                     # after ZeRO-3's, which wraps it in a function that fetches the weights of its backward
                     prepend = not self.sampled
-                    self._hook(module.register_forward_hook, module, called, with_kwargs=True, prepend=prepend)
+                    self._hook(
+                        module.register_forward_hook,
+                        module,
+                        called,
+                        with_kwargs=True,
+                        prepend=prepend,
+                    )
                 continue
             watched |= modules
             if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
@@ -211,26 +223,44 @@ class Capture:
             self._stacks.setdefault(id(weight), []).append(layer)
         for name, module in model.named_modules():
             if module not in hooked and is_linear_map(module):
-                self._hook(module.register_forward_hook, module, partial(self._other_called, name), prepend=True)
+                self._hook(
+                    module.register_forward_hook,
+                    module,
+                    partial(self._other_called, name),
+                    prepend=True,
+                )
         self._products = Products(counts, self._product) if counts else None
-        for module in watched.values() if counts else ():
-            self._hook(module.register_forward_pre_hook, module, self._enter_products)
+        if self._products is None:
+            return
+        products = self._products
+        enter: Any = lambda module, inputs: products.enter(module)  # noqa: E731
+        leave: Any = lambda module, inputs, output: products.leave(module)  # noqa: E731
+        for module in watched.values():
+            self._hook(module.register_forward_pre_hook, module, enter)
             # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
-            leave = self._leave_products
             self._hook(module.register_forward_hook, module, leave, always_call=True, prepend=True)
 
-    def _hook(self, register: Callable[..., Any], ours: nn.Module, function: Callable[..., None], **how: Any) -> None:
+    def _hook(
+        self,
+        register: Callable[..., Any],
+        ours: nn.Module,
+        function: Callable[..., None],
+        **how: Any,
+    ) -> None:
         """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
-        export or torch.func. torch.compile sees the first condition alone."""
+        export or torch.func, and in recomputations of earlier ones. torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None:
+            is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
+            if is_plain and (self.active or _in_backward()):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
+            if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
+                return
+            if module is ours and not torch.compiler.is_exporting():
                 captured(module, *values)
 
         self._handles.append(register(hook, **how))
@@ -246,16 +276,15 @@ class Capture:
         if self._products is not None:
             self._products.leave(None)
 
-    def _enter_products(self, module: nn.Module, inputs: tuple) -> None:
-        self._products.enter(module)
-
-    def _leave_products(self, module: nn.Module, inputs: tuple, output: Any) -> None:
-        self._products.leave(module)
-
     # steps
 
     def begin_step(
-        self, keys: Collection[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
+        self,
+        keys: Collection[str] | None,
+        step: int,
+        *,
+        measure: bool = False,
+        proof: Proof | None = None,
     ) -> None:
         """Prepare for a step; forgets all calls since the last one.
 
@@ -274,6 +303,12 @@ class Capture:
         self.measured = {} if measure else None
         self.proof = proof
         self.uses = None if proof is None else Uses(self._weights)
+        saves_all = self.sampled or measure or proof is not None
+        self._saved = frozenset(
+            layer.name
+            for layer in self._layers
+            if layer.name not in self.failed and (saves_all or self.inputs.key(layer) in self.keys)
+        )
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -295,27 +330,30 @@ class Capture:
         self._end_plain_pass()
         self._forward_runs = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self.forward = Forward(masks_in(self.read_mask(arguments, keywords)), detached=detached)
+        masks = masks_in(self.read_mask(arguments, keywords))
+        self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
         self._forwards.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if _in_backward():
             return
         self._forward_runs = False
-        if self._announced:
-            return
-        for tensor in tensors_of(output):  # here a plain backward pass begins, outside of what it recomputes
+        for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._plain_pass_begins, self.step, self.forward))
+                tensor.grad_fn.register_prehook(partial(self._output_reached, self.forward))
+                self.forward.is_watched = True
 
-    def _forward_of(self, recomputed: bool) -> Forward:
-        """The forward pass of a call."""
+    def _forward_of(self, recomputed: bool) -> Forward | None:
+        """The forward pass of a call; None: it was not captured. Note: Recomputation."""
         if recomputed:
-            if self.repeated is not None:
-                return self.repeated
-            return self._forwards[0] if len(self._forwards) == 1 else joined(self._forwards)
+            if self._running is not None:
+                return self._running
+            if self._forward_runs:
+                return self.forward
+            unwatched = [forward for forward in self._forwards if not forward.is_watched]
+            return unwatched[-1] if unwatched else None
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
-            self.forward = Forward()
+            self.forward = Forward(step=self.step, saved=self._saved)
             self._forwards.append(self.forward)
         return self.forward
 
@@ -333,48 +371,53 @@ class Capture:
             if output.requires_grad:
                 x = inputs[0] if inputs else next(iter(named.values()))
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
-                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output))
-                self._called(Call(layer, LAYERS[layer.kind], module, rows, output.shape), x, output)
+                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output))
+                if rows is not None:
+                    self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
         output = output[0] if isinstance(output, tuple) else output
-        if isinstance(output, Tensor) and output.requires_grad and output.ndim > 1:
+        if isinstance(output, Tensor) and output.requires_grad:
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
             number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
-            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number)
-            node, place = _origin(output)
-            node.register_prehook(partial(self._other_arrived, self.step, rows, place))
+            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
+            if rows is not None:
+                node, place = _origin(output)
+                node.register_prehook(partial(self._other_arrived, rows, place))
 
-    def _rows(self, layer: str, leading: Shape | None, number: int) -> Rows:
-        """The rows of a call, which its forward pass counts, but for those of a recomputation."""
+    def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
+        """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
+        was not captured."""
+        if self.rows.weight_sharing == "reduce":
+            number = examples
         recomputed = _in_backward()
         forward = self._forward_of(recomputed)
+        if forward is None:
+            return None
         if not recomputed:
             forward.note(layer, leading, number)
         return Rows(layer, forward, leading, number, recomputed)
 
-    def _called(self, call: Call, x: Tensor, output: Tensor, node_of_x: Any = None) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product of its matrix with x did.
-
-        Args:
-            node_of_x: see :func:`ds_kfac.model.calls.kept`; None: it is made here.
-        """
-        layer = call.layer
-        if layer.name in self.failed or (call.rows.recomputed and self.sampled):
+    def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
+        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did."""
+        forward = calls[0].rows.forward
+        holder: list[Any] = []
+        if any(call.layer.name in forward.saved for call in calls):
+            holder.append(kept(x, multiplies=not calls[0].kind.needs_gradients))
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if not calls or forward.step != self.step or (calls[0].rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
-        if x.numel():
-            self.seen.add(layer.name)
-        call.input = self.inputs.number(layer.name, x)
-        makes_A = "A" in call.sides and self.inputs.key(layer) in self.keys
-        if makes_A or self.sampled or self.proof is not None or self.measured is not None:
-            multiplies = not call.kind.needs_gradients
-            call.kept = kept(x, multiplies=multiplies) if node_of_x is None else node_of_x
+        for call in calls:
+            call.input = self.inputs.number(call.layer.name, x)
+            if x.numel():
+                self.seen.add(call.layer.name)
         node, place = _origin(output)
         if self.sampled:
-            self.pending.append(replace(call, edge=GradientEdge(node, place)))
+            edge = GradientEdge(node, place)
+            self.pending += [replace(call, kept=holder[0], edge=edge) for call in calls]
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, self.step, call, place))
+            node.register_prehook(partial(self._arrived, calls, holder, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -388,8 +431,9 @@ class Capture:
         module = self._model.get_submodule(first.module)
         if product.window is not None or kind.images:
             if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
-                rows = self._rows(first.weight, None, kind.rows(x, output))
-                self._called(Call(first, kind, module, rows, output.shape), x, output)
+                rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
+                if rows is not None:
+                    self._called([Call(first, kind, module, rows, output.shape)], x, output)
             return
         if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
             return
@@ -398,58 +442,77 @@ class Capture:
             return
         is_stack = len(layers) > 1
         leading = torch.Size(x.shape[:-1])
-        entries = [(layers[entry], rows if is_stack or rows is not EVERY else None) for entry, rows in product.entries]
-        numbers = [leading.numel() if rows is None else _length(rows, leading.numel()) for _, rows in entries]
+        entries = [(layers[e], picked if is_stack or picked is not EVERY else None) for e, picked in product.entries]
+        numbers = [leading.numel() if picked is None else _length(picked, leading.numel()) for _, picked in entries]
         is_whole = len(entries) == 1 and entries[0][1] is None
-        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers))
-        node_of_x = kept(x)
+        examples = leading[0] if leading else 1
+        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
+        if rows_of_call is None:
+            return
+        calls: list[Call] = []
 
-        def called(layer: LayerSpec, rows: slice | Tensor | None, number: int, sides: str) -> None:
-            shape = torch.Size((*(leading if rows is None else (number,)), layer.G.dim))
-            call = Call(layer, kind, module, rows_of_call, shape, sides, select=rows)
+        def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
+            shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
+            call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
             call.columns, call.to_rows = product.columns, product.to_rows
-            self._called(call, x, output, node_of_x)
+            calls.append(call)
 
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
             called(first, product.rows, _length(product.rows, leading.numel()), "A")
-        for (layer, rows), number in zip(entries, numbers, strict=True):
-            called(layer, rows, number, "G" if shares else "AG")
+        for (layer, picked), number in zip(entries, numbers, strict=True):
+            called(layer, picked, number, "G" if shares else "AG")
+        self._called(calls, x, output)
 
     # gradients
 
-    def _arrived(self, step: int, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of a call's output has arrived at its node."""
-        node = call.kept
+    def _arrived(
+        self, calls: Sequence[Call], holder: list[Any], place: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """The gradient of the output of some calls, those of one product, has arrived at its node.
+
+        Args:
+            holder: of the node that saves their input, if it is needed.
+        """
+        nodes = holder.copy()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            call.kept = None  # autograd frees what its nodes saved, but not what ours did
+            holder.clear()  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self.active or step != self.step or call.layer.name in self.failed:
+        if gradient is None or not self._is_current(calls[0].rows.forward):
             return
-        is_own = self._is_own(call.rows.forward)
+        is_own = self._is_own(calls[0].rows.forward)
         self.outside += not is_own
         if self.proof is None and (not is_own or self.sampled):
             return
-        with self._guarded([call.layer]):
-            weight = self._weights[call.layer.name]
+        with self._guarded([call.layer for call in calls]):
+            weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = None if node is None else node.saved_tensors[0]
-            if self.sampled or not is_own:
-                self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
-                return
-            is_announced = self in self._backwards
-            if not is_announced:
-                self._watch_task()
-            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
-            self._add(call, x, gradient, 1.0 if is_inner else self._scale(is_announced))
+            x = nodes[0].saved_tensors[0] if nodes else None
+        is_announced = self in self._backwards
+        if is_own and not is_announced:
+            self._watch_task()
+        is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+        scale = 1.0 if is_inner else self._scale(is_announced)
+        for call in calls:
+            with self._guarded([call.layer]):
+                if call.layer.name in self.failed:
+                    continue
+                if self.sampled or not is_own:
+                    self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                else:
+                    self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, step: int, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
-        is_own = self.active and step == self.step and self in self._backwards and not self.sampled
+        is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
         if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
             self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+
+    def _is_current(self, forward: Forward) -> bool:
+        """Whether a forward pass is of the running step, and that captures."""
+        return self.active and forward.step == self.step
 
     def _is_own(self, forward: Forward) -> bool:
         """Whether the running backward pass is this engine's. Note: Own passes."""
@@ -470,27 +533,33 @@ class Capture:
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
             self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
-            self._prove(call, x, gradient)
+            if not self.sampled:  # else the true gradient's rows are proven
+                self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
-        makes_A = "A" in call.sides and A in self.keys and not (gradient is None and kind.needs_gradients)
-        makes_G = "G" in call.sides and G in self.keys and gradient is not None
+        makes_A = "A" in call.sides and A in self.keys
+        makes_G = "G" in call.sides and G in self.keys
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
         if not (makes_A or makes_G or counts or self.inputs.searching):
             return
-        alive = torch.ones((), dtype=torch.bool, device=self._device) if gradient is None else gradient.any()
+        if gradient is None:
+            every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
+            with_gradient = every if call.mask is None else call.mask
+        else:
+            with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
+        alive = with_gradient.any()
         self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
-        if makes_G and not kind.needs_gradients:
+        if makes_G and not kind.needs_gradients and gradient is not None:
             batch = self._sum(G, self.current.sums)
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
-        if makes_A and kind.needs_gradients:
+        if makes_A and kind.needs_gradients and gradient is not None:
             self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
         gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
         if not (gives or counts) or x is None:
             return
-        kept_ = alive if kind.images else kept_rows(x, gradient, call.mask)
+        kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
         if gives:
-            self.rows.add_inputs(call, x, kept_, self._sum(A), stride=self.keys[A])
-        if counts:
+            self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
+        if counts and self.measured is not None:
             number = call.rows.number * alive if kind.images else kept_.sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
 
@@ -518,18 +587,15 @@ class Capture:
             yield
         finally:
             self._backwards.remove(self)
+            self._running = None
             self.leave()
             if self.active and not self.sampled:
                 self.end_pass()
 
-    def repeats(self, forward: Forward) -> None:
-        """The next backward pass is of this forward: recomputed calls are its calls."""
-        self.repeated = forward
-
     def add_asked(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
     ) -> None:
-        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked for. None: the loss
+        """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
         does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
         """
         asked = [None] * len(calls) if gradients is None else gradients
@@ -554,7 +620,6 @@ class Capture:
             else:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
-        self.repeated = None
         self._tasks.clear()
         self.inputs.end_pass()
 
@@ -563,9 +628,15 @@ class Capture:
         if self.current.nearest is not None and self not in self._backwards:
             self.end_pass()
 
-    def _plain_pass_begins(self, step: int, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
-        if self.active and step == self.step and not self._backwards and self._is_own(forward):
+    def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
+        """A backward pass has come to the output of a forward."""
+        self._running = forward
+        Variable._execution_engine.queue_callback(self._output_left)
+        if self._is_current(forward) and not self._backwards and self._is_own(forward):
             self._watch_task()
+
+    def _output_left(self) -> None:
+        self._running = None
 
     def _watch_task(self) -> None:
         """End the pass when the running graph task, or the one around it, ends."""
@@ -619,9 +690,9 @@ def _length(rows: slice | Tensor, total: int) -> int:
 def _origin(output: Tensor) -> tuple[Any, int]:
     """The node at which the gradient of an output arrives, and at which of its places. The output of a Linear with bias
     is a view; an in-place activation replaces a view's node, but not that of its base."""
-    base = output._base
-    is_view = base is not None and base.numel() == output.numel() and base.grad_fn is not None
-    origin = base if is_view else output
+    origin, base = output, output._base
+    if base is not None and base.numel() == output.numel() and base.grad_fn is not None:
+        origin = base
     assert origin.grad_fn is not None, "the output requires no gradient"
     return origin.grad_fn, origin.output_nr
 

@@ -2,8 +2,8 @@
 
 **nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are the input's patches,
 rows of G the gradients of output pixels. With groups there are independent maps [groups, O / groups, C / groups *
-kernel], each with an A and a G. Loss terms are examples, unless labels or the model's output show others: A is the mean
-over examples and positions, G the sum over positions for each term. That is KFC's Fisher.
+kernel], each with an A and a G. A is the mean over examples and positions, and G sums over positions. For a classifier
+that is KFC's Fisher.
 
 **nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and the roles are swapped. Rows of A are the
 input's pixels, rows of G the patches that the transposed convolution sees in the output's gradient. The matrix is

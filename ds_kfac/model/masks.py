@@ -62,15 +62,28 @@ class Forward:
     Args:
         masks: its attention masks, bool [N, T].
         detached: whether its inputs have no graph, so that its loss is not another model's.
+        step: the step in which it ran.
+        saved: names of the layers whose inputs it saves.
 
     Attributes:
         calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls. Images have no leading
             dimensions that a mask could fit: None.
+        is_watched: whether a backward pass shows when it comes to the output.
     """
 
-    def __init__(self, masks: Iterable[Tensor] = (), *, detached: bool = True) -> None:
+    def __init__(
+        self,
+        masks: Iterable[Tensor] = (),
+        *,
+        detached: bool = True,
+        step: int = -1,
+        saved: frozenset[str] = frozenset(),
+    ) -> None:
         self.masks = list(masks)
         self.detached = detached
+        self.step = step
+        self.saved = saved
+        self.is_watched = False
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
@@ -105,22 +118,12 @@ class Forward:
         for leading, rows in self.calls.get(layer, ()):
             mask = self.mask(leading)
             if mask is None:
-                total += leading[0] if weight_sharing == "reduce" and leading else rows
+                total += rows
             elif weight_sharing == "reduce":
                 total += mask.flatten(1).any(dim=1).sum()
             else:
                 total += mask.sum()
         return total
-
-
-def joined(forwards: Iterable[Forward]) -> Forward:
-    """A forward for a call that may belong to any of these: a row is left out only if all masks of its shape do so."""
-    every = list(forwards)
-    together = Forward([mask for forward in every for mask in forward.masks], detached=all(x.detached for x in every))
-    for forward in every:
-        for layer, calls in forward.calls.items():
-            together.calls.setdefault(layer, []).extend(calls)
-    return together
 
 
 def _fitted(mask: Tensor, leading: Shape, is_2d: bool) -> Tensor | None:

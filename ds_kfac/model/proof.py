@@ -118,7 +118,11 @@ class Proof:
     """
 
     def __init__(
-        self, layers: Iterable[LayerSpec], key: Callable[[LayerSpec], str], number: int, device: torch.device
+        self,
+        layers: Iterable[LayerSpec],
+        key: Callable[[LayerSpec], str],
+        number: int,
+        device: torch.device,
     ) -> None:
         self.layers = [layer for layer in layers if layer.A.block or layer.G.block]
         self.keys = {layer.name: key(layer) for layer in self.layers}
@@ -227,7 +231,10 @@ class Proof:
         expected_nK = torch.zeros(len(layers), PROBES, dtype=torch.float64, device=self._device)
         sizes: list[Tensor] = []
         for expected_K, layer in zip(expected_nK, layers, strict=True):
-            u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
+            u_nOK, v_nIK = (
+                self.probes(layer.keys[1], layer),
+                self.probes(self.keys[layer.name], layer),
+            )
             gradient, K = gradients[layer.name], u_nOK.shape[-1]
             for matrix_OI, u_OK, v_IK in zip(gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True):
                 expected_K[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)

@@ -34,7 +34,10 @@ def prediction_tensor(output: Any) -> Tensor:
     if isinstance(output, Mapping):
         tensor = output.get("logits")
     elif isinstance(output, (tuple, list)):
-        tensor = next((x for x in output if isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()), None)
+        tensor = next(
+            (x for x in output if isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()),
+            None,
+        )
     elif not isinstance(output, Tensor):
         tensor = getattr(output, "logits", None)
     if not isinstance(tensor, Tensor) or tensor.ndim == 0:
@@ -83,4 +86,8 @@ def squared_error(prediction: Tensor, reached: Tensor, generator: torch.Generato
 
 mse: Sampler = partial(squared_error, mean=True)
 
-SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}
+SAMPLERS: dict[str, Sampler] = {
+    "cross_entropy": cross_entropy,
+    "mse": mse,
+    "squared_error": squared_error,
+}

@@ -108,7 +108,12 @@ class Proving:
         return self.channel.sum(proof.numbers(), "proof")
 
     def verdict(
-        self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan, used: Callable[[str], str]
+        self,
+        proof: Proof,
+        numbers: Tensor,
+        gradients: Mapping[str, Tensor],
+        plan: Plan,
+        used: Callable[[str], str],
     ) -> Verdict:
         """Compare each layer's numbers with its gradient. Collective; waits for the device.
 

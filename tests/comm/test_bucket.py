@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import CACHED, COUNT, Layout, buckets, payloads
+from ds_kfac.comm.reduce import CACHED, COUNTS, Layout, buckets, payloads
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
@@ -17,6 +17,8 @@ FACTORS = factor_specs(LAYERS)
 EIGEN_WORKERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}  # A on rank 1, G on rank 0
 EVERY = frozenset(factor.key for factor in FACTORS)
 LARGE = 2**28
+COUNT_BYTES = 4 * COUNTS
+"""What travels with the first piece of a sum, in fp32."""
 
 
 def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
@@ -79,9 +81,9 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
             covered[piece.slot.factor] += piece.numel
         for (source, target), size in sum(payloads(bucket, itemsize), Counter()).items():
             assert source != target
-            sent[source] += size - COUNT * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
+            sent[source] += size - COUNT_BYTES * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
             received[target] += size
-        heads = COUNT * sum(len(piece.slot.contributors) for piece in bucket)
+        heads = COUNT_BYTES * sum(len(piece.slot.contributors) for piece in bucket)
         assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes + heads
     assert covered == {slot.factor: slot.numel for slot in sums if slot.senders}
 
@@ -95,7 +97,7 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
     for slot in sums:
         for rank in slot.contributors:
             if rank != slot.owner:
-                expected[rank, slot.owner] += 2 * slot.numel + COUNT
+                expected[rank, slot.owner] += 2 * slot.numel + COUNT_BYTES
     assert total == expected
 
 

@@ -9,7 +9,7 @@ from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.comm import reduce as reducer_module
 from ds_kfac.comm.reduce import Layout, Reducer
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.rows import ROWS, BatchSum
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
 
@@ -47,7 +47,7 @@ def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number:
     sums = {key: BatchSum.empty(sides[key].numel, CPU) for key in reducer.begin(keys, step)}
     for key in sorted(sums, key=hash) * times:
         sums[key].sum_P.add_(value(key, reducer.channel.rank, number))
-        sums[key].count.add_(1)
+        sums[key].counts[ROWS].add_(1)
     return sums
 
 
@@ -60,7 +60,7 @@ def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None
     assert found.keys() == {key for key in keys if EIGEN_WORKERS[key] % world == rank}
     for key, part in found.items():
         expected = times * sum(value(key, other, step) for other in range(world))
-        assert (part.sum_P == expected).all() and part.count == times * world, key
+        assert (part.sum_P == expected).all() and part.counts[ROWS] == times * world, key
 
 
 # messages
@@ -99,7 +99,7 @@ def test_a_rank_without_rows_sends_zeros():
         for step in range(4):
             sums = filled(reducer, number=step)
             for key, part in reducer.reduce(sums if channel.rank == 0 else {}).items():
-                assert (part.sum_P == value(key, 0, step)).all() and part.count == 1
+                assert (part.sum_P == value(key, 0, step)).all() and part.counts[ROWS] == 1
 
     FakeNetwork(2).run(work)
 
@@ -119,7 +119,7 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count):
             assert sums.keys() == {key for key in KEYS if channel.rank in ranks_of(reducer, key, step)}
             for key, part in reducer.reduce(sums).items():
                 ranks = ranks_of(reducer, key, step)
-                assert len(ranks) == count == part.count == part.ranks
+                assert len(ranks) == count == part.counts[ROWS] == part.ranks
                 assert (part.sum_P == sum(value(key, rank, step) for rank in ranks)).all()
             entered.append(channel.calls["factors"] - before)
             assert entered[-1] == len(reducer.layout.of(KEYS, step)[1])

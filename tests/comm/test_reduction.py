@@ -40,7 +40,8 @@ class Run:
         self.layout = Layout(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
         self.slots, self.buckets = self.layout.of(KEYS, 0)
         self.values = {
-            (slot.factor, rank): (values(slot, rank), torch.tensor(1000.5 + 10 * rank + place))  # exact in fp32 only
+            # counts that are exact in fp32 only
+            (slot.factor, rank): (values(slot, rank), torch.tensor([1000.5 + 10 * rank + place, 1.0, 2000.5 + rank]))
             for place, slot in enumerate(self.slots)
             for rank in slot.contributors
         }
@@ -84,7 +85,7 @@ def test_owners_get_the_sum_over_all_contributors(world, count, name, nbytes):
         bound = TOLERANCE[name] * parts.abs().amax(dim=1).sum()
         assert (run.found[slot.factor].sum_P - parts.sum(dim=0)).abs().max() <= bound
         expected = sum(run.values[slot.factor, rank][1] for rank in slot.contributors)
-        assert run.found[slot.factor].count == expected, "counts travel in fp32"
+        assert torch.equal(run.found[slot.factor].counts, expected), "counts travel in fp32"
 
 
 def test_fp32_is_the_sum_in_rank_order_bit_for_bit():

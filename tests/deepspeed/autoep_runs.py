@@ -174,9 +174,7 @@ def compare(cases: list[Case]) -> list[dict]:
     for case in cases:
         whole = make_whole(case)
         initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        expected = train_whole(
-            case.mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), terms=world * MICRO_ROWS * TOKENS
-        )
+        expected = train_whole(case.mode, whole, whole_batch(world * MICRO_ROWS, TOKENS))
         engine = make_engine(case)
         train(engine)
         seen = sorted(

@@ -9,9 +9,9 @@ from tests.oracle import ReferenceKFAC
 class BlockwiseInverse(ReferenceKFAC):
     """Method "inverse" with damping "relative", where blocks are pieces that know nothing of each other."""
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
+    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
         assert self.method == "inverse" and self.damping_kind == "relative"
-        self.update(seed)
+        self.update()
         results, quadratic = {}, 0.0
         for name, layer in self.layers.items():
             dW, (A, G) = layer.matrix(), layer.factors

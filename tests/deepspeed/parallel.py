@@ -163,14 +163,13 @@ def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
 
 def train_once(
     mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0,
-    steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None,
+    steps: int = STEPS, refreshes: Refreshes | None = None,
     kind: type[ReferenceKFAC] = ReferenceKFAC, domains: bool = True, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
-        terms: loss terms of a batch, where layers have other numbers of rows.
         refreshes: what is refreshed when, if not everything at once.
         kind: of reference, if nothing is staggered.
         domains: see :class:`tests.deepspeed.runs.ReferenceStep`.
@@ -187,7 +186,6 @@ def train_once(
     else:
         assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
         kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
-    kfac.terms = terms
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     step = ReferenceStep(mode, model, work, kfac, domains=domains)
     for index in range(steps):

@@ -301,7 +301,7 @@ class ReferenceStep:
                 for p, value in zip(model.parameters(), before, strict=True):
                     p.copy_(value)
 
-    def __call__(self, divisor: float, seed: float = 1.0) -> None:
+    def __call__(self, divisor: float) -> None:
         masters, params = list(self.model.parameters()), list(self.work.parameters())
         if not self.mode.adam:
             own, clip = [p.grad for p in params if p.grad is not None], 1.0
@@ -310,7 +310,7 @@ class ReferenceStep:
                 clip = float((self.mode.clip / (norm + 1e-6)).clamp(max=1.0))
                 for g in own:
                     g.mul_(clip)
-            self.kfac.step(LR, grad_scale=divisor, seed=seed, clip=clip)
+            self.kfac.step(LR, grad_scale=divisor, clip=clip)
             self._round(params)
         for master, p in zip(masters, params, strict=True):
             master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor

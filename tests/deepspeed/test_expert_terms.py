@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 from tests.close import close
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.model.test_siblings import ALL, CLASSES, ROWS, SOME, WIDTH, Mixture
 from tests.models import cross_entropy
 from tests.ranks import run_ranks
 
@@ -16,6 +17,34 @@ KFAC = {
     "factor": {"update_interval": 1, "rows": "all"}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0},
 }  # fmt: skip
 KINDS = {"list": "e", "stack": "w"}
+WIDTH, ROWS, CLASSES = 6, 8, 5
+SOME, ALL = [0, 0, 0, 1, 0, 1, 0, 0], [0] * ROWS
+
+
+class Mixture(nn.Module):
+    """Two experts, in a list of layers or in one tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        weights = torch.randn(2, WIDTH, WIDTH)
+        if kind == "stack":
+            self.w = nn.Parameter(weights)
+        else:
+            self.e = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in weights)
+            for expert, weight in zip(self.e, weights, strict=True):
+                expert.weight.data.copy_(weight)
+
+    def expert(self, k: int, x):
+        return F.linear(x, self.w[k]) if hasattr(self, "w") else self.e[k](x)
+
+    def forward(self, x, route):
+        out = x
+        for k in range(2):
+            chosen = (route == k).nonzero()[:, 0]
+            out = out.index_add(0, chosen, self.expert(k, x[chosen]))
+        return self.head(out)
 
 
 def worker(kinds) -> dict:

@@ -155,9 +155,7 @@ def expected_weights(
     step = ReferenceStep(mode, model, model, kfac)
     for index in range(STEPS):
         tokens, labels, mask = variation.rows(*batch(index, settings, world))
-        valid = labels >= 0
-        kfac.rows = valid
-        kfac.terms = float(valid.any(1).sum() if kfac.sharing == "reduce" else valid.sum())
+        kfac.mask = mask
         loss = model(tokens, labels, mask)
         if kfac.fisher == "monte_carlo":
             kfac.sampled(drawn(logits["last"], labels))

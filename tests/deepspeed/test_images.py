@@ -90,7 +90,6 @@ def expected_weights(mode, initial: dict, world: int, variation: Variation) -> d
     model.load_state_dict(initial, strict=False)
     kfac = ImageKFAC(model, **reference_options(mode.kfac))
     step, parts = ReferenceStep(mode, model, model, kfac), world * ACCUMULATION
-    kfac.terms = float(parts * ROWS)
     for index in range(STEPS):
         x, y = batch(index, parts * ROWS)
         for images, labels in zip(x.split(ROWS), y.split(ROWS), strict=True):

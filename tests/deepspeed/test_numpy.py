@@ -41,8 +41,8 @@ class Mlp(nn.Module):
 
 
 def backward(Ws: list, x: np.ndarray, labels: np.ndarray) -> tuple[list, list, list]:
-    """Of the mean cross entropy over rows x [N, FEATURES]: each layer's inputs a [N, I], output gradients g [N, O] of a
-    row's own loss, and dW [O, I]."""
+    """Of the mean cross entropy over rows x [N, FEATURES]: each layer's inputs a [N, I], gradients g [N, O] of its
+    outputs, and dW [O, I]."""
     inputs, h = [], x
     for W, bias in zip(Ws, BIAS, strict=True):
         inputs.append(np.concatenate([h, np.ones_like(h[:, :1])], 1) if bias else h)
@@ -51,11 +51,18 @@ def backward(Ws: list, x: np.ndarray, labels: np.ndarray) -> tuple[list, list, l
     p = np.exp(z - z.max(1, keepdims=True))
     g = p / p.sum(1, keepdims=True)
     g[np.arange(len(g)), labels] -= 1
-    gradients = [g]
+    gradients = [g / len(g)]
     for W, a, bias in zip(Ws[:0:-1], inputs[:0:-1], BIAS[:0:-1], strict=True):
         width = a.shape[1] - bias  # a = tanh of the layer below, and perhaps a 1
         gradients.insert(0, (gradients[0] @ W[:, :width]) * (1 - a[:, :width] ** 2))
-    return inputs, gradients, [g.T @ a / len(a) for a, g in zip(inputs, gradients, strict=True)]
+    return inputs, gradients, [g.T @ a for a, g in zip(inputs, gradients, strict=True)]
+
+
+def gradient_factor(g: np.ndarray) -> np.ndarray:
+    """G of the rows of all passes: K sum_p R_p sum g g^T. K is the number of backward passes over all ranks; R_p, the
+    rows of the layer nearest to the loss, the head, is the same in each, as are the rows of g."""
+    passes = np.split(g, WORLD * ACCUMULATION)
+    return len(passes) * sum(len(rows) * (rows.T @ rows) for rows in passes)
 
 
 def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict[str, Tensor]:
@@ -74,7 +81,8 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
         inputs, gradients, dWs = backward(Ws, x.reshape(-1, FEATURES).numpy().astype(dtype), y.flatten().numpy())
         for i, (a, g) in enumerate(zip(inputs, gradients, strict=True)):
             if step % UPDATE == 0:
-                new = (a.T @ a / len(a), np.eye(g.shape[1], dtype=dtype) if rule == "adamw" else g.T @ g / len(g))
+                G = np.eye(g.shape[1], dtype=dtype) if rule == "adamw" else gradient_factor(g)
+                new = (a.T @ a / len(a), G)
                 keep = min(1 - 1 / (step // UPDATE + 1), DECAY)
                 old = factors[i] or new
                 factors[i] = tuple(keep * o + (1 - keep) * n for o, n in zip(old, new, strict=True))

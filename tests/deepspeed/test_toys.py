@@ -31,8 +31,8 @@ pytestmark = pytest.mark.distributed
 class ReferenceRule(ReferenceKFAC):
     """The toy rule on one device. Its moments go with a basis, which is used from the next step on."""
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
-        self.fold(seed)
+    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
+        self.fold()
         if self.steps == 0:
             self.refresh(0)
         for layer in self.layers.values():
@@ -49,8 +49,8 @@ class ReferenceRule(ReferenceKFAC):
 class ReferenceMethod(ReferenceKFAC):
     """The toy method on one device."""
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
-        self.update(seed)
+    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
+        self.update()
         for layer in self.layers.values():
             (alpha, QA), (beta, QG) = layer.bases
             G, A = (Q @ ((e + 0.1) ** -0.5).diag() @ Q.T for Q, e in ((QG, beta), (QA, alpha)))

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.product_code import MatrixLayout, multiplied
+from ds_kfac.model.rows import ROWS
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import other_matrices, share_of
 from tests.model.written import written
@@ -90,12 +90,11 @@ def test_properties_that_raise_are_no_parts_of_a_model():
 
     model = Late(nn.Linear(4, 4))
     layers = scan(model).layers
-    capture, experts = Capture(model, layers, lambda: 1.0), ExpertRows(model)
+    capture = Capture(model, layers, lambda announced: 1.0)
     capture.begin_step(frozenset(layers[0].keys), 0)
-    model(torch.randn(3, 3, 4)).sum().backward()  # as many examples as positions
-    assert float(capture.sums["0/A"].count) == 9
+    model(torch.randn(3, 3, 4)).sum().backward()
+    assert float(capture.sums["0/A"].counts[ROWS]) == 9
     capture.remove()
-    experts.remove()
 
 
 def test_complex_weights_are_left_alone_and_said():

@@ -8,8 +8,8 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.calls import agreed
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.shared import agreed
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
 from ds_kfac.zero.shards import source
 from tests.choices import STAGGERED, chosen, resolved
@@ -97,7 +97,7 @@ def test_a_copied_layer_shares_no_a_with_a_shard():
     shard, copy = LAYERS[0], replace(LAYERS[1], A=LAYERS[0].A, copies=2)
     kinds = plan(model=[shard, copy]).sharing_candidates
     assert kinds[shard.name] != kinds[copy.name]
-    assert agreed([{shard.name: (0,), copy.name: (0,)}], kinds) == ()
+    assert agreed([{shard.name: ((0, True),), copy.name: ((0, True),)}], kinds) == ()
 
 
 def test_the_timetable_follows_the_offsets():

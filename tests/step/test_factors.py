@@ -23,7 +23,7 @@ from tests.models import linear_layer
 CPU = torch.device("cpu")
 LAYERS = [linear_layer("l0", 5, 3), linear_layer("l1", 3, 4)]
 KEYS = frozenset(factor.key for factor in factor_specs(LAYERS))
-ROWS, TERMS = 6.0, 3.0
+ROWS, PASSES, TERMS = 6.0, 2.0, 3.0
 """Of one rank: a layer that is called twice has twice as many rows as loss terms."""
 
 
@@ -43,8 +43,8 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     reducer = curvature.reducer
     sums = {}
     for key in reducer.begin(due.capture, step):
-        count = torch.tensor(ROWS if key.endswith("/A") else TERMS)
-        sums[key] = BatchSum(summed(curvature, key, channel.rank), count)
+        counts = torch.tensor([ROWS, PASSES, TERMS])
+        sums[key] = BatchSum(summed(curvature, key, channel.rank), counts)
     draft = curvature.draft(step, due)
     curvature.update(draft, reducer.reduce(sums))
     curvature.decompose(draft)
@@ -79,10 +79,13 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
         for layer in LAYERS:
             if channel.rank not in plan.assignment.workers[layer.name]:
                 continue
-            for which, side, count in (("A", layer.A, ROWS), ("G", layer.G, TERMS)):
+            for which, side in (("A", layer.A), ("G", layer.G)):
                 key = f"{layer.name}/{which}"
                 total = summed(curvature, key, 0) + summed(curvature, key, 1)
-                factor = fold(KroneckerFactor.empty(side), total, torch.tensor(2 * count), decay=0.95)
+                if which == "A":
+                    factor = fold(KroneckerFactor.empty(side), total, torch.tensor(2 * ROWS), decay=0.95)
+                else:  # times K, and of gradients that are averaged over two ranks
+                    factor = fold(KroneckerFactor.empty(side), total * (2 * PASSES / 4), torch.tensor(1.0), decay=0.95)
                 expected = refresh(factor).basis
                 assert torch.equal(draft.bases[key].values, expected.values)
                 assert torch.equal(draft.bases[key].vectors[0], expected.vectors[0])
@@ -94,8 +97,7 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"])
 def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
-    """Those of G: a rank that has only A of a layer knows its rows, which may be others. With another number its
-    moments, and so its results, would differ from those of the other workers."""
+    """With another number its moments, and so its results, would differ from those of the other workers."""
     plan = plan_with(eigen_workers, workers=2)
 
     def work(channel):
@@ -108,7 +110,7 @@ def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
 
 
 @pytest.mark.parametrize("eigen_workers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
-def test_layers_without_g_count_the_rows_of_the_a_they_share(eigen_workers):
+def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_workers):
     """As with activations_only; v has a G of its own."""
     layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [linear_layer("v", 5, 3)]
     plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | eigen_workers, workers=2, layers=layers)
@@ -118,4 +120,4 @@ def test_layers_without_g_count_the_rows_of_the_a_they_share(eigen_workers):
         _, draft = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
         return [float(draft.terms[layer.name]) for layer in layers]
 
-    assert FakeNetwork(2).run(work) == [[2 * ROWS, 2 * ROWS, 2 * TERMS]] * 2
+    assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2

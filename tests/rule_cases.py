@@ -1,0 +1,532 @@
+"""Models and training steps on which the rule of A and G is tested: the truth by hand, and the capture by the truth.
+
+The models are small copies of Llama, GPT-2, BERT and ViT, in plain torch. All return their loss.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import make_net
+from tests.truth import Truth
+
+VOCABULARY, WIDTH, TOKENS, CLASSES = 11, 8, 5, 3
+IGNORED = -100
+
+
+class Conv1D(nn.Module):
+    """As in transformers: y = x W + b, W [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], self.nf)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Of two heads, on [N, T, D]. A token may always attend to itself."""
+    q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
+    T = q.shape[2]
+    allowed = (
+        torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
+    )
+    if mask is not None:
+        allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h = self.norm_1(x)
+        x = x + self.o_proj(
+            attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True)
+        )
+        h = self.norm_2(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h), inplace=True) * self.up_proj(h))
+
+
+class Llama(nn.Module):
+    """``reentrant``: which kind of activation checkpointing its blocks use; None: none. ``nested``: twice."""
+
+    def __init__(self, reentrant: bool | None = None, nested: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.nested = reentrant, nested
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(LlamaBlock() for _ in range(2))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.embed(input_ids)
+        if self.nested:
+            x = self.checkpointed(self.run_blocks, x, attention_mask)
+        else:
+            x = self.run_blocks(x, attention_mask)
+        return next_token_loss(self.lm_head(self.norm(x)), labels)
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask) if self.reentrant is None else self.checkpointed(block, x, mask)
+        return x
+
+    def checkpointed(self, function: Callable, x: Tensor, mask: Tensor | None) -> Tensor:
+        return checkpoint(function, x, mask, use_reentrant=self.reentrant)
+
+
+class GPT2Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+        self.mlp_fc, self.mlp_proj = Conv1D(12, WIDTH), Conv1D(WIDTH, 12)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = self.c_attn(self.ln_1(x)).chunk(3, -1)
+        x = x + self.c_proj(attention(q, k, v, mask, causal=True))
+        return x + self.mlp_proj(F.gelu(self.mlp_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.h = nn.ModuleList(GPT2Block() for _ in range(2))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        for block in self.h:
+            x = block(x, attention_mask)
+        return next_token_loss(self.lm_head(self.ln_f(x)), labels)
+
+
+class EncoderBlock(nn.Module):
+    """Of BERT and ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.intermediate, self.output = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = attention(self.query(x), self.key(x), self.value(x), mask, causal=False)
+        x = self.norm_1(x + self.dense(h))
+        return self.norm_2(x + self.output(F.gelu(self.intermediate(x))))
+
+
+class Bert(nn.Module):
+    """``task``: "classes", by the first token, or "words", the masked language model."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(EncoderBlock() for _ in range(2))
+        self.transform = nn.Linear(WIDTH, WIDTH)
+        self.decoder = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        x = self.norm(self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        if self.task == "classes":
+            return F.cross_entropy(self.decoder(torch.tanh(self.transform(x[:, 0]))), labels)
+        logits = self.decoder(F.gelu(self.transform(x)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks = nn.ModuleList(EncoderBlock() for _ in range(2))
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        x = self.projection(pixels.to(self.cls_token.dtype)).flatten(2).mT
+        x = torch.cat([self.cls_token.expand(len(x), 1, WIDTH), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.classifier(x[:, 0]), labels)
+
+
+class Cnn(nn.Module):
+    """Strides, dilation, groups and a transposed convolution; ``dense``: its last layer is a convolution."""
+
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.dense = dense
+        self.stem = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(6, 8, (3, 2), padding=(2, 1), dilation=(2, 1), groups=2)
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2, bias=False)
+        self.head = nn.Conv2d(6, CLASSES, 1) if dense else nn.Linear(6, CLASSES)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        x = torch.relu_(self.stem(pixels.to(self.stem.weight.dtype)))
+        x = torch.tanh(self.up(torch.tanh(self.grouped(x))))
+        if not self.dense:
+            return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+        z = self.head(x)
+        return F.cross_entropy(z, labels[:, None, None].expand(z[:, 0].shape))
+
+
+class Experts(nn.Module):
+    """Each of two experts gets a buffer of all tokens, in which the places of the other's tokens are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.embed(input_ids).flatten(0, 1)
+        gates = self.router(x).softmax(-1)
+        first = (input_ids.flatten() % 2 == 0).unsqueeze(1)
+        y = x.clone()
+        for index, (expert, routed) in enumerate(zip(self.experts, (first, ~first), strict=True)):
+            y = y + expert(x * routed) * routed * gates[:, index : index + 1]
+        return F.cross_entropy(self.lm_head(y), labels.flatten())
+
+
+class Mlp(nn.Module):
+    """On [N, C], with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 7), nn.Linear(7, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = F.silu(self.first(x.to(self.head.weight.dtype)), inplace=True)
+        return F.cross_entropy(self.head(hidden), y)
+
+
+class Tasks(Mlp):
+    """Two heads for tasks of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor, y: Tensor, task: str = "head") -> Tensor:
+        hidden = torch.tanh(self.first(x.to(self.head.weight.dtype)))
+        head = self.head if task == "head" else self.other
+        return F.cross_entropy(head(hidden), y % head.out_features)
+
+
+class Detours(Mlp):
+    """Calls that bring no rows: without gradients, detached, and with a gradient of zero in every entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dummy = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.to(self.head.weight.dtype)
+        with torch.no_grad():
+            self.first(x + 1)
+        self.first(x + 2).detach()
+        zero = 0 * self.dummy(x).sum() + 0 * self.first(x + 3).sum()
+        return super().forward(x, y) + zero
+
+
+class TiledLoss(torch.autograd.Function):
+    """The sum of tiles' losses. Its forward runs their backward passes, as DeepSpeed's tiled loss does."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, head: nn.Module, y: Tensor) -> Tensor:
+        x, total = x.detach().requires_grad_(), 0.0
+        with torch.enable_grad():
+            for tile in (slice(0, 4), slice(4, None)):
+                loss = F.cross_entropy(head(x[tile]), y[tile], reduction="sum") / len(x)
+                torch.autograd.backward(loss)
+                total = total + loss.detach()
+        ctx.save_for_backward(x.grad)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * gradient, None, None
+
+
+class Tiled(Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.to(self.head.weight.dtype)))
+        return TiledLoss.apply(hidden, self.head, y)
+
+
+class Tagger(nn.Module):
+    """A class for each token, by the token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
+
+
+class TimeFirst(nn.Module):
+    """A layer on [T, N, I], then one on [N, T, I]."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.flat = flat
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None
+    ) -> Tensor:
+        x = self.embed(input_ids)
+        if self.flat:
+            x = torch.tanh(self.inner(x.flatten(0, 1)))
+            return F.cross_entropy(self.lm_head(x), labels.flatten())
+        x = torch.tanh(self.inner(x.transpose(0, 1)))
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), labels.T.flatten())
+
+
+# data, another for each rank
+
+
+def vectors(rank: int, rows: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(40 + rank)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float32)
+    return x, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def images(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(50 + rank)
+    x = torch.randn(3, 3, 6, 6, generator=generator, dtype=torch.float32)
+    return x, torch.randint(CLASSES, (3,), generator=generator)
+
+
+def texts(rank: int, *, pads: str = "none", rows: int = 4) -> dict[str, Tensor]:
+    """Arguments of a language model; ``pads``: "right", "left" or "none", of 0 to 3 tokens a text."""
+    generator = torch.Generator().manual_seed(60 + rank)
+    input_ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
+    if pads == "none":
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+    mask = torch.arange(TOKENS) < TOKENS - torch.arange(rows)[:, None] % 4
+    mask = mask if pads == "right" else mask.flip(1)
+    labels = input_ids.masked_fill(~mask, IGNORED)
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask.long()}
+
+
+def prompts(rank: int) -> dict[str, Tensor]:
+    """Right-padded texts whose first two tokens have no label."""
+    batch = texts(rank, pads="right")
+    batch["labels"][:, :2] = IGNORED
+    batch["labels"][0, :4] = IGNORED
+    return batch
+
+
+def words(rank: int) -> dict[str, Tensor]:
+    """Right-padded texts with a label at every third token."""
+    batch = texts(rank, pads="right")
+    batch["labels"][torch.arange(4 * TOKENS).view(4, TOKENS) % 3 > 0] = IGNORED
+    return batch
+
+
+# steps
+
+
+Forward = Callable[..., Tensor]
+Backward = Callable[..., None]
+Step = Callable[[Forward, Backward, int], None]
+"""(the model's forward, what takes the place of ``loss.backward()``, rank)."""
+
+
+def one_pass(batch: Callable[[int], Any], **more) -> Step:
+    def step(forward: Forward, backward: Backward, rank: int) -> None:
+        arguments = batch(rank)
+        named = isinstance(arguments, dict)
+        backward(forward(**arguments, **more) if named else forward(*arguments, **more))
+
+    return step
+
+
+def micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
+    x, y = vectors(rank)
+    for part in (slice(0, 3), slice(3, 6)):
+        backward(forward(x[part], y[part]))
+
+
+def padded_micro_batches(forward: Forward, backward: Backward, rank: int) -> None:
+    batch = texts(rank, pads="right")
+    for part in (slice(0, 1), slice(1, 4)):
+        backward(forward(**{name: x[part] for name, x in batch.items()}))
+
+
+def two_tasks(forward: Forward, backward: Backward, rank: int) -> None:
+    backward(forward(*vectors(rank, 6), task="head"))
+    backward(forward(*vectors(rank + 7, 2 + rank), task="other"))
+
+
+def retained(forward: Forward, backward: Backward, rank: int) -> None:
+    loss = forward(*vectors(rank))
+    backward(loss, retain_graph=True)
+    backward(loss)
+
+
+def several_forwards(forward: Forward, backward: Backward, rank: int) -> None:
+    x, y = vectors(rank)
+    backward((forward(x[:2], y[:2]) + forward(x[2:], y[2:])) / 2)
+
+
+def chosen_and_rejected(forward: Forward, backward: Backward, rank: int) -> None:
+    """Two forwards, then a backward pass through each, the last forward's first."""
+    x, y = vectors(rank)
+    losses = [forward(x[:2], y[:2]), forward(x[2:], y[2:])]
+    backward(losses[1])
+    backward(losses[0])
+
+
+def evaluated_between(forward: Forward, backward: Backward, rank: int) -> None:
+    """A forward without a backward pass, and one without gradients."""
+    x, y = vectors(rank)
+    forward(x + 1, y)
+    with torch.no_grad():
+        forward(x + 2, y)
+    backward(forward(x, y))
+
+
+def frozen_head() -> nn.Module:
+    model = Mlp()
+    model.head.requires_grad_(False)
+    return model
+
+
+def decoder_texts(rank: int) -> dict[str, Tensor]:
+    batch = texts(rank, pads="right")
+    batch["decoder_attention_mask"] = batch.pop("attention_mask").bool()
+    return batch
+
+
+def mask_of_labels(args: tuple, kwargs: dict) -> Tensor:
+    return kwargs["labels"] != IGNORED
+
+
+def unmasked_texts(rank: int) -> dict[str, Tensor]:
+    """Padded texts that do not show their mask."""
+    batch = texts(rank, pads="right")
+    del batch["attention_mask"]
+    return batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a training step on it.
+
+    Attributes:
+        passes: number of backward passes of the step on a rank.
+        sharing: ``kfac.factor.weight_sharing``.
+        mask: ``engine.kfac.mask``.
+        layers: ``kfac.layers``, what K-FAC steps.
+        left: layers that have no factors in the end.
+    """
+
+    make: Callable[[], nn.Module]
+    step: Step
+    passes: int = 1
+    sharing: str = "expand"
+    mask: Callable[[tuple, dict], Tensor] | None = None
+    layers: dict[str, Any] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+
+
+CASES = {
+    "mlp": Case(Mlp, one_pass(vectors)),
+    "llama": Case(Llama, one_pass(texts)),
+    "llama, padded on the right": Case(Llama, one_pass(lambda rank: texts(rank, pads="right"))),
+    "llama, padded on the left": Case(Llama, one_pass(lambda rank: texts(rank, pads="left"))),
+    "llama, prompts without labels": Case(Llama, one_pass(prompts)),
+    "llama, checkpointed": Case(lambda: Llama(reentrant=False), one_pass(prompts)),
+    "llama, checkpointed reentrantly": Case(lambda: Llama(reentrant=True), one_pass(prompts)),
+    "llama, padded micro-batches": Case(Llama, padded_micro_batches, passes=2),
+    "llama, padded micro-batches, checkpointed reentrantly": Case(
+        lambda: Llama(reentrant=True), padded_micro_batches, passes=2
+    ),
+    "llama, a mask from the user": Case(Llama, one_pass(unmasked_texts), mask=mask_of_labels),
+    "llama, pads without a mask": Case(Llama, one_pass(unmasked_texts)),
+    "gpt2": Case(GPT2, one_pass(prompts)),
+    "bert, words": Case(lambda: Bert("words"), one_pass(words)),
+    "bert, classes": Case(
+        lambda: Bert("classes"),
+        one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
+    ),
+    "vit": Case(ViT, one_pass(images)),
+    "tagger, examples": Case(
+        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
+    ),
+    "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
+    "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
+    "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
+    "experts with empty places": Case(Experts, one_pass(lambda rank: texts(rank, pads="right"))),
+    "time first": Case(TimeFirst, one_pass(decoder_texts)),
+    "flattened tokens": Case(lambda: TimeFirst(flat=True), one_pass(decoder_texts)),
+    "micro-batches": Case(Mlp, micro_batches, passes=2),
+    "two tasks": Case(Tasks, two_tasks, passes=2),
+    "retained graph": Case(Mlp, retained, passes=2),
+    "several forwards": Case(Mlp, several_forwards),
+    "chosen and rejected": Case(Mlp, chosen_and_rejected, passes=2),
+    "evaluated between": Case(Mlp, evaluated_between),
+    "tiled loss": Case(Tiled, one_pass(vectors)),
+    "detours": Case(Detours, one_pass(vectors), left=("dummy",)),
+    "frozen head": Case(frozen_head, one_pass(vectors)),
+    "head that is not stepped": Case(Mlp, one_pass(vectors), layers={"exclude": ["head"]}),
+}
+
+
+def truth_of(case: Case, rank: int = 0) -> tuple[nn.Module, Truth]:
+    """The model after a rank's step, in float64, and what happened in it. As DeepSpeed does, the loss of each pass is
+    divided by the number of passes."""
+
+    def backward(loss: Tensor, **options) -> None:
+        (loss / case.passes).backward(**options)
+
+    model = make_net(case.make).double()
+    truth = Truth(model, mask=case.mask, sharing=case.sharing)
+    with truth:
+        case.step(model, backward, rank)
+    return model, truth
