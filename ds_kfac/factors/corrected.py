@@ -40,7 +40,7 @@ def corrected(
                     vectors[key[-1]].append(bases.get(f"{key}/vectors.{k}", zeros).contiguous())
                     dist.broadcast(vectors[key[-1]][-1], roles.eigen_workers[key], group=group)
             total = torch.zeros(layer.shape, device=passes.device, dtype=torch.float32)
-            _add_squares(total, batch, layer, vectors)
+            _add_squares(total, batch, layer, vectors, capture)
             owner = roles.workers[layer.name][0]
             dist.reduce(total, owner, group=group)
             if owner == passes.channel.rank:
@@ -51,13 +51,17 @@ def corrected(
 
 
 def _add_squares(
-    total: Tensor, batch: Batch, layer: LayerSpec, vectors: Mapping[str, Sequence[Tensor]]
+    total: Tensor,
+    batch: Batch,
+    layer: LayerSpec,
+    vectors: Mapping[str, Sequence[Tensor]],
+    capture: Capture,
 ) -> None:
     """Add those of a batch's sequences; NaN if they are not known."""
     rows = []
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:
-            x, g = call.kept.saved_tensors[0], call.gradient_rows(gradient)
+            x, g = capture.unpacked(call), call.gradient_rows(gradient)
             kept = gradient.any() if call.kind.images else kept_rows(x, is_nonzero(g), call.mask)
             x_NTI, g_NTO = pairs(call, x, g, kept)
             if isinstance(call.module, ATTENTION):

@@ -150,7 +150,7 @@ class Passes:
         capture.begin_step(keys, result.number)
         with torch.enable_grad(), self._autocast():
             value = self._value(batch, result.number)
-        result.calls = calls = capture.pending
+        result.calls = calls = list(capture.pending)
         if self.config.fisher == "activations_only":
             result.gradients = None
             return ""

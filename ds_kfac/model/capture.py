@@ -178,6 +178,7 @@ class Capture:
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
         self._running: Forward | None = None  # to whose output the running backward pass has come
+        self._unpacks = False  # whether an input is read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
@@ -391,7 +392,7 @@ class Capture:
         was not captured."""
         if self.rows.weight_sharing == "reduce":
             number = examples
-        recomputed = _in_backward()
+        recomputed = _in_backward() or self._unpacks
         forward = self._forward_of(recomputed)
         if forward is None:
             return None
@@ -602,9 +603,18 @@ class Capture:
         for call, gradient in zip(reversed(calls), reversed(asked), strict=True):  # in a backward pass's order
             with self._guarded([call.layer]):
                 if gradient is not None or gradients is None:
-                    self._add(call, call.kept.saved_tensors[0], gradient, scale)
+                    self._add(call, self.unpacked(call), gradient, scale)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
+
+    def unpacked(self, call: Call) -> Tensor:
+        """The input of one of :attr:`pending`. With activation checkpointing this recomputes other calls, too, which
+        are none of the step's."""
+        self._running, self._unpacks = call.rows.forward, True
+        try:
+            return call.kept.saved_tensors[0]
+        finally:
+            self._running, self._unpacks = None, False
 
     @torch.no_grad()
     def end_pass(self) -> None:

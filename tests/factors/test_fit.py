@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_kfac
@@ -188,6 +189,25 @@ def test_a_mask_of_ones_own_excludes_padding(tmp_path):
             exact(found.factor(name, side), expected.factor(name, side))
     with pytest.raises(FactorsError, match=r"got \[3\]; must return masks \[N, T\]"):
         fit(Sequences(), bare, out=tmp_path / "no", mask=lambda *_: torch.ones(3), progress=False)
+
+
+class Checkpointed(Sequences):
+    def forward(self, x: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            return torch.tanh(self.twice(torch.tanh(self.twice(x))))
+
+        h = checkpoint(body, x, use_reentrant=False)
+        return F.cross_entropy(self.head(h).reshape(-1, CLASSES), labels.flatten())
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    data = sequences(2, padded=True)
+    expected = fit(Sequences(), data, out=tmp_path / "plain", progress=False)
+    found = fit(Checkpointed(), data, out=tmp_path / "checkpointed", progress=False)
+    for name in expected:
+        for side in "AG":
+            exact(found.factor(name, side), expected.factor(name, side))
+        exact(found.corrected(name), expected.corrected(name))
 
 
 def test_without_gradients_only_A_is_there(tmp_path):
