@@ -311,7 +311,7 @@ def peak_bytes(plan: Plan) -> list[int]:
         first[owner] += 8 * spec.side.numel
     for layer in plan.layers:
         if layer.G.block and correctable(layer):
-            second[roles.workers[layer.name][0]] += 16 * layer.numel
+            second[roles.workers[layer.name][0]] += 8 * layer.numel
     return [x + max(sums) for x, *sums in zip(kept, first, second, strict=True)]
 
 
