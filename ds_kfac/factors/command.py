@@ -32,7 +32,6 @@ def run(arguments: argparse.Namespace) -> str:
     # zero.Init asks for the device
     get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "limit")}
     with joined():
         model = _model(arguments.model, given)
         if arguments.model.startswith("hf:"):
@@ -42,14 +41,8 @@ def run(arguments: argparse.Namespace) -> str:
             data: Any = windows(arguments, tokenizer, rank, ranks)
         else:
             data = _function(arguments.data)(rank, ranks)
-        factors = fit(
-            model,
-            data,
-            out=arguments.out,
-            config=block,
-            corrected=not arguments.no_corrected,
-            source=source,
-        )
+        corrected = not arguments.no_corrected
+        factors = fit(model, data, out=arguments.out, config=block, corrected=corrected)
     title = (
         f"{arguments.out}: {len(factors.layers)} layers, {factors.header['fisher']} Fisher, "
         f"{factors.header['sequences']:,} sequences"
@@ -61,12 +54,9 @@ def run_convert(arguments: argparse.Namespace) -> str:
     factors = Factors.load(arguments.factors)
     options = {"name": arguments.name, "rank": arguments.rank, "rho": arguments.rho}
     left = convert(factors, arguments.to, arguments.out, **options)
-    total = len(factors.layers)
-    lines = [
-        f"wrote {total - len(left)} of {total} layers for {arguments.to}: {arguments.out}",
-        *(f"  left out: {layer}: {why}" for layer, why in left.items()),
-    ]
-    return "\n".join(lines)
+    done, total = len(factors.layers) - len(left), len(factors.layers)
+    lines = [f"wrote {done} of {total} layers for {arguments.to}: {arguments.out}"]
+    return "\n".join([*lines, *(f"  left out: {layer}: {why}" for layer, why in left.items())])
 
 
 def _package(name: str, option: str) -> Any:
@@ -144,9 +134,8 @@ def _texts(path: Path) -> Iterator[str | list[int]]:
         elif path.suffix == ".jsonl":
             rows = datasets.load_dataset("json", data_files=str(path), split="train")
         else:
-            rows = datasets.load_dataset(
-                "text", data_files=str(path), split="train", sample_by="document"
-            )
+            options = {"data_files": str(path), "split": "train", "sample_by": "document"}
+            rows = datasets.load_dataset("text", **options)
         for row in rows:
             yield list(row["input_ids"]) if "input_ids" in row else "" + row["text"]
     except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as problem:

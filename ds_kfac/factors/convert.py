@@ -15,13 +15,7 @@ TOOLS = ("kronfluence", "regmean", "gptq", "eva")
 
 
 def convert(
-    factors: Factors,
-    kind: str,
-    out: Path,
-    *,
-    name: str = "ds_kfac",
-    rank: int = 16,
-    rho: float = 2.0,
+    factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2
 ) -> dict[str, str]:
     """Write factors in another tool's format.
 
@@ -35,9 +29,7 @@ def convert(
 
     Returns layer that is left out -> why.
 
-    Raises:
-        FactorsError: an unknown kind, numbers out of range, a folder for a file, or nothing that
-            could be converted.
+    Raises FactorsError if an argument is wrong, or nothing could be converted.
     """
     if kind not in TOOLS:
         raise FactorsError(f"convert: got {kind!r}; must be one of {', '.join(TOOLS)}")

@@ -8,14 +8,8 @@ from torch import Tensor
 
 from ds_kfac.comm.message import failing_together, merged
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.factors.files import (
-    INDEX,
-    Factors,
-    FactorsError,
-    described,
-    write_index,
-    write_tensors,
-)
+from ds_kfac.factors import files
+from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -51,20 +45,20 @@ def export(
     tensors, counts, layers = dict[str, Tensor](), dict[str, float](), {}
     with failing_together(headline, group, FactorsError):
         get_accelerator().synchronize()  # offloaded factors may be on their way to the host
-        (folder / INDEX).unlink(missing_ok=True)
+        (folder / files.INDEX).unlink(missing_ok=True)
         for kfac in job.preconditioners:
             names = {key: kfac.names[key[:-2]] + key[-2:] for key in kfac.curvature.specs}
             for layer in kfac.layers:
                 specs = kfac.curvature.of_layer.get(layer.name, {})
                 keys = {side: names[spec.key] for side, spec in specs.items()}
-                layers[kfac.names[layer.name]] = described(layer, keys)
+                layers[kfac.names[layer.name]] = files.described(layer, keys)
             for key, factor in kfac.curvature.factors.items():
                 if key[-1] in sides and key[:-2] in kfac.saved and float(factor.updates) > 0:
                     tensors[names[key]] = factor.packed_P.to(dtype)
                     counts[names[key]] = float(factor.updates)
             if bases:
                 tensors |= _bases(kfac, names, sides)
-        write_tensors(folder / file, tensors)
+        files.write_tensors(folder / file, tensors)
     header = {
         "steps": job.steps,
         "fisher": job.preconditioners[0].config.factor.fisher,
@@ -76,7 +70,7 @@ def export(
         if not header["counts"]:
             raise FactorsError("no factor has been computed yet; train a step first")
         if rank == 0:
-            write_index(folder, header)
+            files.write_index(folder, header)
     return folder
 
 
@@ -112,9 +106,8 @@ def begin_from(job: Job, factors: Factors) -> None:
                 layer, side = kfac.names[spec.layers[0]], key[-1]
                 found = factors.side(layer, side)
                 if found != spec.side:
-                    raise FactorsError(
-                        f"{layer}: {side} is {found}, of this model and config {spec.side}"
-                    )
+                    text = f"{side} is {found}, of this model and config {spec.side}"
+                    raise FactorsError(f"{layer}: {text}")
                 if side == "G" and fisher != own:
                     raise FactorsError(f"G is of fisher {fisher!r}, this run's is {own!r}")
                 if kfac.curvature.eigen_workers[key] == kfac.rank:

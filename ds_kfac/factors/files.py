@@ -85,7 +85,7 @@ class Factors:
             factor key -> number of rows that it is the mean of; of a run's export, of batches.
             "fisher": "empirical", "monte_carlo" or "activations_only". "weight_map": tensor ->
             file. Of ``fit`` also "batches", "sequences" (of the data), "left_alone" (module ->
-            why), "weight_sharing" and "source"; of a run's export "steps".
+            why) and "weight_sharing"; of a run's export "steps".
     """
 
     folder: Path

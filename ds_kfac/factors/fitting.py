@@ -27,16 +27,9 @@ from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.factors import files
 from ds_kfac.factors.corrected import correctable, corrected
-from ds_kfac.factors.files import (
-    INDEX,
-    Factors,
-    FactorsError,
-    described,
-    safetensors,
-    write_index,
-    write_tensors,
-)
+from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.passes import Batch, Loss, Passes
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
@@ -60,12 +53,11 @@ def fit(
     mask: ReadMask | None = None,
     corrected: bool = True,
     progress: bool = True,
-    source: Mapping[str, Any] | None = None,
 ) -> Factors:
     """Compute A, G, their eigenbases and EKFAC's eigenvalues over some data, into files.
 
-    Collective if torch.distributed runs. The model runs in evaluation mode, and is left in the mode
-    it was in. Factors that ``out`` already holds are replaced.
+    Collective if torch.distributed runs. The model runs in evaluation mode, and is left as it was.
+    Factors that ``out`` already holds are replaced.
 
     A is the mean of a a^T, and G that of g g^T, over all rows but padding. g is the gradient of a
     term's own loss: with ``reduction="mean"`` what arrives at the layer, times the batch's number
@@ -74,8 +66,7 @@ def fit(
     ``reduction="sum"``.
 
     Args:
-        model: an nn.Module, whole on every rank, or a DeepSpeedEngine of any ZeRO stage, with or
-            without an optimizer; its state does not change.
+        model: an nn.Module, whole on every rank, or a DeepSpeedEngine of any ZeRO stage.
         data: batches of this rank: a mapping (the forward's keywords), a tuple or list (its
             arguments) or a tensor. Ranks may have different numbers of batches.
         loss: (model, batch) -> scalar; None: the loss that the model returns, which is ``loss`` of
@@ -83,25 +74,21 @@ def fit(
         out: folder for the files (:mod:`ds_kfac.factors.files`).
         config: a "kfac" block, of which ``layers`` and from ``factor`` ``dense_max``, ``fisher``,
             ``weight_sharing``, ``sampler`` and ``prediction`` are read. ``fisher`` is "empirical"
-            (the default), "monte_carlo" (the true Fisher) or "activations_only" (A alone, without a
-            backward pass).
+            (the default), "monte_carlo" (the true Fisher) or "activations_only" (A alone).
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
         mask: (arguments, keywords) of the model's forward -> its attention masks [N, T]: one,
             several or None; None: the arguments whose names end in ``attention_mask``.
-        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. Those per
-            sequence take the first dimension of a layer's input for the sequences.
-        source: JSON values for the index, such as the data's name.
+        corrected: whether to make a second pass over the data, for EKFAC's eigenvalues. These take
+            the first dimension of a layer's input for the sequences.
 
     Raises:
-        FactorsError: on every rank; no data, a layer without a row, a loss or a sum that is not
-            finite, a full disk. Nothing unfinished loads.
+        FactorsError: on every rank; no data, a layer without a row, a loss or a gradient that is
+            not finite, a full disk. Nothing unfinished loads.
         ValueError: a wrong config.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
-    safetensors()
-    source = dict(source or {})
-    json.dumps(source)  # raises TypeError now, not after the passes
+    files.safetensors()
     given = config if isinstance(config, KFACConfig) else parse(config or {})
     resolved, _ = resolve(given, fisher="empirical")
     corrects = corrected and resolved.factor.fisher != "activations_only"
@@ -114,7 +101,7 @@ def fit(
         channel = Channel(dist.group.WORLD)
         try:
             passes = Passes(model, data, loss, reduction, resolved.factor, channel, shows=progress)
-            _Fitting(passes, Path(out), resolved).run(mask, corrects, source)
+            _Fitting(passes, Path(out), resolved).run(mask, corrects)
         finally:
             channel.close()
     return Factors.load(out)
@@ -167,20 +154,20 @@ class _Fitting:
         self.tensors: dict[str, Tensor] = {}
         self.counts: dict[str, float] = {}
 
-    def run(self, mask: ReadMask | None, corrects: bool, source: Mapping[str, Any]) -> None:
+    def run(self, mask: ReadMask | None, corrects: bool) -> None:
         """Make the passes and write the files. Collective."""
         group, rank, factor = self.channel.group, self.channel.rank, self.config.factor
         keys = factors_by_layer(self.plan.assignment.factors)
         layers = {}
         for layer in self.plan.layers:
             of_sides = {side: spec.key for side, spec in keys.get(layer.name, {}).items()}
-            layers[layer.name] = described(layer, of_sides)
+            layers[layer.name] = files.described(layer, of_sides)
         if len(set(gathered(json.dumps(layers), group))) > 1:
             raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, or shards)")
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):
-            (self.out / INDEX).unlink(missing_ok=True)
-            write_tensors(self.out / file, {})  # a folder that is read-only is an error now
+            (self.out / files.INDEX).unlink(missing_ok=True)
+            files.write_tensors(self.out / file, {})  # a folder that is read-only is an error now
         model, rows = self.passes.model, RowSums(factor.weight_sharing, positions=False)
         capture = Capture(
             model, self.plan.layers, lambda _: 1.0, device=self.device, rows=rows, sampled=True
@@ -197,11 +184,10 @@ class _Fitting:
             for module, mode in modes.items():
                 module.training = mode
         with failing_together("ds_kfac.fit", group, FactorsError):
-            write_tensors(self.out / file, self.tensors)
+            files.write_tensors(self.out / file, self.tensors)
         header = {
             "fisher": factor.fisher,
             "weight_sharing": factor.weight_sharing,
-            "source": source,
             "batches": batches,
             "sequences": sequences,
             "counts": self.counts,
@@ -211,7 +197,7 @@ class _Fitting:
         }
         with failing_together("ds_kfac.fit", group, FactorsError):
             if rank == 0:
-                write_index(self.out, header)
+                files.write_index(self.out, header)
 
     @torch.no_grad()
     def _add_factors(self, capture: Capture) -> tuple[int, int]:
@@ -232,9 +218,10 @@ class _Fitting:
             totals[0] += bool(batch.calls)
             totals[1] += batch.sequences
             totals[2] += batch.rows
-            for names, keys in rounds(self.plan.layers, self.specs):
+            for layers in rounds(self.plan.layers, self.specs):
+                keys = frozenset(key for layer in layers for key in layer.keys)
                 reducer.begin(keys, batch.number)
-                for key, total in reducer.reduce(_sums_of(batch, names, capture)).items():
+                for key, total in reducer.reduce(_sums_of(batch, layers, capture)).items():
                     if key in sums:
                         sums[key] += total.sum_P
                         counts[key] += total.counts[ROWS]
@@ -278,8 +265,9 @@ class _Fitting:
         return {**vectors, f"{key}/values": basis.values}
 
 
-def _sums_of(batch: Batch, names: frozenset[str], capture: Capture) -> dict[str, BatchSum]:
+def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dict[str, BatchSum]:
     """This rank's batch sums of some layers, by factor key."""
+    names = {layer.name for layer in layers}
     places = [place for place, call in enumerate(batch.calls) if call.layer.name in names]
     calls, gradients = [batch.calls[place] for place in places], batch.gradients
     asked = None if gradients is None else [gradients[place] for place in places]
@@ -317,16 +305,14 @@ def peak_bytes(plan: Plan) -> list[int]:
 
 def rounds(
     layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
-) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
-    """(names of layers whose batch sums are in memory together, keys of their factors)."""
-    names, keys, nbytes = set[str](), set[str](), 0
+) -> Iterator[list[LayerSpec]]:
+    """Layers whose batch sums are in memory together."""
+    together, nbytes = list[LayerSpec](), 0
     for layer in layers:
-        its_keys = {key for key in layer.keys if key in specs}
-        more = sum(4 * specs[key].side.numel for key in its_keys)
-        if names and nbytes + more > ROUND_BYTES:
-            yield frozenset(names), frozenset(keys)
-            names, keys, nbytes = set(), set(), 0
-        names.add(layer.name)
-        keys |= its_keys
+        more = sum(4 * specs[key].side.numel for key in layer.keys if key in specs)
+        if together and nbytes + more > ROUND_BYTES:
+            yield together
+            together, nbytes = [], 0
+        together.append(layer)
         nbytes += more
-    yield frozenset(names), frozenset(keys)
+    yield together

@@ -97,9 +97,7 @@ class Passes:
             try:
                 batch = next(iterator, None)
                 if batch is not None and _first(batch) is None:
-                    problem = (
-                        problem or f"batch {number}, counted from 0: has no tensor of a dimension"
-                    )
+                    raise ValueError("no tensor that has a dimension")
             except Exception as error:
                 problem = problem or f"batch {number}: {type(error).__name__}: {error}"
             # a rank that never has a batch gets another's, if it must run one
@@ -132,7 +130,7 @@ class Passes:
         result = Batch(number)
         try:
             problem = self._run(batch, result, capture, keys)
-            problem = problem and f"batch {number}, counted from 0: {problem}"
+            problem = problem and f"batch {number}: {problem}"
         except FactorsError:
             raise
         except Exception as error:
@@ -143,6 +141,8 @@ class Passes:
 
     def _run(self, batch: Any, result: Batch, capture: Capture, keys: frozenset[str]) -> str:
         """Fill a result; returns what is wrong with the batch, or ""."""
+        for layer, error in capture.failed.items():
+            return f"the rows of {layer} in the batch before are not known: {error}"
         batch = _pytree.tree_map(
             lambda x: x.to(self.device) if _moves(x) else x, batch, is_leaf=_moves
         )
@@ -156,7 +156,7 @@ class Passes:
             return ""
         problem = self._no_loss(value, calls)
         if self.is_sharded:  # others would wait in their backward pass for this rank's weights
-            self._together(problem and f"batch {result.number}, counted from 0: {problem}")
+            self._together(problem and f"batch {result.number}: {problem}")
         if problem:
             return problem
         edges = [call.edge for call in calls if call.edge is not None]
@@ -205,13 +205,11 @@ class Passes:
 
     def _no_loss(self, value: Any, calls: Sequence[Call]) -> str:
         """Why a value has no gradients; "": it has."""
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            is_tensor = isinstance(value, Tensor)
-            got = f"shape {list(value.shape)}" if is_tensor else type(value).__name__
-            if self.loss is not None:
-                return f"the loss is no scalar: got {got}"
-            return f"the model returned no loss (a scalar): got {got}; give fit the argument loss"
-        return "" if calls and value.requires_grad else "its loss depends on no layer"
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return "" if calls and value.requires_grad else "its loss depends on no layer"
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        advice = "" if self.loss else "; give fit the argument loss"
+        return f"the loss is no scalar: got {got}{advice}"
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The engine's autocast; without an engine, that around the call stays."""

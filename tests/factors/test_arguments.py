@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +34,6 @@ def test_ranks_without_a_sequence_have_no_batch(monkeypatch):
     arguments = Namespace(data="text", length=4, limit=None, batch=2)
     found = [command.windows(arguments, Tokenizer(), rank, 3) for rank in range(3)]
     assert [len(batches) for batches in found] == [1, 1, 0]
-
-
-def test_a_source_is_written_to_the_index(tmp_path):
-    source = {"files": ["a", "b"]}
-    found = fit(Sequences(), sequences(1), out=tmp_path / "made", source=source, progress=False)
-    assert found.header["source"] == source
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        fit(Sequences(), sequences(1), out=tmp_path / "other", source={"file": Path("a")})
 
 
 def test_experts_of_deepspeed_are_refused(tmp_path):
