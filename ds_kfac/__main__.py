@@ -68,12 +68,14 @@ def _describe_factors(parser: argparse.ArgumentParser) -> None:
                         "which returns a model")  # fmt: skip
     parser.add_argument("--data", required=True, help="text file, .jsonl with a field text, or folder of the package "
                         "datasets, for hf: models; or module:function, (rank, ranks) -> batches")  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, help="folder for the files; an unfinished run goes on")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the files; factors that it holds are "
+                        "replaced")  # fmt: skip
     parser.add_argument("--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block')
-    parser.add_argument("--length", type=int, metavar="T", help="hf: models: tokens of a sequence, 512; texts are "
-                        "joined")  # fmt: skip
-    parser.add_argument("--batch", type=int, metavar="N", help="hf: models: sequences of a rank at a time, 8")
-    parser.add_argument("--limit", type=int, metavar="N", help="hf: models: sequences at most")
+    parser.add_argument("--length", type=_count, default=512, metavar="T",
+                        help="hf: models: tokens of a sequence, 512; texts are joined")  # fmt: skip
+    parser.add_argument("--batch", type=_count, default=8, metavar="N",
+                        help="hf: models: sequences of a rank at a time, 8")  # fmt: skip
+    parser.add_argument("--limit", type=_count, metavar="N", help="hf: models: sequences at most")
     parser.add_argument("--fisher", choices=("empirical", "monte_carlo", "activations_only"), help="in place of the "
                         "config's; monte_carlo: the true Fisher; activations_only: A alone")  # fmt: skip
     parser.add_argument("--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues")

@@ -37,9 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     """Of two heads, on [N, T, D]. A token may always attend to itself."""
     q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
     T = q.shape[2]
-    allowed = (
-        torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
-    )
+    allowed = torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
     if mask is not None:
         allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
@@ -54,17 +52,13 @@ class LlamaBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
-        )
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(12, WIDTH, bias=False)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         h = self.norm_1(x)
-        x = x + self.o_proj(
-            attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True)
-        )
+        x = x + self.o_proj(attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True))
         h = self.norm_2(x)
         return x + self.down_proj(F.silu(self.gate_proj(h), inplace=True) * self.up_proj(h))
 
@@ -80,9 +74,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
         if self.nested:
             x = self.checkpointed(self.run_blocks, x, attention_mask)
@@ -120,9 +112,7 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
         for block in self.h:
             x = block(x, attention_mask)
@@ -156,9 +146,7 @@ class Bert(nn.Module):
         self.transform = nn.Linear(WIDTH, WIDTH)
         self.decoder = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         x = self.norm(self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
         for block in self.blocks:
             x = block(x, attention_mask)
@@ -214,9 +202,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False))
         self.lm_head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids).flatten(0, 1)
         gates = self.router(x).softmax(-1)
         first = (input_ids.flatten() % 2 == 0).unsqueeze(1)
@@ -315,9 +301,7 @@ class TimeFirst(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
         if self.flat:
             x = torch.tanh(self.inner(x.flatten(0, 1)))
@@ -496,9 +480,7 @@ CASES = {
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
     "vit": Case(ViT, one_pass(images)),
-    "tagger, examples": Case(
-        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
-    ),
+    "tagger, examples": Case(Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"),
     "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
     "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
     "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),

@@ -219,6 +219,7 @@ class Capture:
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
         self._running: Forward | None = None  # to whose output the running backward pass has come
+        self._unpacks = False  # whether an input is read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
@@ -441,7 +442,7 @@ class Capture:
         was not captured."""
         if self.rows.weight_sharing == "reduce":
             number = examples
-        recomputed = _in_backward()
+        recomputed = _in_backward() or self._unpacks
         forward = self._forward_of(recomputed)
         if forward is None:
             return None
@@ -590,7 +591,8 @@ class Capture:
         makes_G = "G" in call.sides and G in self.keys
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
         if gradient is None:
-            with_gradient = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
+            every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
+            with_gradient = every if call.mask is None else call.mask
         elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
             with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
         else:
@@ -653,15 +655,37 @@ class Capture:
             if self.active and not self.sampled:
                 self.end_pass()
 
-    def add_asked(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], scale: Tensor | float) -> None:
+    def add_asked(
+        self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
+    ) -> None:
         """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
-        does not depend on the call."""
-        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # in a backward pass's order
+        does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
+        """
+        asked = [None] * len(calls) if gradients is None else gradients
+        for call, gradient in zip(reversed(calls), reversed(asked), strict=True):  # in a backward pass's order
             with self._guarded([call.layer]):
-                if gradient is not None:
-                    self._add(call, call.kept.saved_tensors[0], gradient, scale)
+                if gradient is not None or gradients is None:
+                    self._add(call, self.unpacked(call), gradient, scale)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
+
+    def rows_of_pass(self, calls: Sequence[Call], gradients: Sequence[Tensor | None]) -> int | Tensor:
+        """R_p of a pass of which autograd was asked for all gradients."""
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
+            if gradient is not None:
+                rows = call.gradient_rows(gradient)
+                with_gradient = rows != 0 if call.kind.images else is_nonzero(rows)
+                self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
+        return self.current.rows(self.rows.weight_sharing)
+
+    def unpacked(self, call: Call) -> Tensor:
+        """The input of one of :attr:`pending`. With activation checkpointing this recomputes other calls, too, which
+        are none of the step's."""
+        self._running, self._unpacks = call.rows.forward, True
+        try:
+            return call.kept.saved_tensors[0]
+        finally:
+            self._running, self._unpacks = None, False
 
     @torch.no_grad()
     def end_pass(self) -> None:

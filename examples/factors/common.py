@@ -2,7 +2,6 @@
 
 import argparse
 import pydoc_data.topics
-import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -79,12 +78,6 @@ def held_out(model: nn.Module, corpus: Corpus, context: int, windows: int = 256)
     """Mean loss, nats per byte, over windows that are the same at every call."""
     x, y = corpus.batch(torch.Generator().manual_seed(9), windows, context, held_out=True)
     return float(model(x, y))
-
-
-def empty(folder: Path) -> Path:
-    """Without an earlier run's factors: ``ds_kfac.fit`` would return those."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
 
 
 def save(figure: pyplot.Figure, path: Path) -> Path:

@@ -28,7 +28,7 @@ import ds_kfac
 from ds_kfac.factors.files import Factors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from factors.common import BATCH, STDLIB, empty, options, pyplot, save, train
+from factors.common import BATCH, STDLIB, options, pyplot, save, train
 from gpt import GPT, GPTConfig
 
 PER_FILE, DAMPING = 8, 0.1
@@ -75,7 +75,7 @@ def scores(factors: Factors, of_queries: Mapping[str, Tensor], of_documents: Map
     total = torch.zeros(())
     for layer in factors:
         Q_A, Q_G = (factors.eigenbasis(layer, side).vectors[0][0] for side in "AG")
-        values = factors.corrected(layer, "sequence")
+        values = factors.corrected(layer)
         query, document = (Q_G.T @ found[layer] @ Q_A for found in (of_queries, of_documents))
         total = total + (query / (values + DAMPING * values.mean())).flatten(1) @ document.flatten(1).T
     return total
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     N = len(train_set)
     model = trained(train_set, given.epochs, given.seed)
     data = [(rows[:, :-1], rows[:, 1:]) for rows in train_set.split(BATCH)]
-    factors = ds_kfac.fit(model, data, out=empty(given.out / "influence"), progress=False)
+    factors = ds_kfac.fit(model, data, out=given.out / "influence", progress=False)
 
     of_documents, of_queries = (gradients(model, rows, list(factors)) for rows in (train_set, queries))
     flat = [torch.cat([g.flatten(1) for g in found.values()], dim=1) for found in (of_queries, of_documents)]

@@ -28,7 +28,7 @@ import ds_kfac
 from ds_kfac.factors.convert import convert
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from factors.common import empty, held_out, options, pyplot, save, texts, train
+from factors.common import held_out, options, pyplot, save, texts, train
 from gpt import GPT, GPTConfig
 
 RATES, SEEDS, EVERY, ROWS = (3e-3, 1e-2, 3e-2), 3, 4, 16
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train(base, [code.batch(generator, 2 * ROWS, context) for _ in range(given.base)], lr=4e-3)
 
     factors = ds_kfac.fit(
-        base.eval(), [tables.batch(generator, ROWS, context) for _ in range(16)], out=empty(given.out / "lora"),
+        base.eval(), [tables.batch(generator, ROWS, context) for _ in range(16)], out=given.out / "lora",
         config={"factor": {"fisher": "activations_only"}, "layers": {"exclude": ["lm_head"]}}, progress=False,
     )  # fmt: skip
     convert(factors, "eva", given.out / "eva.safetensors", rank=given.rank, rho=1.0)

@@ -25,7 +25,7 @@ import ds_kfac
 from ds_kfac.factors.convert import convert
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from factors.common import BATCH, empty, held_out, options, pyplot, save, texts, train
+from factors.common import BATCH, held_out, options, pyplot, save, texts, train
 from gpt import GPT, GPTConfig
 
 TASKS, SCALE = ("prose", "swapped"), 0.9
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = models[f"trained on {task}"] = copy.deepcopy(base)
         train(model, batches(task, given.further), lr=3e-3)
         factors = ds_kfac.fit(
-            model.eval(), batches(task, 16), out=empty(out / f"merge-{task}"),
+            model.eval(), batches(task, 16), out=out / f"merge-{task}",
             config={"factor": {"fisher": "activations_only"}}, progress=False,
         )  # fmt: skip
         convert(factors, "regmean", out / f"merge-{task}.safetensors")

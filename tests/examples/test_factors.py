@@ -36,7 +36,7 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
     (layer,) = found
     queries, documents = torch.randn(2, 2, 3), torch.randn(4, 2, 3)
     Q_A, Q_G = (found.eigenbasis(layer, side).vectors[0][0] for side in "AG")
-    values = found.corrected(layer, "sequence").flatten()
+    values = found.corrected(layer).flatten()
     Q = torch.kron(Q_G, Q_A)
     H = Q @ (values + influence.DAMPING * values.mean()).diag() @ Q.T
     expected = queries.flatten(1).double() @ torch.linalg.solve(H.double(), documents.flatten(1).T.double())

@@ -1,9 +1,7 @@
-"""What users give: files of texts, sources, folders that a killed run has left, models whose ranks differ."""
+"""What users give: texts, sources, models whose ranks differ, models around models."""
 
-import json
 import os
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,28 +9,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_kfac.config.values import read_config
-from ds_kfac.factors.command import _data, _texts
+from ds_kfac.factors import command
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
-from ds_kfac.factors.passes import _to
 from tests.close import exact
 from tests.factors.test_fit import Sequences, sequences
 from tests.ranks import free_port, run_ranks
-
-
-def test_a_line_of_jsonl_may_have_other_separators_in_it(tmp_path):
-    texts = ["one\u2028two", "three\x85four"]
-    path = tmp_path / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
-    assert list(_texts(path)) == texts
-
-
-@pytest.mark.parametrize("row", ["7", '"text"', '{"words": "x"}', '{"text": 7}', "{"])
-def test_a_row_without_a_text_is_named(row, tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "good"}\n' + row)
-    with pytest.raises(FactorsError, match=r"texts\.jsonl, row 1: .*text"):
-        list(_texts(path))
 
 
 def test_a_config_that_is_no_table_is_refused(tmp_path):
@@ -41,41 +23,23 @@ def test_a_config_that_is_no_table_is_refused(tmp_path):
         read_config(str(tmp_path / "ds.json"))
 
 
-def test_ranks_without_a_sequence_have_no_batch(tmp_path):
+def test_ranks_without_a_sequence_have_no_batch(monkeypatch):
     class Tokenizer:
         eos_token_id = None
 
         def __call__(self, text: str) -> dict:
             return {"input_ids": list(text.encode())}
 
-    (tmp_path / "text").write_text("abcdefgh")
-    arguments = Namespace(data=str(tmp_path / "text"), length=4, limit=None, batch=2)
-    assert [len(_data(arguments, Tokenizer(), rank, 3)) for rank in range(3)] == [1, 1, 0]
-
-
-def test_a_source_is_compared_as_it_is_read(tmp_path):
-    source = {"files": ("a", "b")}
-    for _ in range(2):
-        fit(Sequences(), sequences(1), out=tmp_path / "made", source=source, progress=False)
-    with pytest.raises(ValueError, match=r"source: .*plain values"):
-        fit(Sequences(), sequences(1), out=tmp_path / "other", source={"file": Path("a")}, progress=False)
-
-
-def test_what_killed_saves_have_left_goes(tmp_path):
-    for name in ("partial-00007-00000.safetensors", "partial-00008-00000.safetensors.tmp"):
-        (tmp_path / name).write_text("")
-    found = fit(
-        Sequences(), sequences(1), out=tmp_path, config={"factor": {"fisher": "activations_only"}}, progress=False
-    )
-    assert not list(tmp_path.glob("partial-*"))
-    with pytest.raises(FactorsError, match="head has no G"):
-        found.count("head", "G")
+    monkeypatch.setattr(command, "_texts", lambda path: ["abcdefgh"])
+    arguments = Namespace(data="text", length=4, limit=None, batch=2)
+    found = [command.windows(arguments, Tokenizer(), rank, 3) for rank in range(3)]
+    assert [len(batches) for batches in found] == [1, 1, 0]
 
 
 def test_experts_of_deepspeed_are_refused(tmp_path):
     own = Sequences()
     own.head.weight.allreduce = False
-    with pytest.raises(FactorsError, match=r"head\.weight is a parameter of DeepSpeed's experts"):
+    with pytest.raises(FactorsError, match=r"head\.weight is a tensor-parallel shard, or of DeepSpeed's experts"):
         fit(own, sequences(1), out=tmp_path, progress=False)
 
 
@@ -142,9 +106,37 @@ def test_a_model_without_parameters_has_no_layer(tmp_path):
         fit(nn.Identity(), sequences(1), out=tmp_path, progress=False)
 
 
-def test_a_batch_that_moves_itself_does(tmp_path):
-    class Moved(tuple):
-        def to(self, device: torch.device) -> dict:
-            return {name: x.to(device) for name, x in self[0].items()}
+class Moved(tuple):
+    """A batch that moves itself."""
 
-    assert _to(Moved(sequences(1)), torch.device("cpu")).keys() == {"x", "labels"}
+    def to(self, device: torch.device) -> dict:
+        return {name: x.to(device) for name, x in self[0].items()}
+
+
+def test_a_batch_that_moves_itself_does(tmp_path):
+    found = fit(Sequences(), [Moved(sequences(1))], out=tmp_path, progress=False)
+    assert found.header["batches"] == 1
+
+
+class Returns(Sequences):
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor):
+        return self.how(super().forward(x, labels))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda loss: {"logits": torch.ones(3), "loss": loss},
+        lambda loss: (torch.ones(3), loss),
+        lambda loss: Namespace(loss=loss),
+    ],
+    ids=["mapping", "tuple", "object"],
+)
+def test_the_loss_that_a_model_returns_is_found(how, tmp_path):
+    expected = fit(Sequences(), sequences(1), out=tmp_path / "scalar", progress=False)
+    found = fit(Returns(how), sequences(1), out=tmp_path / "other", progress=False)
+    exact(found.factor("head", "G"), expected.factor("head", "G"))

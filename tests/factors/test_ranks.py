@@ -1,10 +1,8 @@
 """Factors on two ranks, of models at every ZeRO stage: those of one process over all data, whatever the engine."""
 
-import json
-
 import pytest
 
-from ds_kfac.factors.files import KINDS, Factors, FactorsError
+from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
 from tests.close import close, exact, near
 from tests.factors.worker import batches, config, model
@@ -44,8 +42,8 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
                 near(found.factor(name, side), expected, bound, "weights, rows and gradients have 8 bits")
             else:
                 exact(found.factor(name, side), whole.factor(name, side))
-        for kind in KINDS if "bf16" not in mode else ():
-            exact(found.corrected(name, kind), whole.corrected(name, kind))
+        if "bf16" not in mode:
+            exact(found.corrected(name), whole.corrected(name))
     for rank in said:
         assert rank[mode]["grads"] == rank[mode]["moved"] == 0
         assert rank[mode]["training"]
@@ -69,26 +67,19 @@ def test_two_ranks_give_what_one_process_gives(made, tmp_path):
             assert whole.count(name, side) == alone.count(name, side)
 
 
-def test_a_rank_that_dies_is_no_reason_to_begin_again(made, tmp_path):
+def test_a_rank_that_dies_leaves_nothing_that_loads(tmp_path):
     payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "dies_at": 1}
     with pytest.raises(AssertionError, match="did not finish"):
         run_ranks("tests.factors.worker:main", world=2, payload=payload)
-    killed = tmp_path / "whole"
     with pytest.raises(FactorsError, match="not finished"):
-        Factors.load(killed)
-    assert json.loads((killed / "progress.json").read_text())["batches"] == 1
-    run_ranks("tests.factors.worker:main", world=2, payload={**payload, "dies_at": None})
-    found, whole = Factors.load(killed), Factors.load(made[0] / "whole")
-    for name in whole:
-        exact(found.factor(name, "G"), whole.factor(name, "G"))
-        exact(found.corrected(name, "sequence"), whole.corrected(name, "sequence"))
+        Factors.load(tmp_path / "whole")
 
 
 SPOILT = {
-    "nan": "rank 1, batch 1, counted from 0: the loss is nan",
-    "vector": "rank 1, batch 1, counted from 0: the loss is no scalar: got shape [2, 1]",
-    "apart": "rank 1, batch 1, counted from 0: its loss depends on no layer",
-    "number": "rank 1, batch 1, counted from 0: has no tensor",
+    "nan": "rank 1, batch 1: the loss is nan",
+    "vector": "rank 1, batch 1: the loss is no scalar: got shape [2, 1]",
+    "apart": "rank 1, batch 1: its loss depends on no layer",
+    "number": "rank 1, batch 1: ValueError: no tensor that has a dimension",
     "raises": "rank 1, batch 1: RuntimeError: no memory",
 }
 

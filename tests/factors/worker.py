@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 import ds_kfac
-from ds_kfac.factors import progress
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
 from examples.gpt import GPT, GPTConfig
@@ -78,7 +77,7 @@ def spoilt(at: int, rank: int, how: str):
 def main(payload: dict):
     """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None.
 
-    ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends; saves come after every batch then.
+    ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends.
     ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that batch is one.
     ``idle``: rank 0 has all batches.
     """
@@ -89,9 +88,7 @@ def main(payload: dict):
     if payload.get("idle"):
         data = batches(payload["batches"]) if rank == 0 else []
     if "dies_at" in payload:
-        progress.SAVE_SECONDS = -1.0
-        if rank == 1 and payload["dies_at"] is not None:
-            data = Dies(data, payload["dies_at"])
+        data = Dies(data, payload["dies_at"]) if rank == 1 else data
     said = {}
     for name, mode in payload["modes"].items():
         own = model()

@@ -356,7 +356,9 @@ def test_each_input_is_let_go_before_the_next_layers_gradient_arrives():
         recorder.capture.active = active
         watched = Watched(recorder.model)
         for linear in recorder.model.linears:
-            linear.bias.register_post_accumulate_grad_hook(lambda bias, watched=watched: living.append(watched.living()))
+            linear.bias.register_post_accumulate_grad_hook(
+                lambda bias, watched=watched: living.append(watched.living())
+            )
         recorder.backward(recorder.model(torch.randn(5, 8)))
     assert len(living) == 8 and living[:4] == living[4:] and living[3] < living[0]
 
