@@ -116,9 +116,12 @@ class LossSampling:
         predictions = [prediction_tensor(self._predictions.pop(forward)) for forward in forwards]
         true = self._gradients(loss, predictions, scale)
         drawn = [self._sampled(*pair) for pair in zip(predictions, true, strict=True)]
-        total = torch.stack(drawn).mean()  # each is a mean over its own terms
-        edges = [call.edge for call in calls if call.edge]
-        capture.add_asked(calls, self._gradients(total, edges, scale), scale)
+        for forward, sampled in zip(reversed(forwards), reversed(drawn), strict=True):
+            own = [call for call in calls if call.rows.forward is forward]
+            edges = [call.edge for call in own if call.edge]
+            with capture.recomputing(forward):
+                gradients = self._gradients(sampled / len(forwards), edges, scale)  # a mean over forwards
+            capture.add_asked(own, gradients, scale)
         capture.end_pass()
 
     def _gradients(self, loss: Tensor, inputs: Sequence[Any], scale: Tensor) -> list[Tensor | None]:

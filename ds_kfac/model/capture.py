@@ -678,14 +678,24 @@ class Capture:
                 self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         return self.current.rows(self.rows.weight_sharing)
 
+    @contextmanager
+    def recomputing(self, forward: Forward) -> Iterator[None]:
+        """Wraps what may recompute calls of a forward outside of its backward pass."""
+        self._running = forward
+        try:
+            yield
+        finally:
+            self._running = None
+
     def unpacked(self, call: Call) -> Tensor:
         """The input of one of :attr:`pending`. With activation checkpointing this recomputes other calls, too, which
         are none of the step's."""
-        self._running, self._unpacks = call.rows.forward, True
-        try:
-            return call.kept.saved_tensors[0]
-        finally:
-            self._running, self._unpacks = None, False
+        with self.recomputing(call.rows.forward):
+            self._unpacks = True
+            try:
+                return call.kept.saved_tensors[0]
+            finally:
+                self._unpacks = False
 
     @torch.no_grad()
     def end_pass(self) -> None:
@@ -716,7 +726,8 @@ class Capture:
         """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
         forward = self._running = reference() or late
         Variable._execution_engine.queue_callback(self._output_left)
-        if self._is_current(forward) and not self._backwards and self._is_own(forward):
+        is_plain = not self.sampled and not self._backwards and self._is_own(forward)
+        if is_plain and self._is_current(forward):
             self._watch_task()
 
     def _output_left(self) -> None:
