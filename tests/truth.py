@@ -123,7 +123,7 @@ class Truth:
             part of; None for the outermost.
         accumulates: whether the outermost pass adds to gradients.
         accumulated: pass -> ids of the parameters to whose gradient it adds.
-        first_arrivals: pass -> the call whose gradient arrives first, and that gradient.
+        first_arrivals: pass -> the call whose gradient is the first that is not zero, and that gradient.
     """
 
     def __init__(
@@ -221,7 +221,8 @@ class Truth:
         if self.accumulates and gradients[output] is not None:
             g = gradients[output].detach().double().reshape(call.shape).clone()
             call.gradients.append((self.passes, g))
-            self.first_arrivals.setdefault(self.passes, (call, g))
+            if g.any():
+                self.first_arrivals.setdefault(self.passes, (call, g))
 
     def _accumulated(self, p: Tensor) -> None:
         self.accumulated.setdefault(self.passes, set()).add(id(p))

@@ -23,6 +23,7 @@ from ds_kfac.factors.files import FactorsError
 from ds_kfac.model.calls import Call
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import tensors_of
+from ds_kfac.model.rows import is_nonzero
 from ds_kfac.model.sampled_loss import SAMPLERS, prediction_tensor
 from ds_kfac.zero.deepspeed_versions import autocast
 
@@ -168,10 +169,14 @@ class Passes:
         if sums and not torch.stack(sums).isfinite().all():
             return "a gradient is not finite; leave the batch out"
         result.gradients, sharing = gradients, capture.rows.weight_sharing
+        nearest = None  # to the loss: the layer of the last call whose gradient is not zero
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
-            if gradient is not None:  # the layer nearest to the loss
-                capture.current.arrived(call.rows, call.gradient_rows(gradient), sharing)
-                break
+            if gradient is None or nearest not in (None, call.rows.layer):
+                continue
+            if nearest or gradient.any():
+                nearest, g = call.rows.layer, call.gradient_rows(gradient)
+                has_gradient = g != 0 if call.kind.images else is_nonzero(g)
+                capture.current.arrived(call.rows, has_gradient, sharing)
         rows = capture.current.rows(sharing)
         result.rows = torch.as_tensor(rows, dtype=torch.float32, device=self.device)
         result.gain = (torch.ones_like(result.rows) if self.is_sum else result.rows) / self.scale

@@ -6,7 +6,7 @@ no gradient has no rows. In other steps the hooks return at once.
 
 Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is a row's part of the
 averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer nearest to the loss in
-pass p: the one whose gradient arrives first. Its later calls in the pass are not known then, so a pass has sums of its
+pass p: the first whose gradient is not zero. Its later calls in the pass are not known then, so a pass has sums of its
 own, which are multiplied by R_p when it has ended. K and the ranks' average follow after the reduction
 (``step/factors.py``).
 
@@ -26,10 +26,13 @@ gradient by the accumulation steps, nor a full backward hook, which breaks with 
 leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +48,8 @@ from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_i
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
-from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, by_example, is_nonzero, kept_rows
-from ds_kfac.model.shared import SharedInputs
+from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, is_nonzero, kept_rows
+from ds_kfac.model.shared import Inputs, SharedInputs
 
 CPU = torch.device("cpu")
 
@@ -56,50 +59,84 @@ class BackwardPass:
 
     Attributes:
         sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
-        nearest: the layer nearest to the loss, whose gradient arrived first; None: none has arrived.
+        has_begun: whether any gradient has arrived.
         forwards: the forward passes that it went through.
+        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, BatchSum] = {}
-        self.nearest: str | None = None
+        self.has_begun = False
         self.forwards: dict[Forward, None] = {}
-        self._examples: int | None = None  # of the nearest layer
+        self.alive: dict[str, Tensor] = {}
+        self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the first layer's calls
         self._counted: set[Rows] = set()
-        self._more: int | Tensor = 0  # rows of the nearest layer that no forward has counted
+        self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
 
-    def arrived(self, rows: Rows, gradient: Tensor, weight_sharing: str) -> None:
-        """The gradient of a call has arrived.
-
-        Raises:
-            ValueError: with ``weight_sharing`` "reduce", its first dimension is not that of the nearest layer's calls.
-        """
+    def reaches(self, rows: Rows) -> None:
+        """The pass has come to a call."""
+        self.has_begun = True
         if not rows.recomputed:
             self.forwards[rows.forward] = None
-        is_first = self.nearest is None
-        if is_first:
-            self.nearest = rows.layer
-            self._examples = len(by_example(gradient))
-        if weight_sharing == "reduce" and len(by_example(gradient)) != self._examples:
-            raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is '
-                f"{len(by_example(gradient))}, and {self._examples} in {self.nearest}, the layer nearest to the loss"
-            )
-        if rows.layer != self.nearest or rows in self._counted:
-            return
+
+    def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
+        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a bool scalar.
+
+        Args:
+            with_gradient: bool, which rows have such an entry; of images which entries.
+        """
+        self.reaches(rows)
+        alive = with_gradient.any()
+        self.alive[rows.layer] = self.alive[rows.layer] | alive if rows.layer in self.alive else alive
+        if rows in self._counted:
+            return alive
         self._counted.add(rows)
+        if rows.layer == next(iter(self.alive)):
+            examples = len(with_gradient) if with_gradient.ndim else 1
+            self._examples.setdefault(rows.forward, []).append(examples)
         mask = rows.forward.mask(rows.leading)
+        more: int | Tensor = 0
         if rows.recomputed:
-            self._more = self._more + (rows.number if mask is None else mask.sum())
-        if mask is not None and is_first:  # in that call a row with a gradient counts in any case
-            left_out = is_nonzero(gradient) & ~mask
-            self._more = self._more + (left_out.sum() if weight_sharing == "expand" else 0)
+            more = rows.number if mask is None else mask.sum()
+        if mask is not None and weight_sharing == "expand":  # a row with a gradient counts in any case
+            more = more + (with_gradient & ~mask).sum()
+        self._more[rows.layer] = self._more.get(rows.layer, 0) + more
+        return alive
+
+    def check_examples(self, rows: Rows, gradient: Tensor) -> None:
+        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
+
+        Raises:
+            ValueError: it is not that of the first layer's calls in the same forward pass.
+        """
+        known = self._examples.get(rows.forward, [])
+        examples = len(gradient) if gradient.ndim > 1 else 1
+        if known and examples not in (*known, sum(known)):
+            raise ValueError(
+                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
+                f"and {known[0]} in {next(iter(self.alive))}, the layer nearest to the loss"
+            )
 
     def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: all rows of the nearest layer in these forward passes, without padding."""
-        if self.nearest is None:
-            return 0
-        return self._more + sum(forward.rows(self.nearest, weight_sharing) for forward in self.forwards)
+        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows
+        of its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
+        equal calls are looked at together."""
+        total: int | Tensor = 0
+        found: Tensor | None = None
+        for _, layers in groupby(self.alive, self._calls):
+            names = list(layers)
+            alive = torch.stack([self.alive[name] for name in names]).any()
+            rows = sum(forward.rows(names[0], weight_sharing) for forward in self.forwards)
+            rows = torch.where(alive, rows + self._more.get(names[0], 0), 0)
+            total = rows if found is None else torch.where(found, total, rows)
+            found = alive if found is None else found | alive
+        return total
+
+    def _calls(self, layer: str) -> tuple[Any, ...]:
+        """Equal for layers that have as many rows."""
+        more = self._more.get(layer, 0)
+        calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
+        return (*calls, more if isinstance(more, int) else layer)
 
 
 class Capture:
@@ -112,6 +149,7 @@ class Capture:
         inputs: numbers the inputs, to find layers that share theirs.
         sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
             (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending` then.
+        counts_terms: whether :attr:`terms` are needed in steps that update no factor made of gradients, too.
 
     Attributes:
         sums: factor key -> sum of the step so far; missing if there is none.
@@ -141,6 +179,7 @@ class Capture:
         rows: RowSums | None = None,
         inputs: SharedInputs | None = None,
         sampled: bool = False,
+        counts_terms: bool = False,
     ) -> None:
         self._model = model
         self._scale = scale
@@ -148,10 +187,12 @@ class Capture:
         self.rows = rows or RowSums()
         self.inputs = inputs or SharedInputs()
         self.sampled = sampled
+        self._counts_terms = counts_terms
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
+        self._thread = 0  # that runs the forward
         self.step = -1
         self._forget()
         self._layers = layers = tuple(layers)
@@ -194,7 +235,7 @@ class Capture:
     def _install(self, layers: Sequence[LayerSpec]) -> None:
         model = self._model
         self._hook(model.register_forward_pre_hook, model, self._begin_forward, with_kwargs=True)
-        self._hook(model.register_forward_hook, model, self._end_forward)
+        self._hook(model.register_forward_hook, model, self._end_forward, always_call=True)
         hooked = set[nn.Module]()
         watched = {"": model}
         counts: dict[nn.Parameter, int] = {}
@@ -253,7 +294,8 @@ class Capture:
 
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
-            if is_plain and (self.active or _in_backward()):
+            is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
+            if is_plain and (_in_backward() or (self.active and not is_others)):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
@@ -311,6 +353,11 @@ class Capture:
             if layer.name not in self.failed and (saves_all or self.inputs.key(layer) in self.keys)
         )
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether R_p is needed in this step: for factors that are made of gradients, or for their number of terms."""
+        return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
+
     @torch.no_grad()
     def end_step(self) -> None:
         """All passes of the step have ended. Each sum gets their number, also one that has no row here."""
@@ -330,6 +377,7 @@ class Capture:
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
         self._forward_runs = True
+        self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = masks_in(self.read_mask(arguments, keywords))
         self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
@@ -339,10 +387,12 @@ class Capture:
         if _in_backward():
             return
         self._forward_runs = False
+        forward = self.forward
+        late = Forward(step=forward.step, saved=forward.saved)  # who keeps an output does not keep the masks
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._output_reached, self.forward))
-                self.forward.is_watched = True
+                tensor.grad_fn.register_prehook(partial(self._output_reached, weakref.ref(forward), late))
+                forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
         """The forward pass of a call; None: it was not captured. Note: Recomputation."""
@@ -401,24 +451,27 @@ class Capture:
         return Rows(layer, forward, leading, number, recomputed)
 
     def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product with x of matrices did."""
-        forward = calls[0].rows.forward
-        holder: list[Any] = []
-        if any(call.layer.name in forward.saved for call in calls):
-            holder.append(kept(x, multiplies=not calls[0].kind.needs_gradients))
-        calls = [call for call in calls if call.layer.name not in self.failed]
-        if not calls or forward.step != self.step or (calls[0].rows.recomputed and self.sampled):
+        """A layer was called with ``x`` and returned ``output``, or a product of x with the matrices of several layers
+        did: then there is a call for each of these."""
+        rows = calls[0].rows
+        if any(call.layer.name in rows.forward.saved for call in calls):
+            node_of_x = kept(x, multiplies=not calls[0].kind.needs_gradients)
+            for call in calls:
+                call.kept = node_of_x
+        if rows.forward.step != self.step or (rows.recomputed and self.sampled):
             return  # sampled gradients go to the calls of the first run
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if not calls:
+            return
         for call in calls:
-            call.input = self.inputs.number(call.layer.name, x)
             if x.numel():
                 self.seen.add(call.layer.name)
+            call.input = self.inputs.number(call.layer.name, x)
         node, place = _origin(output)
         if self.sampled:
-            edge = GradientEdge(node, place)
-            self.pending += [replace(call, kept=holder[0], edge=edge) for call in calls]
+            self.pending += [replace(call, edge=GradientEdge(node, place)) for call in calls]
         if not self.sampled or self.proof is not None:
-            node.register_prehook(partial(self._arrived, calls, holder, place))
+            node.register_prehook(partial(self._arrived, calls, place))
 
     def _product(self, product: Product) -> None:
         layers = self._stacks[id(product.param)]
@@ -450,66 +503,64 @@ class Capture:
         rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
         if rows_of_call is None:
             return
-        calls: list[Call] = []
 
-        def called(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> None:
+        def call_of(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> Call:
             shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
             call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
             call.columns, call.to_rows = product.columns, product.to_rows
-            calls.append(call)
+            return call
 
+        calls = []
         shares = is_stack and layers[-1].shares is not None
         if shares and first.shares is None:
-            called(first, product.rows, _length(product.rows, leading.numel()), "A")
+            calls.append(call_of(first, product.rows, _length(product.rows, leading.numel()), "A"))
         for (layer, picked), number in zip(entries, numbers, strict=True):
-            called(layer, picked, number, "G" if shares else "AG")
-        self._called(calls, x, output)
+            calls.append(call_of(layer, picked, number, "G" if shares else "AG"))
+        if calls:
+            self._called(calls, x, output)
 
     # gradients
 
-    def _arrived(
-        self, calls: Sequence[Call], holder: list[Any], place: int, gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        """The gradient of the output of some calls, those of one product, has arrived at its node.
-
-        Args:
-            holder: of the node that saves their input, if it is needed.
-        """
-        nodes = holder.copy()
+    def _arrived(self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The gradient of an output has arrived at its node; ``calls`` are those that made the output."""
+        nodes = [call.kept for call in calls]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            holder.clear()  # autograd frees what its nodes saved, but not what ours did
+            for call in calls:
+                call.kept = None  # autograd frees what its nodes saved, but not what ours did
         gradient = gradients[place]
-        if gradient is None or not self._is_current(calls[0].rows.forward):
+        calls = [call for call in calls if call.layer.name not in self.failed]
+        if gradient is None or not calls or not self._is_current(calls[0].rows.forward):
             return
         is_own = self._is_own(calls[0].rows.forward)
-        self.outside += not is_own
+        self.outside += 0 if is_own else len(calls)
         if self.proof is None and (not is_own or self.sampled):
             return
         with self._guarded([call.layer for call in calls]):
             weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = nodes[0].saved_tensors[0] if nodes else None
-        is_announced = self in self._backwards
-        if is_own and not is_announced:
-            self._watch_task()
-        is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
-        scale = 1.0 if is_inner else self._scale(is_announced)
-        for call in calls:
-            with self._guarded([call.layer]):
-                if call.layer.name in self.failed:
-                    continue
-                if self.sampled or not is_own:
-                    self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
-                else:
-                    self._add(call, x, gradient, scale)
+            x = None if nodes[0] is None else nodes[0].saved_tensors[0]  # once: checkpointing refuses a second time
+            is_announced = self in self._backwards
+            if is_own and not self.sampled and not is_announced:
+                self._watch_task()
+            is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
+            scale = 1.0 if is_inner else self._scale(is_announced)
+            for call in calls:
+                with self._guarded([call.layer]):
+                    if self.sampled or not is_own:
+                        self._prove(call, x, call.gradient_rows(gradient), others=not is_own)
+                    else:
+                        self._add(call, x, gradient, scale)
 
     def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
-        if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
-            self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+        if gradient is not None and is_own and self.counts_rows:
+            with_gradient = gradient.detach() != 0
+            if rows.leading is not None:  # the node of a view has the shape of its base
+                with_gradient = with_gradient.reshape(*rows.leading, -1).any(dim=-1)
+            self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
         """Whether a forward pass is of the running step, and that captures."""
@@ -533,36 +584,47 @@ class Capture:
         A, G = self.inputs.key(layer), layer.keys[1]
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
-            self.current.arrived(call.rows, gradient, self.rows.weight_sharing)
             if not self.sampled:  # else the true gradient's rows are proven
                 self._prove(call, x, gradient)
         x = None if x is None else call.input_rows(x)
         makes_A = "A" in call.sides and A in self.keys
         makes_G = "G" in call.sides and G in self.keys
         counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
-        if not (makes_A or makes_G or counts or self.inputs.searching):
-            return
         if gradient is None:
             every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
             with_gradient = every if call.mask is None else call.mask
-        else:
+        elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
             with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
+        else:
+            self.current.reaches(call.rows)
+            return
         alive = with_gradient.any()
-        self.inputs.arrived(layer.name, call.input, None if gradient is None else alive)
+        if gradient is not None:
+            alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
+            if self.rows.weight_sharing == "reduce":
+                self.current.check_examples(call.rows, gradient)
+            self.inputs.arrived(layer.name, call.input, alive)
         if makes_G and not kind.needs_gradients and gradient is not None:
             batch = self._sum(G, self.current.sums)
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
         if makes_A and kind.needs_gradients and gradient is not None:
             self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
-        gives = makes_A and not kind.needs_gradients and self.inputs.gives(layer, call.input)
+        gives = makes_A and not kind.needs_gradients
         if not (gives or counts) or x is None:
             return
         kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
         if gives:
-            self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
+            self._add_inputs(self.inputs.gathered(layer, Inputs(call, x, kept_)))
         if counts and self.measured is not None:
             number = call.rows.number * alive if kind.images else kept_.sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
+
+    def _add_inputs(self, inputs: Inputs | None) -> None:
+        """Add rows to A; None: other layers that share it are still to come."""
+        if inputs is not None:
+            A = self.inputs.key(inputs.call.layer)
+            alive = inputs.kept.any()
+            self.rows.add_inputs(inputs.call, inputs.x, inputs.kept, alive, self._sum(A), stride=self.keys[A])
 
     def _prove(self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False) -> None:
         if self.proof is not None and "G" in call.sides and x is not None:
@@ -596,7 +658,7 @@ class Capture:
     def add_asked(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
     ) -> None:
-        """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
+        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked for. None: the loss
         does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
         """
         asked = [None] * len(calls) if gradients is None else gradients
@@ -619,8 +681,10 @@ class Capture:
     @torch.no_grad()
     def end_pass(self) -> None:
         """A backward pass has ended: what it summed counts R_p times."""
+        for inputs in self.inputs.rest():
+            self._add_inputs(inputs)
         ended, self.current = self.current, BackwardPass()
-        rows = ended.rows(self.rows.weight_sharing)
+        rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
         self.passes += 1
         self.terms = self.terms + rows
         for key, batch in ended.sums.items():
@@ -631,16 +695,17 @@ class Capture:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
         self._tasks.clear()
-        self.inputs.end_pass()
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""
-        if self.current.nearest is not None and self not in self._backwards:
+        if self.current.has_begun and self not in self._backwards:
             self.end_pass()
 
-    def _output_reached(self, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
-        """A backward pass has come to the output of a forward."""
-        self._running = forward
+    def _output_reached(
+        self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
+        forward = self._running = reference() or late
         Variable._execution_engine.queue_callback(self._output_left)
         if self._is_current(forward) and not self._backwards and self._is_own(forward):
             self._watch_task()

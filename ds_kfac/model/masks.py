@@ -120,7 +120,7 @@ class Forward:
             if mask is None:
                 total += rows
             elif weight_sharing == "reduce":
-                total += mask.flatten(1).any(dim=1).sum()
+                total += (mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()
             else:
                 total += mask.sum()
         return total

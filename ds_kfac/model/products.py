@@ -10,6 +10,7 @@ the matrix must have all inputs of one matrix of the parameter, or of several of
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,8 +73,16 @@ class Product:
 EVERY = slice(None)
 
 
+class _OfThread(threading.local):
+    """What a thread has of a mode: how often it entered, and whether it runs a function that was seen as a whole."""
+
+    depth = 0
+    is_quiet = False
+
+
 class Products(TorchFunctionMode):
-    """While entered, calls ``see`` for each product with one of some parameters.
+    """While entered, calls ``see`` for each product with one of some parameters. Other threads than those that entered
+    are not watched.
 
     Args:
         params: parameter -> number of equal matrices in it.
@@ -85,7 +94,8 @@ class Products(TorchFunctionMode):
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
         super().__init__()
         self.places = Places(params)
-        self._see, self._quiet = see, False
+        self._see = see
+        self._thread = _OfThread()
         self.inside: list[tuple[nn.Module, bool]] = []
         self._depth = 0
 
@@ -110,27 +120,32 @@ class Products(TorchFunctionMode):
         if not self._depth:
             self._plain, F.linear = F.linear, self._linear
         self._depth += 1
+        self._thread.depth += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
+        self._thread.depth -= 1
         if not self._depth:
             F.linear = self._plain
             self.places.clear()
         super().__exit__(*error)
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
-        outer, self._quiet = self._quiet, True
+        thread = self._thread
+        if not thread.depth and all(mode is not self for mode in _get_current_function_mode_stack()):
+            return self._plain(*args, **kwargs)  # another thread
+        outer, thread.is_quiet = thread.is_quiet, True
         try:
             output = self._plain(*args, **kwargs)
             self._on_call("linear", args, kwargs, output)
         finally:
-            self._quiet = outer
+            thread.is_quiet = outer
         return output
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        if not self._quiet:
+        if not self._thread.is_quiet:
             self._on_call(getattr(function, "__name__", ""), args, kwargs or {}, output)
         return output
 

@@ -1,19 +1,35 @@
 """Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by tensor identity in the
-first captured step. Of a group, the layer whose gradient arrives first gives the rows of an input; the others add
-nothing for that input.
+first captured step. A row of an input counts once if it counts for any of them, so its rows go to A when the gradients
+of all their calls have arrived.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
 """Number of an input of a layer that is no candidate."""
+
+
+Place = tuple[tuple[str, ...], int]
+"""A group of layers, and the number of an input."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows x [.., I] of a call, and which of them count, bool [..]; of images a bool scalar."""
+
+    call: Call
+    x: Tensor
+    kept: Tensor
 
 
 class SharedInputs:
@@ -34,11 +50,8 @@ class SharedInputs:
         self._total = 0
         # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
-        self._given: set[tuple[tuple[str, ...], int]] = set()
-
-    def end_pass(self) -> None:
-        """A backward pass has ended. Another one may bring the same rows again."""
-        self._given.clear()
+        self._calls: Counter[Place] = Counter()
+        self._waiting: dict[Place, tuple[int, Inputs]] = {}  # number of calls that have arrived, and their rows
 
     def number(self, layer: str, x: Tensor) -> int:
         """Number of a call's input; equal for calls with the same input in a step."""
@@ -52,6 +65,8 @@ class SharedInputs:
             number = self._total
             self._total += 1
             self._inputs[place] = storage, number
+        if layer in self._group:
+            self._calls[self._group[layer], number] += 1
         return number
 
     def arrived(self, layer: str, number: int, alive: Tensor | None) -> None:
@@ -74,14 +89,25 @@ class SharedInputs:
         group = self._group.get(layer.name)
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
-    def gives(self, layer: LayerSpec, number: int) -> bool:
-        """Whether a call with this input gives its rows to A: the first one of a group whose gradient arrives."""
+    def gathered(self, layer: LayerSpec, inputs: Inputs) -> Inputs | None:
+        """The rows to add to A, now that a call's gradient has arrived; None: other calls with this input will come."""
         group = self._group.get(layer.name)
         if group is None:
-            return True
-        is_first = (group, number) not in self._given
-        self._given.add((group, number))
-        return is_first
+            return inputs
+        place = group, inputs.call.input
+        arrived, others = self._waiting.pop(place, (0, None))
+        if others is not None:
+            inputs = replace(inputs, kept=inputs.kept | others.kept)
+        if arrived + 1 >= self._calls[place]:
+            return inputs
+        self._waiting[place] = arrived + 1, inputs
+        return None
+
+    def rest(self) -> list[Inputs]:
+        """At the end of a backward pass: rows of inputs some of whose calls got no gradient."""
+        waiting = [inputs for _, inputs in self._waiting.values()]
+        self._waiting.clear()
+        return waiting
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
         """End the search; these groups share their A from now on."""

@@ -169,7 +169,7 @@ def train_once(
     """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
     Args:
-        gradient_scale: by how much the engine's gradients are larger than this loss's.
+        gradient_scale: by how much the engine's gradients are larger than this loss's. G is made of the engine's.
         refreshes: what is refreshed when, if not everything at once.
         kind: of reference, if nothing is staggered.
         domains: see :class:`tests.deepspeed.runs.ReferenceStep`.
@@ -191,10 +191,10 @@ def train_once(
     for index in range(steps):
         value = loss(work, index, variation)
         if kfac.fisher == "monte_carlo":
-            kfac.sampled(least_likely(work.prediction))
-        value.backward()
+            kfac.sampled(least_likely(work.prediction) * gradient_scale)
+        (value * gradient_scale).backward()
         for p in work.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * gradient_scale
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         step(1.0)
         with torch.no_grad():
             for p, value in frozen:  # ReferenceStep decays everything

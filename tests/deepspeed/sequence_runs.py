@@ -9,7 +9,6 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor, nn
 
 from ds_kfac.assignment import assign
-from ds_kfac.model.batch import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import build, compared, least_likely, planned_refreshes, train_whole, whole_batch
 from tests.deepspeed.runs import weights
@@ -58,8 +57,6 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
     whole_loss, results = whole_batch(replicas * ROWS, TOKENS), []
     for mode, mean_over in cases:
         engine = build(mode, make_model(group), world=world // 2, mpu=parallel_state_sp)
-        if mean_over == "whole":
-            engine.kfac.read_batch = lambda arguments, keywords: BatchInfo(divisor=ROWS * TOKENS)
         if mode.name.endswith("monte_carlo"):
             engine.kfac.sampler = least_likely
         initial = weights(engine)

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_kfac.model.capture import Capture
+from ds_kfac.model.scan import LayerChoice, scan
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, expected, train, weights
-from tests.model.test_capture import Recorder
 from tests.models import make_net
 from tests.ranks import run_ranks
 from tests.spread import difference, within
@@ -124,6 +125,8 @@ def test_a_trace_and_an_export_in_a_captured_step_have_the_operations_of_the_mod
         torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0), torch.nn.Linear(8, 3)),
         torch.ones(2, 4, 8),
     )
-    alone, recorder = operations(), Recorder(model, sampled=sampled)
-    assert recorder.capture.active and len(recorder.layers) == 5
+    alone, layers = operations(), scan(model, LayerChoice(types=("Linear",))).layers
+    capture = Capture(model, layers, lambda announced: 1.0, sampled=sampled)
+    capture.begin_step([key for layer in layers for key in layer.keys], step=0)
+    assert capture.active and len(layers) == 5
     assert operations() == alone

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
+from ds_kfac.model.sampled_loss import mean_of_terms
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
@@ -40,7 +41,7 @@ class Regression(nn.Module):
         return F.mse_loss(self.linear(x), y)
 
 
-def whitened(prediction: torch.Tensor, batch, generator: torch.Generator) -> torch.Tensor:
+def whitened(prediction: torch.Tensor, reached, generator: torch.Generator) -> torch.Tensor:
     """mse's sampler with noise that has exactly unit covariance over the batch: the exact Fisher."""
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device)
     noise = torch.linalg.qr(noise)[0] * (len(noise) * OUTPUTS / 2) ** 0.5
@@ -144,7 +145,7 @@ def errors_worker(_) -> dict:
             for x, y in micro_batches(0, 1):
                 loss = engine(x, y)
                 if sample:
-                    engine.kfac.sample()
+                    engine.kfac.sample(loss)
                 loss.backward() if plain_backward else engine.backward(loss)
                 engine.step()
         except (ValueError, RuntimeError) as error:
@@ -168,7 +169,7 @@ def test_what_cannot_be_sampled_is_said():
     assert "use torch's with use_reentrant=False" in found["reentrant"]
     assert "name the module that computes it in kfac.factor.prediction" in found["a loss"]
     assert "the model has no module 'haed'" in found["no such module"]
-    assert "call engine.kfac.sample() before loss.backward()" in found["forgotten"]
+    assert "call engine.kfac.sample(loss) before loss.backward()" in found["forgotten"]
     assert 'fisher "monte_carlo" at ZeRO stage 3' in found["stage 3"] and "use stage 0, 1 or 2" in found["stage 3"]
 
 
@@ -188,7 +189,7 @@ def draws_worker(folder) -> dict:
         if resume:
             engine.load_checkpoint(folder, tag="t")
 
-        def sampler(logits, batch, generator):
+        def sampler(logits, reached, generator):
             state = generator.get_state()
             drawn.setdefault(now, []).append(torch.rand(2, generator=generator).tolist())
             generator.set_state(state)
@@ -216,9 +217,17 @@ def test_every_forward_of_every_rank_draws_anew_and_the_same_when_resumed(tmp_pa
         assert rank["resumed"] == {place: forward for place, forward in rank["run"].items() if place[0] > 0}
 
 
-def unlikely(logits, batch, generator):
+def unlikely(logits, reached, generator):
     """A sampler without chance: the label after the most likely one."""
-    return cross_entropy(logits, (logits.argmax(-1) + 1) % logits.shape[-1])
+    losses = F.cross_entropy(logits.flatten(0, 1), labels_of(logits).flatten(), reduction="none")
+    return mean_of_terms(losses, reached.any(-1))
+
+
+def labels_of(logits: torch.Tensor) -> torch.Tensor:
+    return (logits.argmax(-1) + 1) % logits.shape[-1]
+
+
+EXAMPLES = {"first": 3, "second": 5}
 
 
 def forwards_worker(_) -> dict:
@@ -250,11 +259,14 @@ def forwards_worker(_) -> dict:
         loss(engine, first)
         engine.backward(loss(engine, second))
 
+    def first_alone(engine):
+        engine.backward(loss(engine, first))
+
     def second_alone(engine):
         engine.backward(loss(engine, second))
 
     results = {}
-    for way in (whole, looked_at, summed, one_by_one, only_second, second_alone):
+    for way in (whole, looked_at, summed, one_by_one, only_second, first_alone, second_alone):
         engine = build(BY_NAME["z0"], 1, kfac=DRAWN)
         engine.kfac.sampler = unlikely
         way(engine)
@@ -266,13 +278,54 @@ def forwards_worker(_) -> dict:
 
 
 def test_every_forward_of_a_backward_is_sampled_once():
+    """The loss of a backward pass is the mean of its forwards' means, and that of a step the mean of its passes'."""
     found = run_ranks("tests.deepspeed.test_monte_carlo:forwards_worker", world=1)[0]
-    for same, ways in (("whole", ("looked_at", "summed", "one_by_one")), ("second_alone", ("only_second",))):
-        assert all(float(G.abs().sum()) > 0 for G in found[same].values())
-        for way in ways:
-            for key, G in found[same].items():
-                close(found[way][key], G, sums=2 * 8 * 3 + 100, what=f"{way} {key}")  # rows, and widths on the way
-    assert any((found["whole"][key] - G).norm() > 0.01 * G.norm() for key, G in found["second_alone"].items())
+    first, second, rows = found["first_alone"], found["second_alone"], sum(EXAMPLES.values())
+    expected = {
+        "looked_at": found["whole"],
+        "only_second": second,
+        "one_by_one": {key: (first[key] + second[key]) / 2 for key in first},
+        # the R_p of all rows, and terms that count half
+        "summed": {key: rows / 4 * (first[key] / EXAMPLES["first"] + second[key] / EXAMPLES["second"]) for key in first},
+    }
+    for way, of_way in expected.items():
+        assert all(float(G.abs().sum()) > 0 for G in of_way.values())
+        for key, G in of_way.items():
+            close(found[way][key], G, sums=2 * 8 * 3 + 100, what=f"{way} {key}")  # rows, and widths on the way
+    assert any((found["whole"][key] - G).norm() > 0.01 * G.norm() for key, G in second.items())
+
+
+def ignored_worker(_) -> tuple:
+    """What a sampler gets, the G of the last layer, and what they should be, of a loss that ignores some labels. The
+    model sees no labels."""
+    engine, seen = build(BY_NAME["z0"], 1, kfac=DRAWN), []
+
+    def sampler(logits, reached, generator):
+        seen.append((logits.detach().clone(), reached))
+        return unlikely(logits, reached, generator)
+
+    engine.kfac.sampler = sampler
+    x, y = next(iter(micro_batches(0, 1)))
+    y[:, 1:] = IGNORED
+    engine.backward(F.cross_entropy(engine(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED))
+    engine.step()
+    factor = engine.kfac.preconditioner.curvature.factors["head/G"]
+    (found,) = factor.side.blocks(factor.packed_P)[0]
+    engine.destroy()
+    ((logits, reached),) = seen
+    g = logits.softmax(-1) - F.one_hot(labels_of(logits), logits.shape[-1])
+    g = g[y != IGNORED] / (y != IGNORED).sum()
+    return reached, y, found, y.numel() * g.T @ g
+
+
+IGNORED = -1
+
+
+def test_only_terms_that_the_true_loss_has_are_sampled():
+    """R_p counts all rows of the last layer, see docs/math.md."""
+    reached, labels, G, expected = run_ranks("tests.deepspeed.test_monte_carlo:ignored_worker", world=1)[0]
+    assert torch.equal(reached.any(-1), labels != IGNORED)
+    close(G, expected, sums=100)
 
 
 def retained_worker(_) -> list[float]:

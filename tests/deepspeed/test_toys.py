@@ -14,10 +14,10 @@ from ds_kfac.config.keys import parse
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.model.batch import BatchInfo
+from ds_kfac.step import proving
 from tests.choices import chosen
 from tests.close import close
-from tests.deepspeed.modes import CLIPPED, KFAC, LR, MICRO_ROWS, OFFLOAD, SCALE, STEPS, Mode
+from tests.deepspeed.modes import CLIPPED, KFAC, LR, OFFLOAD, SCALE, STEPS, Mode
 from tests.deepspeed.runs import expected, patched, train, weights
 from tests.deepspeed.toys import ROOT, ToyRule, ToySGD
 from tests.models import make_net
@@ -134,7 +134,9 @@ class Miscounting(ToyRule):
 
 
 def without_worker(_) -> dict:
-    """Two steps of which no row counts, and the same with plain SGD; and a rule that does not give its numbers."""
+    """Two steps in which a hook of every layer failed, and the same with plain SGD; and a rule that does not give its
+    numbers."""
+    proving.RAISES = False
     DIRECTIONS[:0] = [rule := ToyRule()]
     found = {}
     for name, optimizer in (("toy", ToySGD), ("plain", None)):
@@ -150,7 +152,9 @@ def without_worker(_) -> dict:
                 engine, *_ = ds_kfac.initialize(
                     model=model, optimizer=optimizer(model.parameters(), lr=LR), config={**config, "kfac": KFAC}
                 )
-                engine.kfac.read_batch = lambda *_: BatchInfo(rows=torch.zeros(MICRO_ROWS, 3, dtype=torch.bool))
+                kfac = engine.kfac.preconditioner
+                for layer in kfac.layers:
+                    kfac.capture.fail(layer, TypeError("no matrix"))
         train(engine, 1, 2)
         found[name] = weights(engine)
         if optimizer is not None:

@@ -170,9 +170,7 @@ class Truth:
 
     def _rows_of_nearest(self, arrived: list[tuple[SeenCall, Tensor]], sharing: str) -> int:
         """R_p of a pass."""
-        if not arrived:
-            return 0
-        nearest = arrived[0][0].layer
+        nearest = next((call.layer for call, gradient in arrived if gradient.any()), None)
         forwards = {call.forward for call, _ in arrived}
         total = 0
         for call in self.calls:
@@ -181,7 +179,7 @@ class Truth:
                 counts = torch.ones(call.x.shape[:-1], dtype=torch.bool) if call.mask is None else call.mask
                 for gradient in gradients:
                     counts = counts | (gradient != 0).any(dim=-1)
-                total += int(counts.sum() if sharing == "expand" else counts.flatten(1).any(dim=1).sum())
+                total += int(counts.sum() if sharing == "expand" else counts.reshape(len(counts), -1).any(dim=1).sum())
         return total
 
 
@@ -197,7 +195,7 @@ def rows_of(call: SeenCall, gradient: Tensor, sharing: str) -> tuple[list[Tensor
     if sharing == "expand":
         return list(call.x[kept]), list(gradient.flatten(0, -2))
     means = [x[own].mean(dim=0) for x, own in zip(call.x, kept, strict=True) if own.any()]
-    return means, [g.flatten(0, -2).sum(dim=0) for g in gradient]
+    return means, [g.reshape(-1, g.shape[-1]).sum(dim=0) for g in gradient]
 
 
 def compared(

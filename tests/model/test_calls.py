@@ -1,7 +1,6 @@
-"""Which calls of a layer count, and with what scale: each against the factors of the same loss without the trick."""
+"""Calls that hooks do not understand, that are recomputed, or that another thread or engine makes."""
 
-import weakref
-from contextlib import nullcontext
+import threading
 
 import pytest
 import torch
@@ -10,14 +9,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model import capture
-from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.convolutions import phase
 from ds_kfac.model.proof import Proof
-from ds_kfac.model.scan import LayerChoice
+from ds_kfac.model.products import Products
+from ds_kfac.model.rows import ROWS
 from tests.close import close
-from tests.model.test_capture import Recorder
+from tests.model.recorder import Recorder, compared, same
+from tests.ops.specification import symmetric_pack
 
 N, T, WIDTH, CLASSES = 4, 3, 6, 5
-LINEAR = LayerChoice(types=("Linear", "Conv1D"))
 
 
 class Net(nn.Module):
@@ -38,166 +38,6 @@ def batch(seed: int = 1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(N, T, WIDTH, generator=generator)
     return x, torch.randint(CLASSES, (N, T), generator=generator)
-
-
-def factors(model, run=None, *, announced=True, **options) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Means and counts of what ``run`` shows; of the plain loss without."""
-    recorder = Recorder(model, LINEAR, **options)
-    run = run or (lambda model: model(*batch()))
-    loss = run(model)
-    with recorder.capture.own_backward() if announced else nullcontext():
-        loss.backward()
-    assert not recorder.capture.failed
-    counts = {layer.name: recorder.counts(layer.name) for layer in recorder.layers}
-    return {name: (*pair, torch.tensor(counts[name])) for name, pair in recorder.means().items()}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        for a, b in zip(found[name], expected[name], strict=True):
-            close(a.float(), b.float(), sums=1000)
-
-
-def labelled(arguments, keywords) -> BatchInfo:
-    return BatchInfo(labelled=torch.ones(N, T, dtype=torch.bool))
-
-
-# calls without a gradient, or with one that is zero
-
-
-class Detached(Net):
-    """Targets of the layer itself; a step against the input; a norm of the weight by its product with the identity."""
-
-    def forward(self, x, y=None):
-        with torch.no_grad():
-            self.inner(x + 1)
-        target = self.inner(3 * x[:2]).detach()
-        scale = self.inner(torch.eye(WIDTH)).detach().norm()
-        return super().forward(x, y) + 0 * target.sum() + 0 * scale
-
-
-class Dummy(Net):
-    """As vision-language models call what a batch has nothing for."""
-
-    def forward(self, x, y=None):
-        return super().forward(x, y) + 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
-
-
-class DummyFirst(Net):
-    def forward(self, x, y=None):
-        zero = 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
-        return super().forward(x, y) + zero
-
-
-class Tower(Net):
-    """Of texts and images; a batch without an image goes through the images' layers as zeros, or past them."""
-
-    def __init__(self, dummy: bool) -> None:
-        super().__init__()
-        self.dummy, self.patches, self.image = dummy, nn.Conv1d(2, WIDTH, 3), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, y=None, image=None):
-        if image is not None:
-            x = x + self.image(self.patches(image).mean(-1))[:, None]
-        elif self.dummy:
-            x = x + 0.0 * self.image(self.patches(torch.ones(N, 2, 5)).mean(-1))[:, None]
-        return super().forward(x, y)
-
-
-@pytest.mark.parametrize("kind", [Detached, Dummy, DummyFirst])
-def test_a_call_without_a_gradient_counts_nothing(kind):
-    assert_same(factors(kind(), read_batch=labelled), factors(Net()))
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_micro_batch_whose_gradients_are_zero_counts_no_loss_terms_either(last):
-    """G would be diluted by the texts among images, and be a zero matrix as long as a gate is zero."""
-    found = []
-    for dummy in (True, False):
-        recorder = Recorder(Tower(dummy), LayerChoice(types=("Linear", "Conv1d")), positions=False)
-        for with_image in (last, not last):
-            image = torch.arange(N * 2 * 5.0).reshape(N, 2, 5).sin() if with_image else None
-            with recorder.capture.own_backward():
-                recorder.model(*batch(), image).backward()
-        names = [layer.name for layer in recorder.layers]
-        counts = {name: recorder.counts(name) for name in names}
-        assert counts["image"] == [N, N * T] and counts["inner"] == [2 * N * T] * 2
-        found.append({name: (*pair, torch.tensor(counts[name])) for name, pair in recorder.means().items()})
-    assert_same(*found)
-
-
-# backwards inside of the model's forward
-
-
-class Tiled(Net):
-    """The head's loss and its gradients tile by tile in the forward, as DeepSpeed's TiledFusedLogitsLoss makes them."""
-
-    def loss(self, z, y):
-        return Tiles.apply(self, z, y)
-
-
-class Tiles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, model, z, y):
-        z, losses = z.detach().requires_grad_(), []
-        for tile, labels in enumerate(y.chunk(2)):
-            with torch.enable_grad():
-                loss = Net.loss(model, z.chunk(2)[tile], labels)
-            torch.autograd.backward(loss, torch.tensor(0.5))
-            losses.append(loss.detach())
-        ctx.save_for_backward(z.grad)
-        return torch.stack(losses).mean()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, ctx.saved_tensors[0] * gradient, None
-
-
-def test_a_backward_inside_the_forward_counts_before_and_after_the_first_announced_one():
-    model = Tiled()
-    recorder = Recorder(model, LINEAR, read_batch=labelled)
-    expected = factors(Net())
-    for _ in range(2):
-        with recorder.capture.own_backward():
-            pass
-        loss = model(*batch())
-        with recorder.capture.own_backward():
-            loss.backward()
-        assert recorder.counts("head")[0] == N * T
-        found = recorder.means()
-        close(found["head"][0], expected["head"][0], sums=100)
-        close(found["head"][1], expected["head"][1], sums=1000)
-        close(found["inner"][0], expected["inner"][0], sums=100)
-
-
-def test_a_gradient_that_goes_to_no_weight_is_none_of_the_loss():
-    """Forces, penalties, steps against the input."""
-
-    class Adversarial(Net):
-        def forward(self, x, y=None):
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(100 * super().forward(x, y), x)
-            return super().forward(x.detach() + 0 * gradient.sign(), y)
-
-    for announced in (True, False):
-        assert_same(factors(Adversarial(), announced=announced), factors(Net()))
-
-
-# the scale of G
-
-
-def two_halves(model):
-    x, y = batch()
-    return (model(x[:2], y[:2]) + model(x[2:], y[2:])) / 2
-
-
-def test_a_mean_over_several_forwards_has_the_G_of_one_of_all():
-    assert_same(factors(Net(), two_halves), factors(Net()))
-
-
-def test_a_loss_that_the_caller_divides_has_the_same_G():
-    assert_same(factors(Net(), lambda model: model(*batch()) / 8), factors(Net()))
 
 
 # recomputed products
@@ -230,12 +70,58 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("announced", [True, False])
 def test_products_are_seen_where_checkpointing_runs_them_again(reentrant, announced):
-    plain, again = Checkpointed(), Checkpointed()
-    again.load_state_dict(plain.state_dict())
-    again.reentrant = reentrant
-    found = factors(again, announced=announced)
-    assert {"mixture.router", "mixture.experts.0", "mixture.experts.1"} <= found.keys()
-    assert_same(found, factors(plain))
+    found = []
+    for kind in (None, reentrant):
+        model = Checkpointed()
+        model.reentrant = kind
+        torch.manual_seed(1)
+        nn.init.normal_(model.head.weight)
+        recorder = Recorder(model)
+        loss = model(*batch())
+        recorder.backward(loss) if announced else loss.backward()
+        assert not recorder.capture.failed
+        found.append(recorder.factors())
+    assert {"mixture.router", "mixture.experts.0", "mixture.experts.1", "head"} == found[0].keys()
+    same(found[1], found[0])
+
+
+@pytest.mark.parametrize("captures", [(True, False), (False, True)])
+def test_products_recomputed_after_the_steps_boundary_save_what_they_saved(captures):
+    model = Checkpointed()
+    model.reentrant = False
+    recorder = Recorder(model)
+    loss = None
+    for step, active in enumerate(captures):
+        recorder.begin(step) if active else recorder.capture.begin_step(None, step)
+        loss = model(*batch()) if loss is None else loss
+    recorder.backward(loss)
+    assert not recorder.factors() and F.linear is recorder.capture._products.__dict__.get("_plain", F.linear)
+
+
+def test_a_layer_that_fails_between_the_two_runs_of_a_block_raises_nothing():
+    """Its first gradient does, and checkpointing compares what the other block's runs save."""
+
+    class Blocks(Net):
+        def forward(self, x, y=None):
+            for _ in range(3):
+                x = checkpoint(lambda x: torch.tanh(self.inner(x)), x.requires_grad_(), use_reentrant=False)
+            return self.loss(x, y)
+
+    recorder = Recorder(Blocks())
+    kind = type(capture.LAYERS["Linear"])
+    plain = kind.gradient_rows
+
+    def fails(self, module, x, gradient):
+        return 1 / 0 if gradient.shape[-1] == WIDTH else plain(self, module, x, gradient)
+
+    kind.gradient_rows = fails
+    try:
+        recorder.backward(recorder.model(*batch()))
+        recorder.backward(recorder.model(*batch()))
+    finally:
+        kind.gradient_rows = plain
+    assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": 2 * N * T}
+    assert recorder.model.inner.weight.grad is not None
 
 
 # what hooks do not understand
@@ -259,69 +145,39 @@ class Dict(Net):
 
 
 def test_a_hook_that_raises_leaves_its_layer_without_rows_and_says_so(caplog):
-    recorder = Recorder(Net(), LINEAR)
+    recorder = Recorder(Net())
     plain = capture.LAYERS["Linear"].gradient_rows
     try:
         capture.LAYERS["Linear"].gradient_rows = lambda module, x, g: 1 / 0
-        recorder.model(*batch()).backward()
+        recorder.backward(recorder.model(*batch()))
     finally:
         del capture.LAYERS["Linear"].gradient_rows
     assert capture.LAYERS["Linear"].gradient_rows == plain
-    assert recorder.capture.failed.keys() == {"inner", "head"} and not recorder.means()
+    assert recorder.capture.failed.keys() == {"inner", "head"} and not recorder.factors()
     assert "ZeroDivisionError" in caplog.text and "inner (Linear)" in caplog.text
-    recorder.model(*batch()).backward()
-    assert not recorder.means(), "nor later"
+    recorder.backward(recorder.model(*batch()))
+    assert not recorder.factors(), "nor later"
 
 
 def test_an_input_that_is_no_dense_tensor_raises_nothing_and_is_said(caplog):
-    recorder = Recorder(Sparse(), LINEAR)
-    recorder.model(*batch()).backward()
-    assert set(recorder.capture.failed) == {"inner"} and set(recorder.means()) == {"head"}
+    recorder = Recorder(Sparse())
+    recorder.backward(recorder.model(*batch()))
+    assert set(recorder.capture.failed) == {"inner"} and recorder.rows() == {"head": N * T}
     assert "inner (Linear)" in caplog.text
 
 
 def test_hooks_of_others_come_after_ours():
-    found = factors(Dict())
-    assert found["inner"][2].tolist() == [N * T, N * T]
-    model = Dict()
-    x, y = batch()
-    outputs = []
+    recorder = Recorder(Dict())
+    recorder.backward(recorder.model(*batch()))
+    found = recorder.factors()
+    assert found["inner"].rows == N * T
+    model, (x, y) = Dict(), batch()
     model.inner._forward_hooks.clear()
     z = model.inner(x)
     z.retain_grad()
-    outputs.append(z)
     model.loss(torch.tanh(torch.cat([z[:, :, :3]] * 2, -1)), y).backward()
-    rows = (outputs[0].grad * N * T).reshape(-1, WIDTH)
-    packed = (rows.T @ rows / (N * T))[tuple(torch.tril_indices(WIDTH, WIDTH))]
-    close(found["inner"][1], packed, sums=1000)
-
-
-class ActorCritic(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Linear(WIDTH, 1)
-
-    def forward(self, x, y=None):
-        z = torch.tanh(self.inner(x))
-        return self.head(z), self.value(z).squeeze(-1)
-
-
-@pytest.mark.parametrize("divisor", [1, 2])
-def test_the_terms_of_a_forward_count_once_in_a_step_of_several_losses_of_it(divisor):
-    """Backward one after the other, in a step that the caller ends, whatever he divides them by."""
-    recorder, model, (x, y) = Recorder(ActorCritic(), LINEAR), ActorCritic(), batch()
-    found = []
-    model.inner.register_forward_hook(lambda module, inputs, output: output.register_hook(found.append) and None)
-    for net in (model, recorder.model):
-        policy, value = net(x)
-        for loss in (F.cross_entropy(policy.mT, y) / divisor, 0.5 * F.mse_loss(value, x[..., 0]) / divisor):
-            with recorder.capture.own_backward(loss, retain_graph=True) if net is recorder.model else nullcontext():
-                recorder.capture.begin_backward(torch.tensor(1.0))
-                loss.backward(retain_graph=True)
-    recorder.capture.end_backward(last=True)
-    assert recorder.counts("inner") == recorder.counts("head") == recorder.counts("value") == [N * T, N * T]
-    G = sum(N * T * g.flatten(0, 1).T @ g.flatten(0, 1) for g in found[:2])[tuple(torch.tril_indices(WIDTH, WIDTH))]
-    close(recorder.means()["inner"][1], G, sums=1000)
+    rows = z.grad.double().reshape(-1, WIDTH)
+    close(found["inner"].G, N * T * symmetric_pack(rows.T @ rows), sums=1000)
 
 
 @pytest.mark.parametrize("first", ["a method", "the model"])
@@ -329,35 +185,197 @@ def test_a_method_of_the_model_may_be_called_in_place_of_the_model(first):
     model = nn.Sequential(nn.Linear(7, 5))
     recorder = Recorder(model)
     for rows, called in ((6, model if first == "the model" else model[0]), (3, model[0])):
-        loss = called(torch.randn(rows, 7)).square().mean()
-        with recorder.capture.own_backward(loss):
-            loss.backward()
-    assert recorder.counts("0") == [9, 9]
+        recorder.backward(called(torch.randn(rows, 7)).square().mean())
+    found = recorder.factors()["0"]
+    assert (found.rows, found.terms) == (9, 9)
 
 
-class Soft(Net):
-    def loss(self, z, y):
-        return -(y * self.head(z).log_softmax(-1)).sum() / N
+# weight sharing by examples
 
 
-def test_targets_of_earlier_micro_batches_are_let_go():
-    recorder, alive = Recorder(Soft(), LINEAR), []
-    for _ in range(3):
-        targets = torch.rand(N, T, CLASSES)
-        alive.append(weakref.ref(targets))
-        loss = recorder.model(batch()[0], targets)
-        recorder.backward(loss)
-        del targets, loss
-    assert sum(x() is not None for x in alive) == 1
-    assert recorder.counts("head") == [3 * N * T, 3 * N * T]
+def pooled(model, backward):
+    x, _ = batch()
+    backward(model(x).mean(dim=1).square().mean())
+
+
+def two_batches(model, backward):
+    """Of different numbers of examples, in one pass."""
+    x, _ = batch()
+    backward(model(x[:1]).mean(dim=1).square().mean() + model(x[1:]).mean(dim=1).square().mean())
+
+
+def single_rows(model, backward):
+    x, _ = batch()
+    backward(model(x[:, 0]).square().mean())
+
+
+@pytest.mark.parametrize(("program", "terms"), [(pooled, N), (two_batches, N), (single_rows, N)])
+def test_with_reduce_a_row_is_an_example(program, terms):
+    found = compared(Net(), program, sharing="reduce")
+    assert (found["inner"].rows, found["inner"].terms) == (terms, terms)
+
+
+class MaskedPool(Net):
+    """A head of pooled rows, or of flattened ones."""
+
+    def forward(self, x, attention_mask=None):
+        z = self.head(torch.tanh(self.inner(x)))
+        return (z * attention_mask[..., None]).sum(dim=1).square().mean()
+
+
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+
+
+def test_with_reduce_padding_is_in_no_mean_and_an_example_of_padding_is_no_row():
+    x, _ = batch()
+    program = lambda model, backward: backward(model(x, attention_mask=MASK))  # noqa: E731
+    found = compared(MaskedPool(), program, sharing="reduce", masks={(N, T): MASK})
+    assert (found["inner"].rows, found["head"].terms) == (3, 3)
+
+
+def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(caplog):
+    """The rows of a layer whose examples are not its first dimension would be means over other things."""
+
+    class Turned(Net):
+        def forward(self, x, y=None):
+            return self.head(torch.tanh(self.inner(x.transpose(0, 1)).transpose(0, 1)))
+
+    recorder = Recorder(Turned(), sharing="reduce")
+    pooled(recorder.model, recorder.backward)
+    assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
+    assert '"reduce" takes the first dimension for the examples, but here that is 3, and 4 in head' in caplog.text
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_with_reduce_flattened_rows_and_a_mask_raise_nothing_in_the_users_backward(frozen):
+    class Flat(Net):
+        def forward(self, x, attention_mask=None):
+            z = self.head(torch.tanh(self.inner(x.flatten(0, 1))))
+            return (z * attention_mask.flatten()[:, None]).square().mean()
+
+    recorder = Recorder(Flat(), sharing="reduce")
+    recorder.model.head.requires_grad_(not frozen)
+    recorder.backward(recorder.model(batch()[0], attention_mask=MASK))
+    found = recorder.factors()
+    assert (found["inner"].rows, found["inner"].terms) == (6, 6), "a row of a flattened batch is an example"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_with_reduce_a_head_of_unequal_tiles_raises_nothing_in_the_users_backward(frozen):
+    class Tiled(Net):
+        def forward(self, x, y=None):
+            z = torch.tanh(self.inner(x))
+            return torch.cat([self.head(tile) for tile in z.split([1, 3])])
+
+    recorder = Recorder(Tiled(), sharing="reduce")
+    recorder.model.head.requires_grad_(not frozen)
+    pooled(recorder.model, recorder.backward)
+    assert recorder.model.inner.weight.grad is not None
+
+
+# sub-sampling
+
+
+def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them():
+    x, y = batch()
+    stride, of_place = 5, {}
+    for step in range(60):  # the place moves with the step
+        recorder = Recorder(Net())
+        recorder.begin(step, stride=stride)
+        recorder.backward(recorder.model(x, y))
+        of_place[phase(step, stride)] = recorder.capture.sums
+    whole = Recorder(Net())
+    whole.backward(whole.model(x, y))
+    assert len(of_place) == stride
+    for key, expected in whole.capture.sums.items():
+        close(sum(sums[key].sum_P for sums in of_place.values()) / stride, expected.sum_P, sums=100)
+        counts = {float(sums[key].counts[ROWS]) for sums in of_place.values()}
+        assert counts == {2.0 * stride, 3.0 * stride}, "of 12 rows 2 or 3, each of which stands for 5"
+
+
+# other threads and engines
+
+
+class Raw(Net):
+    """Its first matrix is a parameter of its own; another thread runs while the forward does."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(self.inner.weight.detach().clone())
+
+    def forward(self, x, y=None):
+        copy = self.w.double()
+        self.meanwhile()
+        return self.loss(torch.tanh(F.linear(x.double(), copy).float()), y)
+
+
+def in_thread(function) -> None:
+    errors = []
+
+    def run():
+        try:
+            function()
+        except Exception as error:  # shown below, in the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("what", ["evaluation", "evaluation that raises", "training", "another model"])
+def test_another_thread_does_not_disturb_a_captured_forward(what):
+    found = []
+    for disturbed in (False, True):
+        model = Raw()
+        recorder = Recorder(model)
+
+        def other(model=model):
+            model.meanwhile = lambda: None
+            if what == "training":
+                model(*batch(5)).backward()
+                model.zero_grad()
+                return
+            if what == "another model":
+                F.linear(torch.randn(2, WIDTH), torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+                return
+            with torch.no_grad():
+                model(*batch(5))
+                if what == "evaluation that raises":
+                    with pytest.raises(RuntimeError):
+                        model(torch.randn(2, WIDTH + 1))
+
+        if disturbed:
+            model.meanwhile = lambda other=other: in_thread(other)
+        plain = F.linear
+        recorder.backward(model(*batch()))
+        assert F.linear is plain and not recorder.capture.failed
+        found.append(recorder.factors())
+    assert "w" in found[0]
+    if what != "training":  # its calls are the model's, too
+        same(found[1], found[0])
+
+
+def test_functions_of_torch_are_watched_in_the_thread_that_entered_alone():
+    w = nn.Parameter(torch.randn(3, WIDTH))
+    seen = []
+    products = Products({w: 1}, seen.append)
+    with products:
+        in_thread(lambda: F.linear(torch.randn(2, WIDTH), w))
+        assert not seen
+        F.linear(torch.randn(2, WIDTH), w)
+    assert len(seen) == 1
 
 
 def test_a_backward_of_another_engine_is_none_of_several_forwards():
     """A generator's goes through its discriminator, which proves its rows; then comes the discriminator's own."""
-    judge, other = Recorder(nn.Sequential(nn.Linear(7, 5)), LINEAR), Recorder(nn.Sequential(nn.Linear(7, 7)), LINEAR)
+    judge, other = Recorder(nn.Sequential(nn.Linear(7, 5))), Recorder(nn.Sequential(nn.Linear(7, 7)))
     judge.begin(proof=Proof(judge.layers, judge.capture.inputs.key, 0, torch.device("cpu")))
     for recorder, x in ((other, other.model(torch.randn(6, 7))), (judge, torch.randn(6, 7))):
-        loss = judge.model(x).square().mean()
-        with recorder.capture.own_backward(loss):
-            loss.backward()
-    assert judge.counts("0") == [6, 6] and not judge.capture.several
+        recorder.backward(judge.model(x).square().mean())
+    assert judge.capture.outside == 1
+    found = judge.factors()["0"]
+    assert (found.rows, found.terms) == (6, 6)

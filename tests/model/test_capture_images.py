@@ -1,19 +1,24 @@
-"""Convolutions through the hooks: counts, loss terms, both sides from one grid, shared heads, nothing kept alive."""
+"""Convolutions through the hooks: rows, both sides from one grid, shared heads, nothing kept alive."""
 
 import copy
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.model.share import share_of
 from tests.close import close, exact
-from tests.model.test_capture import Recorder, Watched, own_backward
+from tests.model.recorder import Recorder, Watched
+from tests.ops.specification import symmetric_pack
+
+
+CONVOLUTIONS = LayerChoice(types=("Conv2d",))
 
 
 class Heads(nn.Module):
@@ -37,66 +42,104 @@ def data(count=5, size=8):
     return torch.randn(count, 3, size, size), torch.randint(2, (count,))
 
 
-def test_terms_are_examples_and_rows_of_all_calls_are_counted():
-    recorder = Recorder(Heads(), LayerChoice(), positions=False)
+def test_rows_of_all_calls_are_counted():
+    recorder = Recorder(Heads(), CONVOLUTIONS, positions=False)
     x, y = data()
-    F.cross_entropy(recorder.model(x), y).backward()
-    assert recorder.counts("stem") == [5 * 64, 5]
-    assert recorder.counts("head") == [5 * (64 + 16 + 4), 5]
-    sums = recorder.sums("head")
-    assert float(sums.A.sum_P[-1]) == float(sums.A.count), "the bias's 1 of every position"
+    recorder.backward(F.cross_entropy(recorder.model(x), y))
+    bias, rows = recorder.capture.sums["head/A"].sum_P[-1], recorder.capture.sums["head/A"].counts[0]
+    assert float(bias) == float(rows), "the bias's 1 of every position"
+    assert recorder.rows() == {"stem": 5 * 64, "head": 5 * (64 + 16 + 4)}
 
 
-def test_a_model_that_returns_its_loss_has_examples_as_terms():
-    class Segmenter(Heads):
-        def forward(self, x, target):
-            return F.mse_loss(self.levels(x, 1)[0], target)
+def by_hand(model: nn.Module, loss: Callable, kind: type = nn.Conv2d) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Layer -> second moments of patches and of output gradients, each patch and pixel a row; and rows of all calls."""
+    calls: dict[str, list] = {}
 
-    recorder = Recorder(Segmenter(), LayerChoice(), positions=False)
-    x, _ = data()
-    recorder.model(x, torch.zeros(5, 2, 8, 8)).backward()
-    assert recorder.counts("stem") == [5 * 64, 5] and recorder.counts("head") == [5 * 64, 5]
+    def keep(name, module, inputs, output):
+        probe = torch.zeros_like(output, requires_grad=True)
+        calls.setdefault(name, []).append((module, inputs[0].detach().double(), probe))
+        return output + probe
+
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            module.register_forward_hook(partial(keep, name))
+    loss(model).backward()
+    found = {}
+    for name, of_layer in calls.items():
+        A, G, rows = 0, 0, 0
+        for module, x, probe in of_layer:
+            patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT.flatten(0, 1)
+            patches = torch.cat([patches, torch.ones(len(patches), 1)], dim=1)
+            pixels = probe.grad.double().flatten(2).mT.flatten(0, 1)
+            A, G, rows = A + patches.T @ patches, G + pixels.T @ pixels, rows + len(patches)
+        found[name] = A / rows, G, rows
+    return found
 
 
-def test_pixels_are_terms_where_the_model_returns_them():
-    class Dense(Heads):
-        def forward(self, x):
-            return self.levels(x, 1)[0]
+@pytest.mark.parametrize("loss", ["of images", "of pixels"])
+def test_a_pixel_is_a_row_and_G_has_the_rows_of_the_convolution_nearest_to_the_loss(loss):
+    x, y = data()
 
-    recorder = Recorder(Dense(), LayerChoice(), positions=False)
-    x, _ = data()
-    F.cross_entropy(recorder.model(x), torch.zeros(5, 8, 8, dtype=torch.long)).backward()
-    assert recorder.counts("stem") == [5 * 64, 5 * 64]
+    def loss_of(model):
+        if loss == "of images":
+            return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model.levels(x, 1)[0], y[:, None, None].expand(5, 8, 8))
+
+    model = Heads()
+    truth = by_hand(copy.deepcopy(model), loss_of)
+    recorder = Recorder(model, CONVOLUTIONS, positions=False)
+    recorder.backward(loss_of(model))
+    terms = truth["head"][2]
+    for name, found in recorder.factors().items():
+        A, G, rows = truth[name]
+        assert (found.rows, found.terms) == (rows, terms)
+        close(found.A, symmetric_pack(A), sums=1000)
+        close(found.G, symmetric_pack(terms * G), sums=1000)
+
+
+def test_with_reduce_an_image_is_a_row_of_its_mean_patch_and_its_summed_gradient():
+    x, y = data()
+    recorder = Recorder(Heads(), LayerChoice(), sharing="reduce")
+    recorder.backward(F.cross_entropy(recorder.model(x), y))
+    found = recorder.factors()["stem"]
+    patches = F.unfold(x.double(), 3, padding=1).mean(dim=2)
+    patches = torch.cat([patches, torch.ones(5, 1)], dim=1)
+    close(found.A, symmetric_pack(patches.T @ patches / 5), sums=1000)
+    assert found.rows == 5
 
 
 def test_a_mask_of_tokens_is_not_for_images():
-    read = lambda arguments, keywords: BatchInfo(rows=torch.zeros(5, 3, dtype=torch.bool))  # noqa: E731
-    recorder = Recorder(Heads(), LayerChoice(), positions=False, read_batch=read)
+    recorder = Recorder(Heads(), LayerChoice(), positions=False)
+    recorder.capture.read_mask = lambda arguments, keywords: torch.zeros(5, 3, dtype=torch.bool)
     x, y = data()  # [5, 3, ..], as the mask
-    F.cross_entropy(recorder.model(x), y).backward()
-    assert recorder.counts("stem")[0] == 5 * 64
+    y[1:] = -100
+    recorder.backward(F.cross_entropy(recorder.model(x), y))
+    assert recorder.rows()["stem"] == 5 * 64
 
 
-def test_a_part_in_eval_mode_is_captured_and_the_whole_too():
+def test_a_norm_has_the_gradients_of_examples():
     model = nn.Sequential(Heads(), nn.Linear(2, 2))
     model[0].eval()
     recorder = Recorder(model, LayerChoice(types=("Conv2d", "BatchNorm")), positions=False)
+    kept = []
+    model[0].norm.register_forward_hook(lambda module, inputs, output: (output.retain_grad(), kept.append(output))[1])
     x, y = data()
-    F.cross_entropy(model(x), y).backward()
-    assert recorder.counts("0.stem") == [5 * 64, 5] and recorder.counts("0.norm")[0] == 5
-    model.eval()
-    F.cross_entropy(model(x), y).backward()
-    assert recorder.counts("0.stem") == [2 * 5 * 64, 2 * 5]
+    recorder.backward(F.cross_entropy(model(x), y))
+    found = recorder.factors()
+    assert found["0.stem"].rows == 5 * 64 and found["0.norm"].rows == 5 and found["0.norm"].terms == 5
+    normalized, g = kept[0].detach().double(), kept[0].grad.double()
+    rows = torch.stack([(normalized * g).sum((2, 3)), g.sum((2, 3))], dim=-1)  # weight 1 and bias 0
+    blocks = 5 * torch.einsum("nci,ncj->cij", rows, rows)
+    close(found["0.norm"].A.view(4, 3), torch.stack([blocks[:, 0, 0], blocks[:, 1, 0], blocks[:, 1, 1]], 1), sums=1000)
 
 
 def test_no_boxes_count_nothing_and_nothing_is_nan():
     recorder = Recorder(Heads(), LayerChoice())
     x, _ = data()
-    recorder.model(x[:0]).sum().backward()
-    sums = recorder.sums("stem")
-    assert recorder.counts("stem") == [0, 0] and not sums.A.sum_P.any() and not sums.G.sum_P.any()
-    sum(level.square().mean() for level in recorder.model.levels(x)).backward()  # the head's calls by hand
-    assert torch.isfinite(recorder.sums("head").G.sum_P).all()
+    recorder.backward(recorder.model(x[:0]).sum())
+    assert not recorder.rows() and not recorder.capture.failed
+    recorder.backward(sum(level.square().mean() for level in recorder.model.levels(x)))  # the head's calls by hand
+    assert torch.isfinite(recorder.factors()["head"].G).all()
 
 
 def test_both_sides_of_a_sample_are_from_the_same_positions():
@@ -108,9 +151,8 @@ def test_both_sides_of_a_sample_are_from_the_same_positions():
     for turn in range(3):
         recorder.begin(turn)
         y = model(x)
-        (y * weight * x).sum().backward()  # channel c has a gradient at position c only
-        means = recorder.means()["0"]
-        seen = [packed[torch.arange(1, 65).cumsum(0) - 1] > 0 for packed in means]
+        recorder.backward((y * weight * x).sum())  # channel c has a gradient at position c only
+        seen = [packed[torch.arange(1, 65).cumsum(0) - 1] > 0 for packed in recorder.factors()["0"][:2]]
         assert torch.equal(seen[0], seen[1]) and 0 < int(seen[0].sum()) < 64
 
 
@@ -121,18 +163,19 @@ def test_checkpointing_counts_once_with_batch_norm(reentrant):
             z = checkpoint(lambda x: torch.tanh(self.norm(self.stem(x))), x, use_reentrant=reentrant)
             return self.head(z).mean((2, 3))
 
-    counts = []
+    found = []
     for kind in (Checkpointed, Heads):
         torch.manual_seed(0)
         model = kind()
         if kind is Heads:
             model.levels = lambda x, model=model: [model.head(torch.tanh(model.norm(model.stem(x))))]
-        recorder = Recorder(model, LayerChoice(), positions=False)
+        recorder = Recorder(model, LayerChoice(types=("Conv2d", "BatchNorm")), positions=False)
         x, y = data()
-        F.cross_entropy(model(x.requires_grad_()), y).backward()
-        counts.append((recorder.counts("stem"), recorder.counts("norm"), recorder.sums("norm").A.sum_P.clone()))
-    assert counts[0][:2] == counts[1][:2]
-    exact(counts[0][2], counts[1][2])
+        recorder.backward(F.cross_entropy(model(x.requires_grad_()), y))
+        found.append(recorder.factors())
+    assert set(found[0]) == {"stem", "norm", "head"}
+    for name, expected in found[1].items():
+        exact(found[0][name], expected)
 
 
 def test_a_frozen_norm_and_an_overriding_subclass_are_named():
@@ -207,17 +250,18 @@ def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(samp
         if sampled:
             calls = list(recorder.capture.pending)
             assert len(calls) == 4
-            recorder.capture.add_sampled(calls, torch.autograd.grad(loss, [call.edge for call in calls]), 1.0)
+            recorder.capture.add_asked(calls, torch.autograd.grad(loss, [call.edge for call in calls]), 1.0)
+            recorder.capture.end_pass()
         else:
-            loss.backward()
+            recorder.backward(loss)
         recorders.append(recorder)
-    plain, own = recorders
-    assert [layer.name for layer in own.layers] == [layer.name for layer in plain.layers] and len(own.layers) == 4
-    for layer in own.layers:
-        assert own.counts(layer.name) == plain.counts(layer.name) and own.counts(layer.name)[1] == 5
-        for side in "AG":
+    plain, own = (recorder.factors() for recorder in recorders)
+    assert list(own) == list(plain) and len(own) == 4
+    for name in own:
+        assert own[name][2:] == plain[name][2:]
+        for side in range(2):
             # two products, of up to 6 channels and 3 places and of 5 examples and 9 places
-            close(*(getattr(r.sums(layer.name), side).sum_P for r in (own, plain)), sums=6 * 3 + 5 * 9)
+            close(own[name][side], plain[name][side], sums=6 * 3 + 5 * 9)
 
 
 def test_another_window_than_the_modules_is_not_taken_for_it():
@@ -226,8 +270,8 @@ def test_another_window_than_the_modules_is_not_taken_for_it():
             return F.conv1d(x, self.weight, self.bias, dilation=2)
 
     recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), LayerChoice(), positions=False)
-    recorder.model(torch.randn(5, 3, 9)).sum().backward()
-    assert set(recorder.means()) == {"1"}, "the first is silent, of which the engine warns"
+    recorder.backward(recorder.model(torch.randn(5, 3, 9)).sum())
+    assert set(recorder.factors()) == {"1"}, "the first is silent, of which the engine warns"
 
 
 class Standardized(nn.Conv2d):
@@ -263,7 +307,7 @@ def test_no_activation_of_images_outlives_its_graph(types, sampled):
     try:
         x, y = data()
         loss = F.cross_entropy(recorder.model(x), y)
-        own_backward(recorder, loss)
+        recorder.backward(loss)
         if sampled:
             recorder.begin()
         del loss, x
@@ -279,9 +323,7 @@ def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
     found = []
     for image in (x, x[None]):
         recorder = Recorder(copy.deepcopy(model), LayerChoice(), positions=False)
-        recorder.model(image).square().mean().backward()
-        counts = [recorder.counts(name)[0] for name in "02"]
-        found.append((counts, [recorder.sums(name).A.sum_P.clone() for name in "02"]))
-    assert found[0][0] == found[1][0] == [16, 16]
-    for single, batched in zip(found[0][1], found[1][1], strict=True):
-        assert torch.equal(single, batched)
+        recorder.backward(recorder.model(image).square().mean())
+        found.append(recorder.factors())
+    assert [factors.rows for factors in found[0].values()] == [16, 16]
+    exact(found[0], found[1])

@@ -279,7 +279,7 @@ def run(case: Case) -> tuple[Part, list[LayerSpec], Capture, Tensor]:
     if case.bias:
         part.b = nn.Parameter(torch.ones(O))
     model, layers = nn.Sequential(part), layers_of(case)
-    capture = Capture(model, layers, lambda: 1.0, on_demand=True)
+    capture = Capture(model, layers, lambda announced: 1.0, sampled=True)
     capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0)
     x = torch.randn(N, I, generator=torch.Generator().manual_seed(2)).requires_grad_()
     return part, layers, capture, model(x).double().sin().sum()
@@ -296,7 +296,8 @@ def test_the_rows_of_a_product_give_its_gradient(name):
     for call, gradient in zip(
         capture.pending, torch.autograd.grad(loss, [call.edge for call in capture.pending]), strict=True
     ):
-        a, g = call.x.reshape(-1, call.x.shape[-1]), call.gradient_of(gradient).reshape(-1, layers[0].G.dim)
+        x = call.input_rows(call.kept.saved_tensors[0])
+        a, g = x.reshape(-1, x.shape[-1]), call.gradient_rows(gradient).reshape(-1, layers[0].G.dim)
         if case.bias:
             a = torch.cat([a, torch.ones(len(a), 1)], 1)
         actual[call.layer.part[0]] += g.double().T @ a.double()

@@ -10,14 +10,12 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.methods import EIGEN
-from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.capture import Capture
 from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, contraction, multiplied
 from ds_kfac.model.products import Products, gradient_to_rows
 from ds_kfac.model.scan import LayerChoice, scan
 from ds_kfac.plan.common import own_inputs
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
-from tests.model.test_capture import Recorder
+from tests.model.recorder import Recorder
 from tests.model.written import written
 from tests.ops.specification import symmetric_pack
 
@@ -107,9 +105,8 @@ def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind, lies, eins
     assert einsum is None or multiplied(model.part) == {"w": MatrixLayout(lies, first=int(einsum))}
     recorder = Recorder(model)
     loss = model(X)
-    with recorder.capture.own_backward():
-        loss.backward()
-    A, G = recorder.means()["part.w"]
+    recorder.backward(loss)
+    A, G = recorder.factors()["part.w"][:2]
     x, g = model.seen.detach().double(), model.out.grad.double()
     close(A, symmetric_pack(x.T @ x / ROWS))
     close(G, symmetric_pack(ROWS * g.T @ g))
@@ -203,13 +200,14 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
     part, x, found = kind(), torch.randn(2, ROWS, IN), []
     for model in (ByLinears(part), part):
         recorder = Recorder(model, LayerChoice(shares=False))
-        model(x).square().mean().backward()
-        found.append(recorder.means())
+        recorder.backward(model(x).square().mean())
+        found.append(recorder.factors())
     expected, actual = found
     assert list(actual) == [name.removeprefix("linears.").replace("-", ".") for name in expected]
-    for pair in zip(expected.values(), actual.values(), strict=True):
-        for left, right in zip(*pair, strict=True):
-            close(right, left)
+    for of_linears, of_products in zip(expected.values(), actual.values(), strict=True):
+        close(of_products.A, of_linears.A)
+        # R_p is the number of rows of the product nearest to the loss: of a stack those of all its matrices
+        close(of_products.G / of_products.terms, of_linears.G / of_linears.terms)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +259,8 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
         "convolution": "its parent module uses its weight without calling it"
     }
     recorder = Recorder(model)
-    model(X).square().mean().backward()
-    means = recorder.means()
+    recorder.backward(model(X).square().mean())
+    means = recorder.factors()
     assert list(means) == ["by_operator", "by_function", "by_word", "both", "read"]
     x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
     close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
@@ -303,8 +301,8 @@ class Checkpointed(nn.Module):
 def test_a_method_called_from_further_out_is_seen_in_a_recomputation_too():
     model = Checkpointed()
     recorder = Recorder(model)
-    model(X.clone().requires_grad_()).square().mean().backward()
-    (A, _) = recorder.means()["outer.inner.linear"]
+    recorder.backward(model(X.clone().requires_grad_()).square().mean())
+    A = recorder.factors()["outer.inner.linear"].A
     x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
     close(A, symmetric_pack(x.T @ x / ROWS))
 
@@ -326,8 +324,8 @@ def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
     model = nn.Sequential(Stacked())
     assert [(x.name, x.A.dim, x.G.dim) for x in scan(model).layers] == [("0.w.0", IN, OUT), ("0.w.1", IN, OUT)]
     recorder = Recorder(model, LayerChoice(shares=False))
-    model(X).backward()
-    close(recorder.means()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
+    recorder.backward(model(X))
+    close(recorder.factors()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
 
 
 GROUPS, RANK = 3, 2
@@ -373,11 +371,12 @@ def test_rows_that_are_viewed_as_a_stack_are_a_matrix_each(kind):
     recorder = Recorder(model, LayerChoice(shares=False))
     output = model(x)
     output.retain_grad()
-    output.square().sum().backward()
-    for k, (A, G) in enumerate(recorder.means().values()):
+    recorder.backward(output.square().sum())
+    for k, (A, G, _, terms) in enumerate(recorder.factors().values()):
         rows, gradients = x[:, k].double(), output.grad[:, k].double()
         close(A, symmetric_pack(rows.T @ rows / ROWS))
-        close(G, symmetric_pack(gradients.T @ gradients * ROWS * GROUPS))  # a loss term each
+        assert terms == ROWS * (GROUPS if kind is not GroupsByNumber else 3)
+        close(G, symmetric_pack(gradients.T @ gradients * terms))
 
 
 class Uncut(nn.Module):
@@ -421,8 +420,7 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
     for active in (True, False):
         recorder.capture.active = active
         loss = model(X)
-        with recorder.capture.own_backward():
-            loss.backward()
+        recorder.backward(loss)
         assert F.linear is plain
     recorder.capture.active = True
     with pytest.raises(RuntimeError):
@@ -443,16 +441,18 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     model = nn.ModuleDict({"attention": attention})
     mask = torch.tensor([[True, True, False], [True, True, True]])
     query, memory = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    left_out = torch.zeros(2, 1, 1, 3).masked_fill(~mask[:, None, None], float("-inf")).expand(2, 2, 3, 3).reshape(4, 3, 3)
 
     def forward(attention_mask=None):
         q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
-        return attention(q, k, k.clone() if apart else k, need_weights=False)[0].square().mean()
+        output = attention(q, k, k.clone() if apart else k, need_weights=False, attn_mask=left_out)[0]
+        return (output if batch_first else output.transpose(0, 1))[mask].square().mean()
 
     model.forward = forward
     recorder = Recorder(model)
-    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
-    model().backward()
-    A, _ = recorder.means()["attention.in_proj_weight"]
+    recorder.capture.read_mask = lambda arguments, keywords: mask
+    recorder.backward(model())
+    A = recorder.factors()["attention.in_proj_weight"].A
     rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]).double()  # q's, ..
     close(A, symmetric_pack(rows.T @ rows / len(rows)))
 
@@ -473,13 +473,14 @@ def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpoi
     for one in (Apart, kind):
         model = make(one, bias=bias, checkpointed=checkpointed)
         recorder = Recorder(model, LayerChoice(shares=False))
-        model(x, y).backward()
-        found[one] = recorder.means()
+        recorder.backward(model(x, y))
+        found[one] = recorder.factors()
     for e in range(3):
         for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
-            pairs = zip(found[Apart][f"experts.{apart}.{e}"], found[kind][f"experts.{stacked}.{e}"], strict=True)
-            for expected, actual in pairs:
-                close(actual, expected)
+            expected, actual = found[Apart][f"experts.{apart}.{e}"], found[kind][f"experts.{stacked}.{e}"]
+            close(actual.A, expected.A)
+            close(actual.G, expected.G)
+            assert actual[2:] == expected[2:]
 
 
 @pytest.mark.parametrize("kind", STACKS)
@@ -495,13 +496,15 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     together = Recorder(model)
     x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
     for recorder in (apart, together):
-        recorder.capture._model(x, y).backward()
-    sums = [apart.sums(f"experts.gate_up_proj.{e}").A for e in range(3)]
-    close(together.sums(first).A.sum_P, sum(one.sum_P for one in sums))
-    assert float(together.sums(first).A.count) == sum(float(one.count) for one in sums) == 2 * ROWS
+        recorder.backward(recorder.model(x, y))
+    own = [apart.capture.sums[f"experts.gate_up_proj.{e}/A"] for e in range(3)]
+    common = together.capture.sums[f"{first}/A"]
+    close(common.sum_P, sum(one.sum_P for one in own))
+    assert float(common.counts[0]) == sum(float(one.counts[0]) for one in own) == 2 * ROWS
     for layer in apart.layers:  # each G is of its own rows, also the first one's
-        close(together.sums(layer.name).G.sum_P, apart.sums(layer.name).G.sum_P)
-        assert together.sums(layer.name).G.count == apart.sums(layer.name).G.count
+        one, other = (recorder.capture.sums[f"{layer.name}/G"] for recorder in (together, apart))
+        close(one.sum_P, other.sum_P)
+        assert torch.equal(one.counts, other.counts)
 
 
 class GateAndUp(nn.Module):
@@ -530,11 +533,9 @@ def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
             layers, _ = own_inputs(recorder.layers, EIGEN, moments=2, world=1)
             assert [one.shares for one in layers] == [None] * 3 + [f"0.gate.{e}" for e in range(3)] + [None] * 3
             recorder.capture.remove()
-            recorder.layers = layers
-            recorder.capture = Capture(model, layers, lambda: 1.0)
-            recorder.begin()
-        model(x).backward()
-        found[shares] = {key: (own.sum_P, own.count) for key, own in recorder.capture.sums.items()}
+            recorder = Recorder(model, layers=layers)
+        recorder.backward(model(x))
+        found[shares] = {key: (own.sum_P, own.counts[0]) for key, own in recorder.capture.sums.items()}
     assert found[False].keys() - found[True].keys() == {f"0.up.{e}/A" for e in range(3)}
     for key, (sum_P, count) in found[True].items():
         close(sum_P, found[False][key][0])
@@ -550,8 +551,8 @@ def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kin
         model = make(one, bias=kind in BIASED, checkpointed=checkpointed)
         recorder = Recorder(model)
         recorder.begin(measure=True)
-        model(x, y).backward()
-        found[one] = {name: max(counts) for name, counts in recorder.capture.measured.items()}
+        recorder.backward(model(x, y))
+        found[one] = {name: int(rows) for name, rows in recorder.capture.measured.items()}
     for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
         own = [found[kind][f"experts.{stacked}.{e}"] for e in range(3)]
         assert own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS
@@ -627,8 +628,8 @@ def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
     torch.manual_seed(4)
     model, x = nn.Sequential(Behind(experts)), torch.randn(ROWS, WIDTH)
     recorder = Recorder(model, LayerChoice(shares=shares))
-    model(x).square().mean().backward()
-    found = recorder.means()
+    recorder.backward(model(x).square().mean())
+    found = recorder.factors()
     of_first = 4 if experts == 2 and not shares else 9
     close(found["0.w.0"][0], symmetric_pack((x[:of_first].T @ x[:of_first] / of_first).double()))
     if experts == 2 and not shares:
@@ -661,9 +662,9 @@ def test_a_weight_that_a_method_bounds_is_seen():
     recorder = Recorder(nn.Sequential(AroundClamped()))
     assert [child is recorder.model[0].inner.coefs for child, *_ in borrowed_weights(recorder.model[0].inner)] == [True]
     recorder.model(X).square().mean().backward()
-    means = recorder.means()
+    means = recorder.factors()
     assert set(means) == {"0.inner.coefs", "0.inner.other"}
-    A, _ = means["0.inner.coefs"]
+    A = means["0.inner.coefs"].A
     close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
 
 
@@ -698,6 +699,5 @@ def test_a_nested_input_is_no_product_and_no_error():
             )
 
     recorder = Recorder(model := Net(Nested()))
-    with recorder.capture.own_backward():
-        model(X).sum().backward()
-    assert not any(key.startswith("part") for key in recorder.means()) and model.part.w.grad is not None
+    recorder.backward(model(X).sum())
+    assert not any(key.startswith("part") for key in recorder.factors()) and model.part.w.grad is not None
