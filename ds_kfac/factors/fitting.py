@@ -8,6 +8,7 @@ of :data:`ROUND_BYTES` at most or of one layer, and their messages.
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,7 +163,7 @@ class _Fitting:
         for layer in self.plan.layers:
             of_sides = {side: spec.key for side, spec in keys.get(layer.name, {}).items()}
             layers[layer.name] = files.described(layer, of_sides)
-        if len(set(gathered(json.dumps(layers), group))) > 1:
+        if len(set(gathered(zlib.crc32(json.dumps(layers).encode()), group))) > 1:
             raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, or shards)")
         file = f"factors-{rank:05d}.safetensors"
         with failing_together(f"ds_kfac.fit: {self.out}", group, FactorsError):

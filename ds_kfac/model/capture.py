@@ -658,7 +658,7 @@ class Capture:
     def add_asked(
         self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
     ) -> None:
-        """Add the gradients, times ``scale``, that autograd was asked for, of some of :attr:`pending`. None: the loss
+        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked for. None: the loss
         does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
         """
         asked = [None] * len(calls) if gradients is None else gradients
