@@ -75,10 +75,11 @@ class SharedInputs:
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
     def gives(self, layer: LayerSpec, number: int) -> bool:
-        """Whether a call with this input gives its rows to A: the first one of a group whose gradient arrives."""
+        """Whether a call with this input gives its rows to A: of a group the first one whose gradient arrives, of the
+        parts of a layer the first part."""
         group = self._group.get(layer.name)
         if group is None:
-            return True
+            return layer.shares is None  # else the layer whose A it has gets the same calls
         is_first = (group, number) not in self._given
         self._given.add((group, number))
         return is_first
