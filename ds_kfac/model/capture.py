@@ -760,6 +760,8 @@ class Capture:
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
         """A hook raised: the layer has no rows in this step, nor in later ones."""
+        if layer.name in self.failed:
+            return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
             f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its factors stay as they "

@@ -92,8 +92,8 @@ class SharedInputs:
     def gathered(self, layer: LayerSpec, inputs: Inputs) -> Inputs | None:
         """The rows to add to A, now that a call's gradient has arrived; None: other calls with this input will come."""
         group = self._group.get(layer.name)
-        if group is None:
-            return inputs
+        if group is None:  # of the parts of a layer the first gives the rows of their common A
+            return inputs if layer.shares is None else None
         place = group, inputs.call.input
         arrived, others = self._waiting.pop(place, (0, None))
         if others is not None:

@@ -18,7 +18,7 @@ class Mutant(NamedTuple):
 
 
 _OPS, _CALLS = "ops/functional.py", "tests/ops/test_calls.py::test_torch"
-_PROOF, _TERMS = "tests/model/test_proof.py", "tests/model/test_prediction.py"
+_PROOF, _RULE = "tests/model/test_proof.py", "tests/model/test_rule.py"
 _SAVED = "tests/deepspeed/test_saved_state.py"
 _RAMP = "tests/deepspeed/test_batch_ramp.py"
 _COPIES = "tests/deepspeed/test_tensor_parallel.py::" + (
@@ -56,62 +56,10 @@ _ROWS = {
          "(x[::parts, None, None] for"),
         ("finish: a shift for the replacement", "replacement_n.masked_fill(good, shift)",
          "torch.full_like(replacement_n, shift)")],
-    ("model/convolutions.py", "tests/model/test_patches.py"): [
-        ("convolution: no batch dimension, rows for channels", "if x.ndim > self.dims + 1 else", "if x.ndim > 0 else")],
-    ("model/prediction.py", "tests/model/test_loss_terms.py"): [
-        ("loss terms: positions of a convolution are tokens", 'if "Convolution" in name', 'if "never" in name'),
-        ("loss terms: a linear layer of somebody's own is followed", "return named and len", "return False and len"),
-        ("loss terms: what has linear in its name is one", ' and not any(word in name.lower()', ' and any(len(name)')],
-    ("model/rows.py", "tests/model/test_loss_terms.py"): [
-        ("a loss times 0 is no number", "torch.where(seed == 0, torch.inf, seed)", "seed"),
-        ("items not read", "forward.seed, items", "forward.seed, None"),
-        ("another M in every layer", "(terms := forward.terms)", "(terms := None)")],
-    ("model/prediction.py", _TERMS): [
-        ("loss terms: transposed logits are not", "shape[place] == product.outputs]", "True]"),
-        ("loss terms: of equal sizes the first has the outputs", "in (usual, *range(prediction.ndim))",
-         "in range(prediction.ndim)"),
-        ("loss terms: a single output is a score", "lost = GONE if single", "lost = PICKED if single"),
-        ("loss terms: a token's loss is a score", 'GONE if kind in LOSSES or kind == "Logsumexp" else PICKED',
-         "PICKED"),
-        ("loss terms: an example's candidates are terms", "end = PICKED if single and reshaped",
-         "end = GONE if single and reshaped"),
-        ("loss terms: the first part of a split head", "else wide[-1]", "else wide[0]"),
-        ("loss terms: of scores the first side's", "if not product.weighed:", "if False:"),
-        ("loss terms: a view of part of the outputs", "not begin % first and", ""),
-        ("loss terms: anchors in place of classes", "last if last in wide else usual", "usual"),
-        ("loss terms: a residual stream has none", "reversed(operands(node, shape))", "operands(node, shape)[:1]")],
-    ("model/graph.py", _TERMS): [
-        ("loss terms: the weights of an average make it", "(pair[1] != result, len(pair[1])", "(len(pair[1])")],
-    ("model/loss.py", _TERMS): [
-        ("loss terms: labels of classes", " or (self.info.classes and of_classes(output, self.info))", "")],
-    ("model/output.py", _TERMS): [
-        ("loss terms: answers are told of", 'prediction is logits_of(output, "start_logits")', "False"),
-        ("loss terms: a loss of shape [1, 1] is a prediction", " and not is_scalar(value)", "")],
-    ("model/batch.py", "tests/model/test_rows.py"): [
-        ("batch: labels of examples throw the mask away", "else rows.shape == labelled.shape", "else True"),
-        ("batch: a switch is labels", "placed if isinstance(placed, Tensor) else None", "placed"),
-        ("batch: shift_labels are shifted again", "self.shifted and placed is None", "self.shifted"),
-        ("batch: a mask of choices is none", "mask.flatten(0, 1) if mask.shape in shapes else mask", "mask"),
-        ("batch: a mask of pairs is one of choices", "if mask.shape in shapes else mask", ""),
-        ("batch: any labels are of rows", "return Counter(labelled.shape) <= Counter(x.shape)", "return True"),
-        ("proof: the last pad is padding though it has a label", "attended = rows | labelled", "attended = rows"),
-        ("labels not shifted", "[labelled[:, 1:], labelled.new_zeros(len(labelled), 1)]",
-         "[labelled[:, :-1], labelled.new_zeros(len(labelled), 1)]")],
-    ("model/batch.py", "tests/model/test_modalities.py"): [
-        ("batch: labels of text mask patches", "if mask is not None and side != OTHER]", "if mask is not None]"),
-        ("batch: patches that are cast are text", "and given[1] != x.dtype)", "and False)"),
-        ("batch: text that looks at images is of them", "(any(others) and not text)", "any(others)"),
-        ("batch: features of tokens are of images", "if x.shape[:2] != shape or SENSED.search(key))", ")"),
-        ("batch: images in order are text", "zip(self._names, batch, ", "zip((), batch, "),
-        ("batch: images in an argument's mapping are text", "(*within, *batch)", "batch"),
-        ("batch: a tower's output is text", "self._add_others(tensors_of(output))", "pass")],
     ("model/capture.py", "tests/deepspeed/test_compile.py::test_a_trace_and_an_export_in_a_captured_step_have_the_"
      "operations_of_the_model_alone"): [
         ("a trace is a batch", " is torch._C._get_tracing_state() is None", " is None"),
         ("an export is a batch", " and not torch.compiler.is_exporting()", "")],
-    ("model/capture.py",
-     "tests/deepspeed/test_monte_carlo.py::test_a_stack_whose_layers_share_an_A_proves_its_rows"): [
-        ("sampled: the call of a common A is proven", 'proves="G" in sides, many', "proves=True, many")],
     ("engine/preflight.py", "tests/deepspeed/test_interruptions.py"): [
         ("an optimizer object of other parameters", '[group["params"] for group in groups]', "[]")],
     ("curvature/factor.py", "tests/curvature/test_history.py"): [
@@ -265,14 +213,6 @@ _ROWS = {
         ("every second row is taken for the first ones", "(O == 1 or of_O == I)", "True"),
         ("the first dimension is the stack's", "front = output.ndim - len(place.shape) + stack[0]",
          "front = stack[0]")],
-    ("model/loss.py", "tests/model/test_loss_terms.py"): [
-        ("loss terms: tokens of the last expert", "if not whole and self.most is not None:", "if False:"),
-        ("items that the model ignored divide", "self.info = replace(self.info, items=None)", "pass")],
-    ("model/divisors.py", "tests/model/test_losses.py"): [
-        ("every loss is divided", "for by in found) or not mean", "for by in found) or True"),
-        ("every loss is divided by all micro-batches", "else next(iter(counts), 1)", "else most"),
-        ("a number that multiplies a loss from the left is not read", 'if other is None and name[0] == "M"',
-         "if False")],
     ("model/places.py", "tests/model/test_product_rows.py"): [
         ("bounded elements have the copy's gradient", "or not torch.equal(output, source)", ""),
         ("a copy changed in place is the weight", "or version != base._version", ""),
@@ -282,10 +222,6 @@ _ROWS = {
         ("a bias has the gradient of scaled rows", "and not product.biased", "and False")],
     ("model/capture.py", "tests/model/test_products.py"): [
         ("only in the forward of the module around", '(around, around.rpartition(".")[0])', "(around,)")],
-    ("model/capture.py", "tests/model/test_capture.py"): [
-        ("modules of one weight: the first is heard", "(layer.module, *layer.also)", "(layer.module,)"),
-        ("another engine's backward counts", "own = self in running if running else", "own = True if running else"),
-        ("a copy of the model counts", " and module is ours", "")],
     ("curvature/factor.py", "tests/curvature/test_factor.py"): [
         ("a zero factor is usable", " & (sizes > 0)", ""),
         ("a spike is averaged", "over.clamp(min=1)", "torch.ones_like(over)"),
@@ -295,162 +231,23 @@ _ROWS = {
         ("adaptive: grows by doubling", "return interval + previous,", "return 2 * interval,")],
     ("step/factors.py", "tests/deepspeed/test_refresh.py"): [
         ("adaptive: sat out updates not decayed", "draft.decay ** timetable.clocks[key].interval", "draft.decay")],
-    ("model/rows.py", "tests/model/test_rows.py"): [
-        ("reduce: mean over padding too", "(x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)",
-         "(x_NTD.float() * mask).mean(dim=1)")],
-    ("model/rows.py", "tests/model/test_capture.py"): [
-        ("loss scale stays in G", "terms) / seed\n", "terms) / 1.0\n"),
-        ("scale of 16-bit rows not squared", "scale = gain**2", "scale = gain")],
-    ("model/rows.py", "tests/model/test_capture.py tests/model/test_loss_terms.py"): [
-        ("a second call's terms are counted again", "new * (now > before)", "new * now")],
-    ("model/loss.py", "tests/model/test_losses.py"): [
-        ("several losses: the first one's weight is the scale", "(len(losses) == 1 or among is None)", "True"),
-        ("several losses: the weight of a part beside a prediction is the scale",
-         "return scalars - losses if used and len(own) == 1 else scalars", "return scalars"),
-        ("loss terms: those of the first tensor that is returned", "forward.uses(used)", "pass"),
-        ("a value of one example is a loss", "errors or not (squared or", "errors or not (False or"),
-        ("several losses: those that are gathered, chosen from and weighed", "few and _collects(below, others)",
-         "False"),
-        ("several losses: a plain backward's part beside a prediction is the scale", "among is None and self._beside",
-         "False"),
-        ("several losses: losses of two forwards are parts", "if used and len(own) == 1 else", "if used else"),
-        ("several losses: the parts of a sum are others", "if edge not in summands)", ")"),
-        ("loss terms: several sizes are not told", "if levels:", "if False:")],
-    ("model/graph.py", "tests/model/test_losses.py"): [
-        ("loss terms: a tensor behind another one is used", "if edge not in ends:", "if True:")],
-    ("model/output.py", "tests/model/test_returned.py"): [
-        ("loss terms: those of a condition", "return prediction is not None and returned_loss(output) is None",
-         "return False")],
-    ("model/output.py", "tests/model/test_losses.py"): [
-        ("loss terms: the parts of a loss are a prediction", "if vectors and returned_loss(output) is not None:",
-         "if False:"),
-        ("loss terms: those of a target", "not named and x.grad_fn is None", "False"),
-        ("a loss of shape [1] is none", "(value.ndim == 0 or is_scalar(value))", "(value.ndim == 0)"),
-        ("loss terms: those of a task without a row", "(not x.numel(), ", "(False, "),
-        ("loss terms: a vector of losses is a prediction", " and not _of_losses(value)", ""),
-        ("a temperature is a loss", " or not of_scalars(value.grad_fn)", " or True"),
-        ("loss terms: outputs of a single row", "product.outputs == product.numel == shape[0]:", "False:")],
-    ("model/loss.py", "tests/model/test_reductions.py"): [
-        ("sums: which tensor a loss is made of is not asked",
-         "[edge for edge in self._predictions if edge in tensors] or self._predictions", "self._predictions"),
-        ("sums: an auxiliary loss in a returned one is a term, too",
-         "[x for x in inside if prediction in x.passed] or inside", "inside"),
-        ("sums: those in the model are no part of one outside", "[x for x in reductions if prediction in x.passed]",
-         "[x for x in reductions if prediction in x.passed and x.edge not in self._scalars]"),
-        ("sums: a returned loss beside a prediction is the scale",
-         "[loss for loss in losses if any(prediction in x.passed for x in self._sums[loss])]", "losses"),
-        ("sums: those in a vector are read twice", " and not follows", ""),
-        ("sums: those of a ratio are of terms", "divisor is not None and not of_scalars(divisor)", "False"),
-        ("sums: a loss over a learned number is a ratio", "is not None and not of_scalars(divisor)", "is not None"),
-        ("sums: those of a loop are measured anew at each",
-         "arrived >> (rest := max(0, arrived.bit_length() - 4)) << rest", "arrived"),
-        ("sums: smoothed labels hide how many there are", "sum(not x.classes for x in sums) == 1", "len(sums) == 1"),
-        ("sums: terms without a label are counted", 'self.terms, self.doubt = terms, ""', "pass")],
-    ("model/reductions.py", "tests/model/test_reductions.py"): [
-        ("sums: what weighs terms is a mask", "((mask == 0) | (mask == 1)).all()", "torch.tensor(True)"),
-        ("sums: what divides terms is not read", "(self.gradient * self.factor)", "self.gradient"),
-        ("sums: the smallest weight counts", "seed = largest = weights.amax()", "seed = largest = weights.amin()"),
-        ("sums: of means, too", 'return kind == "Sum" and at == last', "continue"),
-        ("sums: an example's mean is a term", 'summed or getattr(node, "_saved_reduction", 0) == 1', "summed"),
-        ("sums: a mean over outputs and others is a term", "prod(after) * width < prod(before)",
-         "prod(after) < prod(before) and not outputs"),
-        ("sums: each output has a term", "== self.numel and self.single is not False", "== self.numel"),
-        ("sums: those of the first example are all labels", "labels = None if several else label_count(node)",
-         "labels = label_count(node)"),
-        ("sums: smoothed labels have less than a term", "if plain is not smooth and smooth:", "if False:"),
-        ("sums: the largest of different terms counts", "seed = largest * part.sqrt()", "_ = largest * part.sqrt()"),
-        ("sums: what is neither a sum of terms nor a mean is not asked", "tests += [w <= seed", "_ = [w <= seed")],
-    ("model/prediction.py", "tests/model/test_losses.py"): [
-        ("loss terms: a matrix and a vector", "LastProduct(shape[0] if matrix else 1,", "LastProduct(1,")],
-    ("model/rows.py", "tests/model/test_calls.py"): [
-        ("loss terms of calls whose gradient is zero", "True if alive is None else alive", "True"),
-        ("the seed at what the caller made of the loss", "if forward.seed is not None and self._divided and returned:",
-         "if forward.seed is not None and info.items is not None:")],
     # found by the proof alone, whatever other tests there are of such faults
     ("model/capture.py", _PROOF): [
         ("proof: another operand", "x = inputs[0] if inputs else", "x = torch.randn_like(inputs[0]) if inputs else"),
         ("proof: a stale copy", "x = inputs[0] if inputs else", "x = 1.01 * inputs[0] if inputs else")],
-    ("model/rows.py", _PROOF): [
-        ("proof: a step of rows", "return gradient.reshape(self.shape)",
-         "return gradient.reshape(self.shape).flip(0)"),
-        ("proof: a scale of G's rows", "                rows = rows * gain\n",
-         "                rows = rows * gain * 1.01\n")],
-    ("model/calls.py", _PROOF): [
-        ("proof: two calls of one", "self.rows.add_input(call, x, call.waiting)",
-         "self.rows.add_input(call, x, self.sums.setdefault(call.key_A, call.waiting))")],
     ("model/proof.py", _PROOF): [
         ("proof: TF32 is unknown", "TF32 if images or device.type != \"cpu\" else 0.0)", "0.0)"),
-        ("proof: a bound that all is within", "return (self.ratio <= 1 or bool(self.hooked)) and", "return"),
         ("proof: no rounding of long sides", "t_K.norm(dim=-1) + size", "t_K.norm(dim=-1)"),
-        ("proof: G's rows are one", "(rows + side.block).sqrt()", "count.clamp(min=1).sqrt()"),
         ("proof: probes of a layer, not of its A", "narrow = layer.A.dim < NARROW * layer.groups",
-         "narrow = min(layer.shape[-2:]) < NARROW"),
-        ("proof: a mask the other way round fits", "and not self.without", ""),
-        ("a proof counts rows that a stride leaves out", "examples=examples, taken=taken)\n            rows, kept",
-         "examples=examples)\n            rows, kept")],
+         "narrow = min(layer.shape[-2:]) < NARROW")],
     ("step/proving.py", "tests/step/test_proving.py"): [
-        ("proof: a causal query is padding", "x.zero - x.first >", "x.zero >"),
         ("proof: only the first step proves", "self._wait = 0 if verdict.open or self.again else wait(self._number)",
          "self._wait = 10**9")],
-    ("model/labels.py", "tests/model/test_rows.py"): [
-        ("batch: labels below PEFT lie at their rows", "return model if below is None else below()", "return model")],
-    ("model/labels.py", "tests/model/test_labels.py"): [
-        ("labels: every causal model shifts them", "kind.__name__ not in SAME and _shifts(kind, module)", "True")],
-    ("model/batch.py", "tests/model/test_labels.py"): [
-        ("labels: CTC's are of positions", "if self._aligned:", "if False:")],
-    ("model/capture.py", "tests/model/test_stack_masks.py"): [
-        ("rows of a forward without a backward are measured", "call.many, call.proof, call.proves = many,",
-         "self.measure(layer.name, many, recomputed)\n        call.proof, call.proves ="),
-        ("stacks: tokens of a single expert by the mask", "stacked or picked or info.places",
-         "stacked or info.places"),
-        ("rows that a mask leaves out are measured", "of_call if rows.mask is None else rows.mask.sum()", "of_call")],
-    ("model/expert_rows.py", "tests/model/test_siblings.py"): [
-        ("experts: loss terms of an expert's own micro-batches", "if layer.product and layer.part[1] > 1:",
-         "if False:"),
-        ("experts: whatever is in a ModuleList", "if entry != first and rows != len(x):", "if entry != first:"),
-        ("experts: only the innermost list is a mixture's", "for name, entry in self.entries[layer] if",
-         "for name, entry in self.entries[layer][:1] if"),
-        ("experts: blocks stay a mixture's entries", " or names.index(name) < names.index(self.known[other.name])",
-         ""),
-        ("experts: without a token G shrinks", "batch.count.mul_(size != 0)", "pass")],
     ("step/preconditioner.py", "tests/deepspeed/test_expert_terms.py"): [
         ("experts: a rank without an expert's tokens has no loss terms", "self.capture.end_backward(last=True)",
          "self.capture.end_backward()")],
-    ("model/capture.py", "tests/model/test_siblings.py"): [
-        ("experts: loss terms of those that a rank sums", 'captured |= "G" in sides and',
-         'captured |= False and "G" in sides and')],
-    ("model/proof.py", "tests/deepspeed/test_heads.py"): [
-        ("proof: every mask is of the rows that it fits", "(wrong & (out / outs > within / ins + log(FOREIGN)))",
-         "(several < 0)")],
-    ("model/proof.py", "tests/model/test_proven_masks.py"): [
-        ("proof: the last pad of an example is another's row", "(large.sum(dim=along) - 1).clamp(min=0)", "large"),
-        ("proof: most rows that a mask leaves out are another's", "(2 * outs > left_out) | (empty >= outs)",
-         "2 * outs > left_out"),
-        ("proof: rows in reach of a convolution are another's", "(2 * outs > left_out) | (empty >= outs)", "outs > 0"),
-        ("proof: a small gradient is another row's", "out & (logarithm > sums[1] / within.sum() + log(FOREIGN))",
-         "out"),
-        ("proof: masks of all calls are judged as one", "LEFT_OUT + MASKED * call.later", "LEFT_OUT")],
-    ("model/rows.py", "tests/model/test_proven_masks.py"): [
-        ("proof: padding beside prompts is not asked", "if info.attended is None or", "if True or")],
-    ("model/capture.py", "tests/deepspeed/test_heads.py"): [
-        ("proof: a mask of others is used on", "if layer.name in self.every_row:", "if False:")],
-    ("model/calls.py", "tests/deepspeed/test_heads.py"): [
-        ("layers share an A though one's gradients are zero", "if is_alive and name in reached:",
-         "if name in reached:")],
     ("step/messages.py", "tests/deepspeed/test_heads.py"): [
         ("layers share an A in steps where one's gradients are zero", "batch.count.masked_fill_(differ, 0.0)", "pass")],
-    ("model/calls.py", "tests/model/test_shared_inputs.py"): [
-        ("layers share an input and not its gradients", "if any(count != counts[0] for count in counts):",
-         "if False:"),
-        ("shared inputs: the first of a group alone gives rows",
-         "self._giving.setdefault(group, layer.name) == layer.name", "group[0] == layer.name"),
-        ("shared inputs: version ignored", "x.stride(), x._version", "x.stride(), 0")],
-    ("model/calls.py", "tests/model/test_calls.py"): [
-        ("methods in place of the model are one forward", "if self.forward is self.loose:", "if False:"),
-        ("proof: rows of calls that no gradient reached", "batch.count.mul_(alive)", "pass")],
-    ("step/proving.py", "tests/step/test_unproven.py"): [
-        ("proof: who gave a common A is not asked", "for name in (*giving, factor.layers[0])",
-         "for name in factor.layers[:1]")],
     ("directions/kfac_adamw/group_step.py", "tests/estimate/test_check.py"): [
         ("a head is found by its name alone", "guessed = layer.makes_words and", "guessed = False and")],
     ("step/factors.py", "tests/deepspeed/test_dead_experts.py"): [
@@ -479,12 +276,6 @@ _ROWS = {
          'reduce(torch.promote_types, map(attrgetter("dtype"), self.params))', "self.params[0].dtype"),
         ("stage 0: 16-bit parameters get fp32 gradients", "gradient.dtype if self.masters else param.dtype",
          "gradient.dtype")],
-    ("model/divisors.py", "tests/deepspeed/test_own_boundaries.py"): [
-        ("G: the caller's division by a step's backwards", "return times if fits else 1", "return 1"),
-        ("G: a division by any number is the caller's", " and all(times in by for _, by in backwards)", "")],
-    ("model/calls.py", "tests/deepspeed/test_own_boundaries.py"): [
-        ("G: the caller's division of a measured sum counts twice", "self.divided[-1][1].clear()", "pass"),
-        ("proof: of G before the caller's division", "self.proof.counted[key][1][0] *= square", "pass")],
     ("zero/layout.py", "tests/deepspeed/test_sparse_gradients.py"): [
         ("stage 0: sparse gradients are not clipped", "entries(param).copy_(gradient)", "pass")],
     ("plan/plan.py", "tests/plan/test_make_plan.py"): [
@@ -495,22 +286,11 @@ _ROWS = {
     ("step/preconditioner.py", "tests/step/test_proving.py"): [
         ("proof: what does not fit keeps its curvature", "if layer.name in draft.verdict.unfit)",
          "if False)")],
-    ("model/capture.py", "tests/model/test_calls.py"): [
-        ("own: autograd.grad is the loss's",
-         "if not weight.requires_grad or not runs(get_gradient_edge(weight).node):", "if False:"),
-        ("own: no backward inside of a forward", "inner = self.inside and not running", "inner = False")],
     ("model/products.py", "tests/model/test_calls.py"): [
+        ("products: other threads are watched", "if not thread.depth and all(", "if False and all("),
         ("products: not where they are recomputed", "begins = all(", "begins = not self.inside and all(")],
-    ("model/slices.py", "tests/model/test_row_masks.py"): [
-        ("sequence-first masks are reshaped", "return Fit(mask.T, 1)\n    if len",
-         "return Fit(mask.reshape(T, N), 0)\n    if len")],
-    ("model/batch.py", "tests/model/test_row_masks.py"): [
-        ("encoder rows by the decoder's mask", "masks = [info.encoder_rows]", "masks = [info.rows]")],
     ("model/convolutions.py", "tests/model/test_rows.py"): [
         ("the sample stays", ">> 31) % stride", ">> 31) * 0 % stride")],
-    ("model/calls.py", "tests/model/test_capture.py"): [
-        ("inputs count twice", "total = self.sums.setdefault(call.key_A, batch)",
-         "total = self.sums.setdefault(call.key_A, batch); total.sum_P.mul_(2)")],
     ("step/messages.py", "tests/deepspeed/test_programs.py"): [
         ("a batch whose layers part is folded", 'del sums[key_of(group[0], "A")]', "pass")],
     ("directions/kfac_adamw/direction.py", "tests/deepspeed/test_spikes.py"): [
@@ -541,20 +321,6 @@ _ROWS = {
         ("a torn tag loads", "if len(set(everyone)) > 1:", "if False:")],
     ("checkpoint/files.py", "tests/deepspeed/test_damaged_checkpoints.py"): [
         ("checksums are not compared", 'if zlib.crc32(data) != entry["crc32"]:', "if False:")],
-    ("model/slices.py", "tests/model/test_slices.py"): [
-        ("slices: memory of other rows", "if column + x.shape[-1] > width or", "if"),
-        ("slices: a second layer has no mask", "and last.size == batch", "and False"),
-        ("slices: what follows pooled rows is a slice", "last is not None and last.long", "last is not None"),
-        ("slices: cut examples reduced", "or (reduced and not whole_examples(piece, T))", ""),
-        ("slices: those that nothing shows are not said", "if self._unknown[module] == N * T:", "if False:")],
-    ("model/batch.py", "tests/model/test_slices.py"): [
-        ("slices: of TiledMLP, every row", "elif not result.doubt and masks and", "elif False and")],
-    ("model/calls.py", "tests/model/test_slices.py"): [
-        ("slices: inputs twice with two backwards", "call.waiting, call.late = None, False", "pass")],
-    ("model/batch.py", "tests/model/test_stack_masks.py"): [
-        ("stacks: tokens that an expert in a loop takes by the mask", "x._base is not None)", "True)"),
-        ("stacks: rows picked for experts by the mask", "if picked or gathered else", "if gathered else"),
-        ("stacks: heads are experts", "all(has_all(entry, masks[0]) for entry in x)", "False")],
     ("model/layers.py", "tests/model/test_layer_matrix.py"): [
         ("Conv1D's result not transposed", "(weight_OI.mT if self.transposed else weight_OI)", "weight_OI"),
         ("Conv1D's gradient not transposed", "weight.view(*groups, -1, O).mT if self.transposed else",
@@ -567,8 +333,10 @@ _ROWS = {
         ("tensor parallel: another rank's columns", "sum(sizes[: module.tp_index])",
          "sum(sizes[: 1 - module.tp_index])")],
     ("model/sampled_loss.py", "tests/model/test_sampled_loss.py"): [
-        ("Gumbel noise with the wrong sign", "(flat - torch.log(", "(flat + torch.log("),
-        ("mse: variance not halved", "variance = outputs / 2 if mean", "variance = outputs if mean")],
+        ("mse: variance not halved", "outputs.shape[-1] / 2 if mean else 0.5", "outputs.shape[-1] if mean else 0.5"),
+        ("samples: terms that the loss has not", "weights = reached.reshape(-1).to(values.dtype)",
+         "weights = torch.ones_like(reached.reshape(-1).to(values.dtype))"),
+        ("Gumbel noise with the wrong sign", "(flat - torch.log(", "(flat + torch.log(")],
     ("engine/monte_carlo.py", "tests/model/test_sampled_loss.py tests/deepspeed/test_monte_carlo.py"): [
         ("equal draws on every rank", " + self.kfac.rank", ""),
         ("equal draws in every micro-batch", "self._drawn += 1", "pass"),
@@ -613,33 +381,17 @@ _ROWS = {
     ("engine/pipeline.py",
      "tests/deepspeed/test_pipeline.py::" "test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms"): [
         ("pipelines: a recomputation is the newest forward's", "capture.repeats(its)", "pass")],
-    ("model/rows.py", "tests/deepspeed/test_experts.py"): [
-        ("experts: other ranks have as many loss terms", "return told[:, 1] / seed", "return terms / seed"),
-        ("experts: other ranks' loss terms are not counted", "info.ranks if told is None else",
-         "info.ranks if True else")],
-    ("model/expert_rows.py", "tests/deepspeed/test_experts.py"): [
-        ("experts: a recomputation is another micro-batch", "if mixture in self._peers and torch",
-         "if mixture in self._peers or torch")],
     ("step/messages.py", "tests/deepspeed/test_partly_used.py"): [
         ("a missed update changes nothing", "if not count.tolist()[0]:", "if True:"),
         ("contributors grow for layers that nobody used", "if f.key in empty and not used.isdisjoint(f.layers)",
          "if f.key in empty")],
-    ("model/capture.py", "tests/deepspeed/test_partly_used.py"): [
-        ("a layer called without an input was used", "if x.numel():\n            self.seen",
-         "if True:\n            self.seen")],
     ("checkpoint/save.py", "tests/deepspeed/test_partly_used.py"): [
         ("a save forgets the last missed update", "kfac.settle()", "pass")],
     ("plan/plan.py", "tests/deepspeed/test_partly_used.py"): [("contributors do not grow", "/ (2 * count)", "/ count")],
     ("assignment/assign.py", "tests/assignment/test_contributors.py"): [
         ("the parts of a sequence contribute alone", "(parts := self.sequence) > 1", "(parts := self.sequence) > 99")],
-    ("model/rows.py", "tests/model/test_products.py"): [
-        ("inputs of some outputs count as those of all", "(self.columns.stop - self.columns.start) / self.shape[-1]",
-         "1.0")],
     ("model/rows.py", "tests/deepspeed/test_contributors.py"): [
-        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0"),
-        ("a gradient's row by a stride stands for itself alone",
-         "self._gain(call, own, seed, sum_, alive), float(taken.stride)",
-         "self._gain(call, own, seed, sum_, alive), 1.0")],
+        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0")],
     ("checkpoint/load.py", "tests/deepspeed/test_contributors.py"): [
         ("a checkpoint's rows are those of any number of ranks", 'if (header.get("ranks") or {}).get(',
          'if False and (header.get("ranks") or {}).get(')],
@@ -737,9 +489,6 @@ _ROWS = {
         ("EKFAC: loss scale not squared", "(self.layout.grad_scale() * clip) ** 2",
          "(self.layout.grad_scale() * clip)"),
         ("EKFAC: loss scale dropped", "terms / (self.layout.grad_scale() * clip) ** 2", "terms")],
-    ("model/expert_rows.py", "tests/model/test_experts.py"): [
-        ("AutoEP: places without a token count", "len(rows), place in self._ranks", "len(rows), False"),
-        ("AutoEP: loss terms of one rank", "ranks=ranks", "ranks=1")],
     ("zero/registry.py", "tests/deepspeed/test_autoep.py::test_a_checkpoint_holds_the_experts_of_every_rank"): [
         ("AutoEP: names by a rank's own numbers", "rank * len(p)", "0 * len(p)")],
     ("directions/kfac_adamw/user_optimizer.py", "tests/deepspeed/test_autoep.py::test_experts_match_one_process"): [
@@ -932,6 +681,100 @@ _ROWS = {
         ("factors: those of no step", "and float(factor.updates) > 0", "")],
     ("engine/batch_ramp.py", "tests/deepspeed/test_pipeline.py"): [
         ("ramp: loss of a pipeline", "self.engine.total_loss *= 2", "pass")],
+    # the rule of rows
+    ("model/masks.py", _RULE): [
+        ("rule: rows [T, N] are not masked", "fitted = mask.T", "return None"),
+        ("rule: flattened rows beside others are masked", "(examples * positions,) and not is_2d:",
+         "(examples * positions,):"),
+        ("rule: flattened rows are not masked", "return mask.reshape(-1)", "return None"),
+        ("rule: one mask of several leaves a row out", "union = union | mask", "union = union & mask"),
+        ("rule: an additive mask leaves rows out", "mask = (mask != 0) | ~binary", "mask = mask != 0"),
+        ("rule: a mask by its whole name", "str(name).endswith(NAME)", "str(name) == NAME"),
+        ("rule: a mapping has no masks", "named += mapping.items()", "pass")],
+    ("model/rows.py", _RULE): [
+        ("rule: a row without a gradient is none", "return with_gradient | (others & with_gradient.any())",
+         "return with_gradient"),
+        ("rule: a call without a gradient has rows", "(others & with_gradient.any())", "others"),
+        ("rule: a mask excludes rows with a gradient", "return with_gradient | (others", "return (others"),
+        ("rule: masks exclude nothing", "others = others & mask", "pass"),
+        ("rule: an empty place is a row", "others = is_nonzero(x).reshape(with_gradient.shape)",
+         "others = torch.ones_like(with_gradient)")],
+    ("model/capture.py", _RULE): [
+        ("rule: G without R_p", "batch.sum_P.mul_(rows)", "pass"),
+        ("rule: rows of the layer farthest from the loss", "if self.nearest is None:\n            self.nearest = rows",
+         "if True:\n            self.nearest = rows"),
+        ("rule: of nearest rows that a mask leaves out, none has a gradient", "(is_nonzero(gradient) & ~mask).sum()",
+         "0"),
+        ("rule: K is one", "counts[PASSES].add_(self.passes)", "counts[PASSES].add_(1)"),
+        ("rule: forwards without a backward have rows of R_p",
+         "forward.rows(self.nearest, weight_sharing) for forward in self.forwards)",
+         "forward.rows(self.nearest, weight_sharing) for forward in list(self.forwards) * 2)"),
+        ("rule: a head without curvature is not nearest", "if module not in hooked and is_linear_map(module):",
+         "if False:"),
+        ("rule: a frozen head is not nearest", "            self._other_called(layer.weight, module, inputs, output)",
+         "            pass"),
+        ("own: autograd.grad is the loss's", "if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):",
+         "if not weight.requires_grad:"),
+        ("own: no backward inside of a forward", "return self._forward_runs or (forward.detached and not self._announced)",
+         "return forward.detached and not self._announced")],
+    ("model/capture.py", "tests/model/test_capture.py"): [
+        ("modules of one weight: the first is heard", "(layer.module, *layer.also)", "(layer.module,)"),
+        ("another engine's backward counts", "            return self in self._backwards\n", "            return True\n"),
+        ("a copy of the model counts", "if module is ours and not", "if not"),
+        ("inputs stay until the graph goes", "call.kept = None  # autograd", "pass  # autograd"),
+        ("inputs go though the graph stays", "if not torch._C._autograd._get_current_graph_task_keep_graph():",
+         "if True:"),
+        ("the end of a recomputation is an error", "except _StopRecomputationError:", "except ZeroDivisionError:"),
+        ("a recomputation is of any forward", "of_pass = self.repeated or self._running or (",
+         "of_pass = self.repeated or ("),
+        ("a recomputation is not of the forward that its engine says", "of_pass = self.repeated or self._running or (",
+         "of_pass = self._running or ("),
+        ("earlier steps' forwards are not recomputed", "(self.active or self._running is not None)", "self.active"),
+        ("rows of earlier steps count", "return self.active and forward.step == self.step", "return self.active")],
+    ("model/calls.py", "tests/model/test_capture.py"): [
+        ("autocast: the input itself is kept", "x = x.to(torch.get_autocast_dtype(device))", "pass")],
+    ("model/rows.py", "tests/model/test_capture.py"): [
+        ("loss scale stays in G", "rows = rows.float() if is_unscaled else rows.float() / scale", "rows = rows.float()"),
+        ("scale of 16-bit rows not squared", "factor = factor / scale**2", "factor = factor / scale")],
+    ("model/rows.py", "tests/model/test_rows.py"): [
+        ("reduce: mean over padding too", "torch.where(kept_NT1, x_NTD.float(), 0.0).sum(dim=1)",
+         "x_NTD.float().sum(dim=1)"),
+        ("inputs of some outputs count as those of all", "scale = taken.stride * call.share", "scale = taken.stride"),
+        ("a gradient's row by a stride stands for itself alone", "factor: Tensor | float = float(taken.stride)",
+         "factor: Tensor | float = 1.0"),
+        ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0"),
+        ("pairs: rows that do not count have inputs", "return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0)",
+         "return x_NTI")],
+    ("model/capture.py", "tests/model/test_calls.py"): [
+        ("a layer that failed saves no more", "if any(call.layer.name in rows.forward.saved for call in calls):",
+         "if any(call.layer.name not in self.failed for call in calls):"),
+        ("a product's input is unpacked for each matrix", "else nodes[0].saved_tensors[0]  # once",
+         "else [node.saved_tensors[0] for node in nodes][0]  # once"),
+        ("another thread's forward is the model's", "is_others = self._forward_runs and self._thread !=",
+         "is_others = False and self._thread !="),
+        ("reduce: examples are not compared", "self.current.check_examples(call.rows, gradient)", "pass"),
+        ("reduce: a head in tiles is another batch", "examples not in (*known, sum(known))", "examples != known[0]")],
+    ("model/masks.py", "tests/model/test_calls.py"): [
+        ("reduce: a row of a flattened batch is none", "(mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()",
+         "mask.flatten(1).any(dim=1).sum()")],
+    ("model/calls.py", "tests/model/test_products.py"): [
+        ("attention: keys count as three times their outputs", "(self.columns.stop - self.columns.start) / self.shape[-1]",
+         "1.0")],
+    ("model/calls.py", _PROOF): [
+        ("proof: a step of rows", "return gradient.reshape(self.shape)", "return gradient.reshape(self.shape).flip(0)")],
+    ("model/shared.py", _PROOF): [
+        ("parts of a layer give its rows each", "return layer.shares is None", "return True")],
+    ("model/shared.py", "tests/model/test_shared_inputs.py"): [
+        ("shared inputs: every layer gives rows", "is_first = (group, number) not in self._given", "is_first = True"),
+        ("shared inputs: a second pass gives none", "self._given.clear()", "pass"),
+        ("shared inputs: gradients of zero are as any", "known.get(id(alive), True)", "True"),
+        ("shared inputs: version ignored", "x.stride(), x._version", "x.stride(), 0")],
+    ("model/convolutions.py", "tests/model/test_capture_images.py"): [
+        ("convolution: no batch dimension, rows for channels", "if x.ndim > self.dims + 1 else", "if x.ndim > 0 else")],
+    ("model/proof.py", "tests/step/test_proving.py"): [
+        ("proof: whatever it finds fits", "return self.ratio <= 1 or self.left_out > 0", "return True")],
+    ("step/proving.py", "tests/step/test_unproven.py"): [
+        ("proof: layers of one A are not asked", "if wrong is not None:", "if False:")],
 }  # fmt: skip
 """(File, tests) -> name, old text, new text of each mutant."""
 MUTANTS = tuple(Mutant(name, file, old, new, tests) for (file, tests), rows in _ROWS.items() for name, old, new in rows)

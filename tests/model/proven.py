@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.output import returned_loss
+from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.proof import Proof, RowCheck, eps_of, row_checks
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
@@ -23,7 +22,8 @@ def proven(
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     rows: RowSums | None = None,
-    read_batch: ReadBatch | None = None,
+    read_mask: ReadMask | None = None,
+    stride: int = 1,
 ) -> Mapping[str, RowCheck]:
     """Layer name -> whether its captured rows make up its gradient, see :mod:`ds_kfac.model.proof`. The gradient is of
     the batches' summed losses; parameters have it in ``.grad`` afterwards.
@@ -33,17 +33,19 @@ def proven(
     """
     parameters = dict(model.named_parameters())
     device = next(model.parameters()).device
-    capture = Capture(model, layers, lambda: 1.0, rows=rows, read_batch=read_batch)
+    capture = Capture(model, layers, lambda announced: 1.0, rows=rows)
+    capture.read_mask = read_mask or capture.read_mask
     proof = Proof(layers, capture.inputs.key, 0, device)
     try:
-        capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0, proof=proof)
+        keys = [key for layer in layers for key in layer.keys]
+        capture.begin_step(dict.fromkeys(keys, stride), 0, proof=proof)
         model.zero_grad(set_to_none=True)
         for batch in batches:
             with capture.uses or nullcontext():
                 value = called(model, batch) if loss is None else loss(model, batch)
             with capture.own_backward():
                 value.backward()
-        numbers = proof.numbers(capture.sums)
+        numbers = proof.numbers()
     finally:
         capture.remove()
     eps = torch.tensor([eps_of(parameters[layer.weight].dtype) for layer in proof.layers], device=device)
@@ -56,11 +58,8 @@ def proven(
 def called(model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model returns for a batch."""
     if isinstance(batch, Mapping):
-        loss = returned_loss(model(**batch))
-    else:
-        loss = returned_loss(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
-    assert loss is not None
-    return loss
+        return model(**batch)["loss"]
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tensor:

@@ -8,14 +8,18 @@ import torch
 
 from ds_kfac.engine import monte_carlo as loss_sampling
 from ds_kfac.engine.monte_carlo import LossSampling
-from ds_kfac.model.batch import BatchInfo
-from ds_kfac.model.sampled_loss import cross_entropy, mse, prediction_tensor
+from ds_kfac.model.sampled_loss import SAMPLERS, cross_entropy, mse, prediction_tensor
 from tests.close import near
+
+
+def everywhere(prediction: torch.Tensor) -> torch.Tensor:
+    """The true loss has a gradient at every entry."""
+    return torch.ones_like(prediction, dtype=torch.bool)
 
 
 def test_labels_are_drawn_from_the_prediction():
     logits = torch.log(torch.tensor([0.1, 0.2, 0.7])).repeat(20000, 1).requires_grad_()
-    loss = cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(0))
+    loss = cross_entropy(logits, everywhere(logits), torch.Generator().manual_seed(0))
     loss.backward()
     # d loss / d logits = (p - one-hot of the drawn label) / M
     drawn = (logits.detach().softmax(-1) - 20000 * logits.grad).round().mean(dim=0)
@@ -23,18 +27,23 @@ def test_labels_are_drawn_from_the_prediction():
     near(drawn, p, 6 * (p * (1 - p) / 20000).sqrt(), "6 standard deviations of a mean of 20,000 draws")
 
 
-def test_terms_without_a_label_are_left_out():
-    logits = torch.randn(2, 3, 5, requires_grad=True)
-    labelled = torch.tensor([[True, False, True], [False, False, True]])
-    cross_entropy(logits, BatchInfo(labelled=labelled), torch.Generator().manual_seed(0)).backward()
-    assert torch.equal(logits.grad.abs().sum(-1) > 0, labelled)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (2, 5, 3, 3)])
+def test_terms_that_the_true_loss_has_not_are_left_out(sampler, shape):
+    """A label of -100, a mask of the loss, positions that are not read: the true gradient is zero there."""
+    prediction = torch.randn(shape, requires_grad=True)
+    dim = 1 if len(shape) > 3 else -1
+    terms = (torch.arange(prediction.numel() // 5) % 3 != 1).reshape(prediction.select(dim, 0).shape)
+    reached = terms.unsqueeze(dim).expand(shape)
+    sampler(prediction, reached, torch.Generator().manual_seed(0)).backward()
+    assert torch.equal(prediction.grad.abs().sum(dim) > 0, terms)
 
 
 @pytest.mark.parametrize("outputs", [1, 4])
 def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
     """F.mse_loss is a mean over all elements, so its Hessian per example is (2 / outputs) I."""
     prediction = torch.zeros(40000, outputs, requires_grad=True)
-    mse(prediction, BatchInfo(), torch.Generator().manual_seed(0)).backward()
+    mse(prediction, everywhere(prediction), torch.Generator().manual_seed(0)).backward()
     rows = 40000 * prediction.grad
     scale = 2 / outputs
     near(
@@ -46,7 +55,7 @@ def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
 def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():
     logits = torch.randn(8, 5, requires_grad=True)
     before = torch.random.get_rng_state()
-    losses = [float(cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(seed))) for seed in (3, 3, 4)]
+    losses = [float(cross_entropy(logits, everywhere(logits), torch.Generator().manual_seed(seed))) for seed in (3, 3, 4)]
     assert losses[0] == losses[1] != losses[2]
     assert torch.equal(before, torch.random.get_rng_state())
 

@@ -1,4 +1,4 @@
-"""Layers that see the same tensor, and what merely looks like it."""
+"""Layers that see the same tensor, what merely looks like it, and who of them gives the rows."""
 
 from types import SimpleNamespace
 
@@ -8,19 +8,24 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.calls import SharedInputs, agreed
-from ds_kfac.model.capture import Capture
-from ds_kfac.model.scan import LayerChoice, scan
+from ds_kfac.model.shared import UNWATCHED, SharedInputs, agreed
+from tests.close import close
+from tests.model.recorder import Recorder
+from tests.ops.specification import symmetric_pack
 
 X = torch.arange(12.0).view(3, 4)
 
 
-def found(**inputs: torch.Tensor) -> dict[str, tuple[int, ...]]:
+def found(**inputs: torch.Tensor) -> dict[str, tuple]:
     """What a search makes of one call of every layer."""
-    shared = SharedInputs(inputs)
-    for name, x in inputs.items():
-        shared.see(name, x)
-    return dict(shared.found)
+    return found_in(*inputs.items())
+
+
+def found_in(*calls: tuple[str, torch.Tensor]) -> dict[str, tuple]:
+    shared = SharedInputs({name for name, _ in calls})
+    for name, x in calls:
+        shared.arrived(name, shared.number(name, x), torch.tensor(True))
+    return shared.found()
 
 
 def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
@@ -46,42 +51,38 @@ def test_other_memory_or_another_view_of_it_is_another_input(other):
 def test_an_input_changed_in_place_in_between_is_another_one():
     x = X.clone()
     shared = SharedInputs("ab")
-    shared.see("a", x)
+    first = shared.number("a", x)
     x.add_(1)
-    shared.see("b", x)
-    assert agreed([shared.found], dict.fromkeys("ab", 0)) == ()
+    assert shared.number("b", x) != first
 
 
 def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
-    shared, memory = SharedInputs("ab"), np.ones(1000, dtype=np.float32)
+    shared, memory, numbers = SharedInputs("ab"), np.ones(1000, dtype=np.float32), []
     for name in "abababab":
         x = torch.from_numpy(memory)  # a storage of its own at the same place
-        shared.see(name, x)
+        numbers.append(shared.number(name, x))
         del x
-    assert sorted(number for numbers in shared.found.values() for number in numbers) == [*range(8)]
+    assert numbers == [*range(8)]
 
 
 def test_several_calls_must_all_be_shared():
-    shared = SharedInputs("abc")
     first, second = X, X.clone()
-    for name, x in (("a", first), ("b", first), ("c", first), ("a", second), ("b", second), ("c", first)):
-        shared.see(name, x)
-    assert agreed([shared.found], dict.fromkeys("abc", 0)) == (("a", "b"),)
+    calls = (("a", first), ("b", first), ("c", first), ("a", second), ("b", second), ("c", first))
+    assert agreed([found_in(*calls)], dict.fromkeys("abc", 0)) == (("a", "b"),)
 
 
-def test_micro_batches_are_told_apart_even_if_they_are_one_tensor():
-    shared = SharedInputs("ab")
-    shared.see("a", X)
-    shared.end_batch()
-    shared.see("b", X)
-    assert agreed([shared.found], dict.fromkeys("ab", 0)) == ()
+def test_a_call_whose_gradient_is_zero_or_did_not_come_is_told_apart():
+    """As heads of several tasks on one trunk, each with losses in some batches."""
+    shared = SharedInputs("abcd")
+    numbers = {name: shared.number(name, X) for name in "abcd"}
+    for name, alive in (("a", True), ("b", False), ("c", True)):
+        shared.arrived(name, numbers[name], torch.tensor(alive))
+    assert agreed([shared.found()], dict.fromkeys("abcd", 0)) == (("a", "c"),)
 
 
 def test_only_candidates_are_watched_and_none_means_no_search():
     shared = SharedInputs("ab")
-    for name in "abc":
-        shared.see(name, X)
-    assert set(shared.found) == {"a", "b"} and shared.searching
+    assert shared.number("c", X) == UNWATCHED and shared.number("a", X) != UNWATCHED and shared.searching
     assert not SharedInputs().searching
 
 
@@ -112,122 +113,20 @@ def test_layers_of_different_kinds_are_apart_and_groups_come_in_module_order():
 # in use
 
 
-def used(*groups: str, candidates: str = "abcd") -> SharedInputs:
-    shared = SharedInputs(candidates)
-    shared.use([tuple(group) for group in groups])
-    return shared
-
-
-@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
-def test_a_group_that_holds_is_silent_in_any_order_of_calls(order):
-    """The order of a group is that of the modules, which need not be called in it."""
-    shared = used("abc")
-    for _ in range(3):
-        for x in (X, X.clone()):
-            for name in order:
-                shared.see(name, x)
-        shared.see("d", X.clone())
-        shared.end_batch()
-        assert not shared.broken
-
-
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_a_violation_breaks_the_group_and_no_other(order):
-    shared = used("ab", "cd")
-    for name in (*order, *"cd"):
-        shared.see(name, X.clone() if name == order[1] else X)
-    shared.begin_batch()  # another forward before the backward
-    assert shared.broken == {("a", "b")}
-    shared.end_batch()
-    assert shared.broken == {("a", "b")}, "until others are in use"
-    shared.use([("c", "d")])
-    assert not shared.broken
-
-
-@pytest.mark.parametrize(
-    "reached, broken", [(("ab", "ab"), set()), (("a", "b"), {("a", "b")}), (("ab", "a"), {("a", "b")})]
-)
-def test_gradients_of_other_forwards_break_a_group(reached, broken):
-    """Heads on one trunk are called together, and have losses in turn."""
-    shared = used("ab", "cd")
-    shared.begin_step()
-    for names in reached:
-        forward = object()
-        for name in "abcd":
-            shared.see(name, X)
-        for name in (*names, *"cd"):
-            call = SimpleNamespace(layer=SimpleNamespace(name=name), forward=forward, arrived=False)
-            shared.arrived(call, torch.tensor(True))
-        shared.end_batch()
-    shared.end_step()
-    assert shared.broken == broken
-
-
-def test_a_second_call_is_compared_with_the_second_call():
-    shared = used("ab")
-    second = X.clone()
-    for last, broken in ((second, set()), (X, {("a", "b")})):
-        for name, x in (("a", X), ("a", second), ("b", X), ("b", last)):
-            shared.see(name, x)
-        shared.end_batch()
-        assert shared.broken == broken
-
-
-def test_whoever_is_called_first_in_a_forward_gives_the_rows_of_its_group():
-    """Also where the first of the group is used no more."""
-    shared = used("ab")
-    a, b = (SimpleNamespace(name=name, shares=None) for name in "ab")
-    for first, second in ((a, b), (b, a)):
-        for layer in (first, second, first):
-            shared.see(layer.name, X)
-            assert shared.key(layer) == "a/A" and shared.gives(layer) == (layer is first)
-        shared.see(second.name, X)
-        shared.end_batch()
-    shared.see("b", X)
-    assert shared.gives(b)
-    shared.end_batch()
-    assert not shared.broken
-
-
-@pytest.mark.parametrize("often", "ab")
-def test_layers_that_were_not_called_equally_often_break_their_group(often):
-    """The rows of the common factor would not be of both."""
-    shared = used("ab")
-    for name in ("a", "b", often):
-        shared.see(name, X)
-    assert not shared.broken
-    shared.end_batch()
-    assert shared.broken == {("a", "b")}
-
-
-@pytest.mark.parametrize("order", ["aab", "aba", "baa"])
-def test_a_layer_that_captures_and_is_called_more_often_breaks_its_group(order):
-    """The common factor would have rows that b has not seen."""
-    shared, second = used("ab"), X.clone()
-    calls = {"a": iter((X, second)), "b": iter((X,))}
-    for name in order:
-        shared.see(name, next(calls[name]))
-    shared.end_batch()
-    assert shared.broken == {("a", "b")}
-
-
-def test_a_forward_that_was_given_up_half_way_breaks_nothing():
-    shared = used("ab")
-    for name in "bab":
-        shared.see(name, X)
-    shared.begin_batch()
-    for name in "ba":
-        shared.see(name, X)
-    shared.end_batch()
-    assert not shared.broken
-
-
-def test_without_groups_nothing_is_watched():
-    shared = used()
-    assert not shared.searching
-    shared.see("a", X)
-    shared.see("b", X.clone())
-    shared.end_batch()
+def test_the_layer_whose_gradient_arrives_first_gives_the_rows_of_an_input(order):
+    shared = SharedInputs("abc")
+    shared.use([("a", "b")])
+    a, b, c = (SimpleNamespace(name=name, shares=None) for name in "abc")
+    assert shared.key(a) == shared.key(b) == "a/A" and shared.key(c) == "c/A"
+    first, second = ({"a": a, "b": b}[name] for name in order)
+    inputs = X, X.clone()
+    numbers = [{layer.name: shared.number(layer.name, x) for layer in (a, b)} for x in inputs]
+    for by_layer in numbers:
+        assert shared.gives(first, by_layer[first.name]) and not shared.gives(second, by_layer[second.name])
+    assert shared.gives(c, UNWATCHED) and shared.gives(c, UNWATCHED)
+    shared.end_pass()
+    assert shared.gives(second, numbers[0][second.name]), "a retained graph brings the rows again"
 
 
 # in a model
@@ -238,6 +137,7 @@ class Attention(nn.Module):
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.v, self.k, self.q = (nn.Linear(4, 4, bias=False) for _ in range(3))
         self.gate, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
         self.checkpointed = checkpointed
@@ -251,24 +151,76 @@ class Attention(nn.Module):
         return self.q(x).softmax(-1) * self.k(x) * self.v(x.detach()) * self.gate(x.clone())
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
-    model = Attention(checkpointed)
-    layers = scan(model, LayerChoice(types=("Linear",))).layers
+def searched(model: nn.Module, batch: torch.Tensor) -> tuple[Recorder, tuple]:
+    """A recorder whose inputs were searched in a step, and the groups that it uses from now on."""
+    inputs = SharedInputs([name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
+    recorder = Recorder(model, inputs=inputs)
+    recorder.backward(model(batch))
+    groups = agreed([inputs.found()], {layer.name: layer.A for layer in recorder.layers})
+    inputs.use(groups)
+    recorder.begin(1)
+    return recorder, groups
 
-    inputs = SharedInputs([layer.name for layer in layers])
-    capture = Capture(model, layers, lambda: 1.0, inputs=inputs)
-    capture.begin_step(frozenset(f"{layer.name}/A" for layer in layers), 0)
-    for step in range(3):
-        for _ in range(2):
-            model(torch.randn(3, 4)).backward()
-            capture.end_backward()
-        if step == 0:
-            groups = agreed([inputs.found], {layer.name: layer.A for layer in layers})
-            assert groups == (("v", "k", "q"),)
-            inputs.use(groups)
-    model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
-    assert not inputs.broken
-    model(torch.randn(3, 4)).backward()
-    capture.end_backward()
-    assert inputs.broken == {("v", "k", "q")}
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_projections_of_a_model_are_found_and_give_the_rows_once(checkpointed):
+    recorder, groups = searched(Attention(checkpointed), torch.randn(3, 4))
+    assert groups == (("v", "k", "q"),)
+    x = torch.randn(2, 3, 4)
+    for part in x:
+        recorder.backward(recorder.model(part))
+    assert set(recorder.capture.sums) == {"v/A", "gate/A", "out/A"} | {f"{name}/G" for name in ("v", "k", "q", "gate", "out")}
+    found = recorder.factors()
+    rows = torch.tanh(x).reshape(-1, 4).double()
+    for name in ("v", "k", "q"):
+        assert found[name].rows == 6
+        close(found[name].A, symmetric_pack(rows.T @ rows / 6), sums=6)
+
+
+class Tasks(nn.Module):
+    """Heads on one trunk, each with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, task="both"):
+        z = torch.tanh(self.trunk(x))
+        heads = {"one": [self.one], "two": [self.two], "both": [self.one, self.two]}[task]
+        return sum(head(z).square().mean() for head in heads)
+
+
+@pytest.mark.parametrize("how", ["one pass", "two passes of one graph", "a head a batch"])
+def test_heads_of_several_tasks_have_every_row_whichever_of_them_has_a_loss(how):
+    recorder, groups = searched(Tasks(), torch.randn(5, 4))
+    assert groups == (("one", "two"),)
+    x, y = torch.randn(5, 4), torch.randn(7, 4)
+    model = recorder.model
+    if how == "one pass":
+        recorder.backward(model(x))
+        inputs = [x]
+    elif how == "two passes of one graph":
+        loss = model(x)
+        recorder.backward(loss, retain_graph=True)
+        recorder.backward(loss)
+        inputs = [x, x]
+    else:
+        recorder.backward(model(x, "one"))
+        recorder.backward(model(y, "two"))
+        inputs = [x, y]
+    with torch.no_grad():
+        z = torch.tanh(model.trunk(torch.cat(inputs))).double()
+    found = recorder.factors()
+    rows = torch.cat([z, torch.ones(len(z), 1)], dim=1)
+    for name in ("one", "two"):
+        assert found[name].rows == len(rows) and found[name].G is not None
+        close(found[name].A, symmetric_pack(rows.T @ rows / len(rows)), sums=20)
+
+
+def test_layers_whose_inputs_are_the_same_no_more_still_give_all_rows():
+    """Their common A is the mean over both layers' rows then."""
+    recorder, groups = searched(Attention(), torch.randn(3, 4))
+    recorder.model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
+    recorder.backward(recorder.model(torch.randn(3, 4)))
+    assert recorder.rows()["v"] == 6
