@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from benchmarks.convergence.bases import made_once
 from benchmarks.convergence.reward_rules import END, RULES, Rule, encoded, with_answers
-from ds_kfac.model.batch import BatchInfo
 from examples.gpt import GPT, GPTConfig
 
 IGNORED = -100
@@ -60,12 +59,11 @@ class Policy(nn.Module):
         return -torch.minimum(ratio * weight, ratio.clamp(1 - CLIP, 1 + CLIP) * weight).mean()
 
 
-def read_batch(arguments: tuple, keywords: Mapping) -> BatchInfo:
-    """K-FAC's statistics are of the places where an answer's token is predicted: not of questions, nor of what follows
-    an end."""
+def attention_mask(arguments: tuple, keywords: Mapping) -> Tensor:
+    """What follows an answer's end is padding. As the rows of :func:`hidden`, bool [1, R]."""
     questions, _, labels = arguments[:3]
     counts = (labels != IGNORED).flatten()
-    return BatchInfo(torch.cat([counts.new_zeros(questions[:, 1:].numel()), counts]), counts)
+    return torch.cat([counts.new_ones(questions[:, 1:].numel()), counts])[None]
 
 
 def log_probabilities(network: GPT, questions: Tensor, answers: Tensor, labels: Tensor) -> Tensor:
@@ -205,7 +203,7 @@ class RewardTask:
         referee = Referee(self, self.questions(part))
         seconds, batches, wrong_only = 0.0, [], 0
         if hasattr(engine, "kfac"):
-            engine.kfac.read_batch = read_batch
+            engine.kfac.mask = attention_mask
         for step in range(1, steps + 1):
             begin = time.perf_counter()
             if not batches:

@@ -11,7 +11,14 @@ from benchmarks.convergence.methods import REWARD_METHODS, REWARD_RATES
 from benchmarks.convergence.results import Job, Run, read
 from benchmarks.convergence.reward_report import collapsed
 from benchmarks.convergence.reward_rules import RULES, encoded, part_of, with_answers
-from benchmarks.convergence.reward_tasks import IGNORED, Policy, generate, labels_of, log_probabilities, read_batch
+from benchmarks.convergence.reward_tasks import (
+    IGNORED,
+    Policy,
+    attention_mask,
+    generate,
+    labels_of,
+    log_probabilities,
+)
 from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact, near
 
@@ -138,11 +145,11 @@ def test_a_ratio_beyond_the_clip_gives_no_gradient():
         assert (float(policy.network.lm_head.weight.grad.norm()) > 0) == moves, (shift, advantage)
 
 
-def test_rows_of_questions_and_after_the_end_do_not_count_in_the_statistics():
+def test_rows_after_the_end_of_an_answer_are_padding():
     asked, answers, labels = batch()
-    info = read_batch((asked, answers, labels, torch.ones(4), None), {})
-    assert len(info.rows) == 2 * 6 + 4 * 7 and not info.rows[:12].any()
-    assert info.rows[12:].view(4, 7).sum(1).tolist() == [7, 2, 7, 7] and int(info.labelled.sum()) == 23
+    (mask,) = attention_mask((asked, answers, labels, torch.ones(4), None), {})
+    assert len(mask) == 2 * 6 + 4 * 7 and mask[:12].all()
+    assert mask[12:].view(4, 7).sum(1).tolist() == [7, 2, 7, 7]
 
 
 def test_a_collapse_is_seen():
