@@ -1,19 +1,49 @@
 """Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by tensor identity in the
-first captured step. Of a group, the layer whose gradient arrives first gives the rows of an input; the others add
-nothing for that input.
+first captured step. The rows of an input then count once, when the gradients of all calls with it have arrived, and a
+row has a gradient if it has one in any of these calls.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_kfac.model.calls import Call
 from ds_kfac.model.layers import LayerSpec, key_of
 
 UNWATCHED = -1
 """Number of an input of a layer that is no candidate."""
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An input whose rows are to be added to A.
+
+    Attributes:
+        call: one of the calls that had it.
+        x: rows [.., I], or images.
+        with_gradient: bool of the rows' leading shape, whether a row has a gradient in any of the calls; of images a
+            scalar.
+        alive: bool scalar, whether any row has one.
+    """
+
+    call: Call
+    x: Tensor
+    with_gradient: Tensor
+    alive: Tensor
+
+    def joined(self, other: "Input") -> "Input":
+        """This input, with the gradients of another call, too."""
+        with_gradient = self.with_gradient | other.with_gradient.reshape(self.with_gradient.shape)
+        return replace(self, with_gradient=with_gradient, alive=self.alive | other.alive)
+
+
+Place = tuple[tuple[str, ...], int, bool]
+"""A group of layers, the number of an input, and whether a recomputation made the calls."""
 
 
 class SharedInputs:
@@ -34,11 +64,22 @@ class SharedInputs:
         self._total = 0
         # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
-        self._given: set[tuple[tuple[str, ...], int]] = set()
+        self._calls: Counter[Place] = Counter()
+        self._waiting: dict[Place, tuple[int, Input]] = {}  # (number of gradients that have arrived, the input)
 
-    def end_pass(self) -> None:
-        """A backward pass has ended. Another one may bring the same rows again."""
-        self._given.clear()
+    def end_pass(self) -> list[Input]:
+        """A backward pass has ended. Returns the inputs that still waited, as not all of their calls got a gradient."""
+        waiting = [waiting for _, waiting in self._waiting.values()]
+        self._waiting.clear()
+        return waiting
+
+    def called(self, call: Call) -> None:
+        """A call was made whose gradient may arrive."""
+        if call.layer.name in self._group:
+            self._calls[self._place(call)] += 1
+
+    def _place(self, call: Call) -> Place:
+        return self._group[call.layer.name], call.input, call.rows.recomputed
 
     def number(self, layer: str, x: Tensor) -> int:
         """Number of a call's input; equal for calls with the same input in a step."""
@@ -74,14 +115,20 @@ class SharedInputs:
         group = self._group.get(layer.name)
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
-    def gives(self, layer: LayerSpec, number: int) -> bool:
-        """Whether a call with this input gives its rows to A: the first one of a group whose gradient arrives."""
-        group = self._group.get(layer.name)
-        if group is None:
-            return True
-        is_first = (group, number) not in self._given
-        self._given.add((group, number))
-        return is_first
+    def complete(self, arrived: Input) -> Input | None:
+        """The input of a call whose gradient has arrived, if it is the last one with this input; else it waits."""
+        if arrived.call.layer.name not in self._group:
+            return arrived
+        place = self._place(arrived.call)
+        gradients = 1
+        if place in self._waiting:
+            before, waiting = self._waiting.pop(place)
+            gradients += before
+            arrived = waiting.joined(arrived)
+        if gradients >= self._calls[place]:
+            return arrived
+        self._waiting[place] = gradients, arrived
+        return None
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
         """End the search; these groups share their A from now on."""
