@@ -49,7 +49,7 @@ from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
 from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, is_nonzero, kept_rows
-from ds_kfac.model.shared import Inputs, SharedInputs
+from ds_kfac.model.shared import Input, SharedInputs
 
 CPU = torch.device("cpu")
 
@@ -467,6 +467,7 @@ class Capture:
             if x.numel():
                 self.seen.add(call.layer.name)
             call.input = self.inputs.number(call.layer.name, x)
+            self.inputs.called(call)
         node, place = _origin(output)
         if self.sampled:
             self.pending += [replace(call, edge=GradientEdge(node, place)) for call in calls]
@@ -609,22 +610,22 @@ class Capture:
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
         if makes_A and kind.needs_gradients and gradient is not None:
             self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
-        gives = makes_A and not kind.needs_gradients
-        if not (gives or counts) or x is None:
+        if x is None:
             return
-        kept_ = alive if kind.images else kept_rows(x, with_gradient, call.mask)
-        if gives:
-            self._add_inputs(self.inputs.gathered(layer, Inputs(call, x, kept_)))
+        arrived = Input(call, x, alive if kind.images else with_gradient, alive)
+        if makes_A and not kind.needs_gradients:
+            complete = self.inputs.complete(arrived)
+            if complete is not None:
+                self._add_input(complete)
         if counts and self.measured is not None:
-            number = call.rows.number * alive if kind.images else kept_.sum()
+            number = call.rows.number * alive if kind.images else kept_rows(x, with_gradient, call.mask).sum()
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
 
-    def _add_inputs(self, inputs: Inputs | None) -> None:
-        """Add rows to A; None: other layers that share it are still to come."""
-        if inputs is not None:
-            A = self.inputs.key(inputs.call.layer)
-            alive = inputs.kept.any()
-            self.rows.add_inputs(inputs.call, inputs.x, inputs.kept, alive, self._sum(A), stride=self.keys[A])
+    def _add_input(self, complete: Input) -> None:
+        call, x, alive = complete.call, complete.x, complete.alive
+        A = self.inputs.key(call.layer)
+        kept_ = alive if call.kind.images else kept_rows(x, complete.with_gradient, call.mask)
+        self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
 
     def _prove(self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False) -> None:
         if self.proof is not None and "G" in call.sides and x is not None:
@@ -700,8 +701,6 @@ class Capture:
     @torch.no_grad()
     def end_pass(self) -> None:
         """A backward pass has ended: what it summed counts R_p times."""
-        for inputs in self.inputs.rest():
-            self._add_inputs(inputs)
         ended, self.current = self.current, BackwardPass()
         rows = ended.rows(self.rows.weight_sharing) if self.counts_rows else 0
         self.passes += 1
@@ -714,6 +713,9 @@ class Capture:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
         self._tasks.clear()
+        for waiting in self.inputs.end_pass():
+            with self._guarded([waiting.call.layer]):
+                self._add_input(waiting)
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""

@@ -1,6 +1,6 @@
 """Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by tensor identity in the
-first captured step. A row of an input counts once if it counts for any of them, so its rows go to A when the gradients
-of all their calls have arrived.
+first captured step. The rows of an input then count once, when the gradients of all calls with it have arrived, and a
+row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
@@ -19,17 +19,31 @@ UNWATCHED = -1
 """Number of an input of a layer that is no candidate."""
 
 
-Place = tuple[tuple[str, ...], int]
-"""A group of layers, and the number of an input."""
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An input whose rows are to be added to A.
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """Rows x [.., I] of a call, and which of them count, bool [..]; of images a bool scalar."""
+    Attributes:
+        call: one of the calls that had it.
+        x: rows [.., I], or images.
+        with_gradient: bool of the rows' leading shape, whether a row has a gradient in any of the calls; of images a
+            scalar.
+        alive: bool scalar, whether any row has one.
+    """
 
     call: Call
     x: Tensor
-    kept: Tensor
+    with_gradient: Tensor
+    alive: Tensor
+
+    def joined(self, other: "Input") -> "Input":
+        """This input, with the gradients of another call, too."""
+        with_gradient = self.with_gradient | other.with_gradient.reshape(self.with_gradient.shape)
+        return replace(self, with_gradient=with_gradient, alive=self.alive | other.alive)
+
+
+Place = tuple[tuple[str, ...], int, bool]
+"""A group of layers, the number of an input, and whether a recomputation made the calls."""
 
 
 class SharedInputs:
@@ -51,7 +65,21 @@ class SharedInputs:
         # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
         self._calls: Counter[Place] = Counter()
-        self._waiting: dict[Place, tuple[int, Inputs]] = {}  # number of calls that have arrived, and their rows
+        self._waiting: dict[Place, tuple[int, Input]] = {}  # (number of gradients that have arrived, the input)
+
+    def end_pass(self) -> list[Input]:
+        """A backward pass has ended. Returns the inputs that still waited, as not all of their calls got a gradient."""
+        waiting = [waiting for _, waiting in self._waiting.values()]
+        self._waiting.clear()
+        return waiting
+
+    def called(self, call: Call) -> None:
+        """A call was made whose gradient may arrive."""
+        if call.layer.name in self._group:
+            self._calls[self._place(call)] += 1
+
+    def _place(self, call: Call) -> Place:
+        return self._group[call.layer.name], call.input, call.rows.recomputed
 
     def number(self, layer: str, x: Tensor) -> int:
         """Number of a call's input; equal for calls with the same input in a step."""
@@ -89,25 +117,21 @@ class SharedInputs:
         group = self._group.get(layer.name)
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
-    def gathered(self, layer: LayerSpec, inputs: Inputs) -> Inputs | None:
-        """The rows to add to A, now that a call's gradient has arrived; None: other calls with this input will come."""
-        group = self._group.get(layer.name)
-        if group is None:  # of the parts of a layer the first gives the rows of their common A
-            return inputs if layer.shares is None else None
-        place = group, inputs.call.input
-        arrived, others = self._waiting.pop(place, (0, None))
-        if others is not None:
-            inputs = replace(inputs, kept=inputs.kept | others.kept)
-        if arrived + 1 >= self._calls[place]:
-            return inputs
-        self._waiting[place] = arrived + 1, inputs
+    def complete(self, arrived: Input) -> Input | None:
+        """The input of a call whose gradient has arrived, if it is the last one with this input; else it waits."""
+        layer = arrived.call.layer
+        if layer.name not in self._group:  # of the parts of a layer the first gives the rows of their common A
+            return arrived if layer.shares is None else None
+        place = self._place(arrived.call)
+        gradients = 1
+        if place in self._waiting:
+            before, waiting = self._waiting.pop(place)
+            gradients += before
+            arrived = waiting.joined(arrived)
+        if gradients >= self._calls[place]:
+            return arrived
+        self._waiting[place] = gradients, arrived
         return None
-
-    def rest(self) -> list[Inputs]:
-        """At the end of a backward pass: rows of inputs some of whose calls got no gradient."""
-        waiting = [inputs for _, inputs in self._waiting.values()]
-        self._waiting.clear()
-        return waiting
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
         """End the search; these groups share their A from now on."""

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
+from ds_kfac.model.rows import RowSums
+from ds_kfac.step import proving
 from ds_kfac.update.state import PendingMoments
 from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import error_of
 from tests.deepspeed.test_no_rows import FusedHead, Hidden
-from tests.models import FEATURES, Net, cross_entropy
+from tests.models import CLASSES, FEATURES, Net, cross_entropy
 from tests.ranks import run_ranks
 from tests.tape import taped
 
@@ -193,8 +196,6 @@ def made(model, *given, **config):
 
 
 def odd_worker(_) -> dict:
-    from ds_kfac.step import proving
-
     proving.RAISES, found = False, {}
     engine = build(BY_NAME["adam-z2"], 1, model=Lost(), kfac={**BY_NAME["adam-z2"].kfac_block, **EVERY})
     train(engine, 1, steps=10)
@@ -252,3 +253,40 @@ def test_layers_without_known_rows_programs_and_plans_that_change():
     for given in ("given", "of an object"):
         assert "parameter of shape [1] that the model has not got" in found[given]
     assert found["slots"][0] == found["slots"][1] > 0
+
+
+class Repeated(nn.Module):
+    """A layer that two recomputed parts of the model call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x, y):
+        for _ in range(2):
+            x = checkpoint(lambda x: torch.tanh(self.inner(torch.tanh(x))), x, use_reentrant=False)
+        return cross_entropy(self.head(x), y)
+
+
+def recomputing_worker(_) -> dict[str, str]:
+    """Layers of which a hook failed, between the recomputations of two of their calls."""
+    proving.RAISES = False
+    engine = build(BY_NAME["z2"], 1, model=Repeated())
+
+    def raises(self, call, *given, **options):
+        if call.layer.name == "inner":
+            raise TypeError("no matrix")
+        return plain(self, call, *given, **options)
+
+    plain = RowSums.add_gradients
+    with patch.object(RowSums, "add_gradients", raises):
+        train(engine, 1, steps=1)
+    failed = engine.kfac.preconditioner.capture.failed
+    engine.destroy()
+    return failed
+
+
+def test_a_hook_that_fails_between_recomputations_leaves_them_as_they_are():
+    """A recomputation has to save as many tensors as the first run."""
+    (failed,) = run_ranks("tests.deepspeed.test_interruptions:recomputing_worker", world=1)
+    assert failed == {"inner": "TypeError: no matrix"}

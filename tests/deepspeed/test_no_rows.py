@@ -76,8 +76,7 @@ def test_a_layer_without_rows_is_said_whatever_frameworks_mute():
     cases = {"nobody calls it": FusedHead, "called for a metric": Twice}
     found = run_ranks("tests.deepspeed.test_no_rows:muted_worker", world=1, payload=cases)[0]
     for case, text in found.items():
-        why = "no rows were seen" if case == "nobody calls it" else "rows of 1 calls, gradients of 0"
-        assert text.count(f"head: {why}") == 1, (case, text)
+        assert text.count("head: no rows were seen") == 1, (case, text)
 
 
 def worker(cases: list[tuple[str, bool]]) -> dict:

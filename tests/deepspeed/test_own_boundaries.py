@@ -1,5 +1,5 @@
 """Programs that end steps themselves, and divide each micro-batch's loss by their number: G is that of DeepSpeed's own
-accumulation, also where the model returns logits, so that only the loss's graph shows the division."""
+accumulation, also where the model returns logits."""
 
 from contextlib import nullcontext
 
@@ -21,7 +21,6 @@ STILL = {"type": "SGD", "params": {"lr": 0.0}}
 WAYS = ("boundary", "boundary, not scaled by DeepSpeed", "boundary, half by DeepSpeed", "unmanaged", "no_sync")
 OTHER = {"not divided": 1.0, "divided by another number": 3.0}
 SUM = "divided by their number, as a sum"
-"""Whose scale is measured at the sum."""
 
 
 def loss_of(logits: Tensor, y: Tensor, *, summed: bool) -> Tensor:
@@ -57,8 +56,8 @@ def worker(cases: list[tuple]) -> dict:
     return {case: factors(*case) for case in cases}
 
 
-def test_G_is_that_of_deepspeeds_own_accumulation_unless_the_loss_is_not_their_mean():
-    """Nor is a loss whose sum was measured multiplied again."""
+def test_G_is_that_of_deepspeeds_own_accumulation_whoever_divides():
+    """By another number than that of the micro-batches the gradients are larger, and G by the square of it."""
     ways = [(mode, way, logits) for mode in ("z0", "z2", "z3") for way in WAYS for logits in (True, False)]
     ways = [case for case in ways if case[1] != "no_sync" or case[0] == "z0"]  # DeepSpeed has it at stages 0 and 1
     cases = covering(ways, lambda case: dict(zip(("mode", "way", "logits"), case, strict=True)))
@@ -68,6 +67,6 @@ def test_G_is_that_of_deepspeeds_own_accumulation_unless_the_loss_is_not_their_m
         for case in cases:
             for key, expected in found[of_mean].items():
                 if key.endswith("/G") or key == "norm/A":
-                    expected = expected / OTHER.get(case[1], 1.0) ** 2
+                    expected = expected * (MANY / OTHER.get(case[1], MANY)) ** 2
                 # a chain of products, and a sum over the rows
                 close(found[case][key], expected, sums=100, condition=10, what=f"{case} {key}")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.models import Net, cross_entropy
@@ -58,25 +57,3 @@ def test_a_loss_whose_backward_runs_in_the_forward_trains_as_the_plain_one():
             assert tiled == plain and set(tiled.values()) <= {0.0, float(STEPS)}, (name, tiled)
             # as much as the last bit of the weights makes, in any order of sums
             assert error < 100 * rounding + 1e-5, (name, error, rounding)
-
-
-class Unnamed(Tiled):
-    """Whose labels are not called so."""
-
-    def forward(self, x, y=None):
-        return super().forward(x, y)
-
-
-def unnamed_worker(name: str) -> tuple:
-    proving.RAISES = False
-    engine = build(BY_NAME[name], 1, model=Unnamed())
-    train(engine, 1, steps=1)
-    kfac = engine.kfac.preconditioner
-    found = dict(kfac.capture.failed), set(kfac.proving.unfit)
-    engine.destroy()
-    return found
-
-
-def test_where_no_labels_show_the_terms_the_head_has_no_G_and_is_named():
-    (failed, unfit), *_ = run_ranks("tests.deepspeed.test_tiled_loss:unnamed_worker", world=1, payload="z0")
-    assert set(failed) == unfit == {"head"} and "how many terms the loss has" in failed["head"]

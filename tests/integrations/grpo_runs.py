@@ -39,32 +39,31 @@ def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int,
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    """Of one run: rows that counted in each call of the model beside the answers' tokens, and what it ended with."""
+    """Of one run: rows that the masks of each step leave, beside the tokens of questions and answers, and what it ended
+    with."""
     from trl import GRPOTrainer
 
     from examples.integrations import trl_grpo
 
     fresh()
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int]] = []
     plain = GRPOTrainer._compute_loss
 
     def watched(self: GRPOTrainer, model: Any, inputs: dict[str, Any]) -> Any:
-        read = model.kfac.read_batch
+        read, rows = model.kfac.mask, []
 
         def reading(given: tuple, keywords: dict[str, Any]) -> Any:
-            info = read(given, keywords)
-            mask = inputs["completion_mask"].bool()
-            # where a token of the answer is predicted: one place before it
-            expected = info.rows.new_zeros(info.rows.shape)
-            expected[:, -mask.shape[1] - 1 : -1] = mask
-            seen.append((int(info.rows.sum()), int((info.rows ^ expected).sum()), int(info.labelled.sum())))
-            return info
+            masks = read(given, keywords)
+            rows.extend(int(mask.sum()) for mask in masks)
+            return masks
 
-        model.kfac.read_batch = reading
+        model.kfac.mask = reading
         try:
             return plain(self, model, inputs)
         finally:
-            model.kfac.read_batch = read
+            model.kfac.mask = read
+            tokens = sum(int(inputs[part].sum()) for part in ("prompt_mask", "completion_mask"))
+            seen.append((sum(rows), tokens))
 
     GRPOTrainer._compute_loss = watched  # type: ignore[method-assign]
     try:

@@ -38,7 +38,7 @@ def config_of(stage: int) -> dict:
 
 
 def worker(stage: int) -> tuple[float, float, int, list[float], int]:
-    """Loss before and after, K-FAC's steps, rates, and rows that counted of a batch with padding."""
+    """Loss before and after, K-FAC's steps, rates, and rows of a batch with padding that count."""
     from functools import partial
 
     import deepspeed
@@ -72,7 +72,8 @@ def worker(stage: int) -> tuple[float, float, int, list[float], int]:
         engine.step()
         losses.append(float(loss))
         rates.append(engine.get_lr()[0])
-    rows = int(engine.kfac.read_batch((tokens,), {"attention_mask": mask}).rows.sum())
+    (attended,) = engine.kfac.mask((tokens,), {"attention_mask": mask})
+    rows = int(attended.sum())
     steps = engine.kfac.preconditioner.steps
     engine.destroy()
     ds_kfac.disable()
@@ -84,4 +85,4 @@ def test_its_call_of_initialize_trains_and_schedules(stage):
     first, last, steps, rates, rows = run_ranks(f"{__name__}:worker", world=2, payload=stage)[0]
     assert last < first - 0.1 and steps == STEPS
     assert rates[0] > rates[5] > rates[-1] >= 0
-    assert rows == 4 * 8 - 3, "without labels every row inside the mask counts, questions included"
+    assert rows == 4 * 8 - 3, "every row inside the mask counts, questions included"

@@ -58,15 +58,14 @@ def trainer_of(
     return Trainer(model=tiny.model(), args=arguments, data_collator=collator, train_dataset=rows, eval_dataset=rows)
 
 
-def labels_worker(payload: tuple[str, int, bool]) -> dict[str, Any]:
-    """Two steps on the same 32 rows each, whatever the ranks; and the trace of every G."""
-    folder, accumulation, reads = payload
+def labels_worker(payload: tuple[str, int]) -> dict[str, Any]:
+    """Two steps on the same 32 texts of one length, whatever the ranks; and the trace of every G."""
+    folder, accumulation = payload
     ds_kfac.enable()
     micro = ROWS // (accumulation * dist.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = trainer_of(folder, accumulation=accumulation, micro=micro)
-        if not reads:
-            forget(trainer)
+        trainer.train_dataset, trainer.data_collator = 4 * labelled_rows(), default_data_collator
         trainer.train()
     engine = trainer.model_wrapped
     return {"weights": weights(engine), "traces": traces_of(engine)}
@@ -152,25 +151,6 @@ def traces_of(engine: Any, sides: str = "G") -> dict[str, float]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, traces)
     return {k: v for of_rank in everyone for k, v in of_rank.items()}
-
-
-def forget(trainer: Trainer) -> None:
-    """As if num_items_in_batch were not known."""
-    from dataclasses import replace
-
-    from ds_kfac.engine import attachment
-    from ds_kfac.model import loss
-    from ds_kfac.model.batch import ArgumentReader
-
-    loss.term_weight = lambda *_: None  # nor the sum that it divides
-    plain = attachment.Attachment.__init__
-
-    def without(self: Any, engine: Any, *given: Any) -> None:
-        plain(self, engine, *given)
-        read = ArgumentReader(engine.module)
-        self.read_batch = lambda *given: replace(read(*given), items=None)
-
-    attachment.Attachment.__init__ = without  # type: ignore[method-assign]
 
 
 def evaluation_worker(folder: str) -> tuple[float, float, int]:

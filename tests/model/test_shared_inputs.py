@@ -169,7 +169,9 @@ def test_projections_of_a_model_are_found_and_give_the_rows_once(checkpointed):
     x = torch.randn(2, 3, 4)
     for part in x:
         recorder.backward(recorder.model(part))
-    assert set(recorder.capture.sums) == {"v/A", "gate/A", "out/A"} | {f"{name}/G" for name in ("v", "k", "q", "gate", "out")}
+    assert set(recorder.capture.sums) == {"v/A", "gate/A", "out/A"} | {
+        f"{name}/G" for name in ("v", "k", "q", "gate", "out")
+    }
     found = recorder.factors()
     rows = torch.tanh(x).reshape(-1, 4).double()
     for name in ("v", "k", "q"):
