@@ -85,7 +85,7 @@ def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
 def by_example(rows: Tensor) -> Tensor:
     """[N, .., D] -> [N, T, D]; without positions T is 1. [D] is one example."""
     rows = rows.unsqueeze(0) if rows.ndim == 1 else rows
-    return rows.reshape(len(rows), -1, rows.shape[-1])
+    return rows.reshape(len(rows), rows.shape[1:-1].numel(), rows.shape[-1])
 
 
 class RowSums:
@@ -144,7 +144,7 @@ class RowSums:
                 kept, taken = alive.expand(len(rows)), EACH
             elif self.weight_sharing == "reduce":
                 x_NTD = by_example(x)
-                kept_NT1 = kept.reshape(len(x_NTD), -1, 1)
+                kept_NT1 = kept.reshape(*x_NTD.shape[:2], 1)
                 counts_N1 = kept_NT1.sum(dim=1)
                 rows = torch.where(kept_NT1, x_NTD.float(), 0.0).sum(dim=1) / counts_N1.clamp(min=1)
                 kept, taken = counts_N1.reshape(-1) > 0, EACH

@@ -1,0 +1,67 @@
+"""More programs as others write them: A and G of every layer in every captured step are those of plain autograd."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.close import close
+from tests.deepspeed import test_fresh_programs
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import build
+from tests.deepspeed.test_fresh_programs import EVERY_STEP, Program, data
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Boxes(Program):
+    """As many boxes as a picture has; in one step none, and none comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.seen, self.box = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Linear(8, 4)
+
+    def forward(self, x, pictures, places):
+        h = torch.relu_(self.stem(x))
+        return self.seen(h).flatten(1), self.box(h.flatten(2).mT[pictures, places])
+
+    def run(self, engine, step):
+        boxes = torch.arange((5, 0, 2)[step])
+        seen, found = engine(data(step, 2, 3, 4, 4), boxes % 2, 3 * boxes)
+        engine.backward(F.softplus(seen).mean() + (found - 1).abs().sum() / max(1, len(boxes)))
+        engine.step()
+
+
+RIGHT = [(Boxes, 0)]
+Run = tuple[type[Program], int]
+
+
+def worker(runs: list[Run]) -> list[list]:
+    """The steps of each program, at its ZeRO stage."""
+    found = []
+    for kind, stage in runs:
+        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        mode = Mode("", stage, zero=zero, kfac=EVERY_STEP)
+        with patch.object(
+            test_fresh_programs, "build", lambda _, *args, mode=mode, **named: build(mode, *args, **named)
+        ):
+            found.append(test_fresh_programs.worker([kind])[kind.__name__])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list]:
+    return run_ranks("tests.deepspeed.test_other_programs:worker", world=1, payload=RIGHT)[0]
+
+
+@pytest.mark.parametrize("run", RIGHT, ids=lambda run: f"{run[0].__name__}, ZeRO {run[1]}")
+def test_every_layer_has_the_factors_of_plain_autograd(found, run):
+    for step, (unfit, factors, expected) in enumerate(found[RIGHT.index(run)]):
+        assert not unfit
+        assert factors.keys() == expected.keys(), step
+        for name, pair in expected.items():
+            for side, right, own in zip("AG", pair[:2], factors[name], strict=True):
+                close(own, right, sums=1000, what=f"{side} of {name} in step {step}")
