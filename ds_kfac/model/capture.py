@@ -365,7 +365,7 @@ class Capture:
             number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
             rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
             node, place = _origin(output)
-            node.register_prehook(partial(self._other_arrived, self.step, rows, place))
+            node.register_prehook(partial(self._other_arrived, self.step, rows, output.shape, place))
 
     def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows:
         """The rows of a call, which its forward pass counts, but for those of a recomputation."""
@@ -485,12 +485,18 @@ class Capture:
                 else:
                     self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, step: int, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of a layer that K-FAC does not step has arrived."""
+    def _other_arrived(
+        self, step: int, rows: Rows, shape: torch.Size, place: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """The gradient of a layer that K-FAC does not step, with an output of this shape, has arrived."""
         gradient = gradients[place]
         is_own = self.active and step == self.step and self in self._backwards and not self.sampled
-        if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
-            self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+        if gradient is None or not is_own or self.current.nearest not in (None, rows.layer):
+            return
+        try:
+            self.current.arrived(rows, gradient.detach().reshape(shape), self.rows.weight_sharing)
+        except Exception as error:
+            logger.warning(f"ds_kfac: a call of {rows.layer} is not counted: {type(error).__name__}: {error}")
 
     def _is_own(self, forward: Forward) -> bool:
         """Whether the running backward pass is this engine's. Note: Own passes."""

@@ -11,7 +11,7 @@ from tests.close import close
 from tests.deepspeed import test_fresh_programs
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.deepspeed.test_fresh_programs import EVERY_STEP, Program, data
+from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, Program, data, labels, mlp
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -35,7 +35,25 @@ class Boxes(Program):
         engine.step()
 
 
-RIGHT = [(Boxes, 0)]
+class Frozen(Program):
+    """Padded texts below a frozen head with a bias; one padded place has a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = mlp(D, 9, 8), nn.Linear(8, C).requires_grad_(False)
+
+    def forward(self, x, attention_mask):
+        return self.head(self.net(x))
+
+    def run(self, engine, step):
+        mask = torch.arange(5) < torch.tensor([5, 3, 4, 2])[:, None]
+        y = labels(step, 4, 5).masked_fill(~mask, -100)
+        y[1, 4] = 1
+        engine.backward(F.cross_entropy(engine(data(step, 4, 5, D), mask).flatten(0, 1), y.flatten()))
+        engine.step()
+
+
+RIGHT = [(Boxes, 0), (Frozen, 0)]
 Run = tuple[type[Program], int]
 
 
