@@ -53,10 +53,13 @@ class BackwardPass:
         sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
         nearest: the layer nearest to the loss, whose gradient arrived first; None: none has arrived.
         forwards: the forward passes that it went through.
+        is_seen: whether a weight of K-FAC's got a part of its gradient, in a pass that was not announced. In others,
+            such as ``autograd.grad`` through a frozen layer, none does.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, BatchSum] = {}
+        self.is_seen = False
         self.nearest: str | None = None
         self.forwards: dict[Forward, None] = {}
         self._examples: int | None = None  # of the nearest layer
@@ -474,6 +477,7 @@ class Capture:
         is_announced = self in self._backwards
         if is_own and not is_announced:
             self._watch_task()
+            self.current.is_seen = True
         is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
         scale = 1.0 if is_inner else self._scale(is_announced)
         for call in calls:
@@ -490,9 +494,15 @@ class Capture:
     ) -> None:
         """The gradient of a layer that K-FAC does not step, with an output of this shape, has arrived."""
         gradient = gradients[place]
-        is_own = self.active and step == self.step and self in self._backwards and not self.sampled
-        if gradient is None or not is_own or self.current.nearest not in (None, rows.layer):
+        if gradient is None or not self.active or step != self.step or self.sampled:
             return
+        is_announced = self in self._backwards
+        if not is_announced and (self._forward_runs or not self._is_own(rows.forward)):
+            return
+        if self.current.nearest not in (None, rows.layer):
+            return
+        if not is_announced:
+            self._watch_task()
         try:
             self.current.arrived(rows, gradient.detach().reshape(shape), self.rows.weight_sharing)
         except Exception as error:
@@ -602,8 +612,12 @@ class Capture:
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""
-        if self.current.nearest is not None and self not in self._backwards:
+        if self.current.nearest is None or self in self._backwards:
+            return
+        if self.current.is_seen:
             self.end_pass()
+        else:
+            self.current = BackwardPass()
 
     def _plain_pass_begins(self, step: int, forward: Forward, gradients: tuple[Tensor | None, ...]) -> None:
         if self.active and step == self.step and not self._backwards and self._is_own(forward):
