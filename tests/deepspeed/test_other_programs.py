@@ -67,7 +67,26 @@ class FrozenPlain(Frozen):
         engine.step()
 
 
-RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2)]
+class Rejected(Program):
+    """Chosen and rejected texts, each in a forward; their masks come in one buffer, the second over the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.buffer = mlp(D, 9, C), torch.zeros(2, 5, dtype=torch.bool)
+
+    def forward(self, x, attention_mask):
+        return self.net(x) * attention_mask[..., None].float()
+
+    def run(self, engine, step):
+        sums = []
+        for k, lengths in enumerate(([5, 3], [1, 4])):
+            self.buffer.copy_(torch.arange(5) < torch.tensor(lengths)[:, None])
+            sums.append(engine(data(step, 2, 5, D, k=k), attention_mask=self.buffer).sum((1, 2)))
+        engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean())
+        engine.step()
+
+
+RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0)]
 Run = tuple[type[Program], int]
 
 
