@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.close import close
 from tests.deepspeed import test_fresh_programs
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, Program, data, labels, mlp
+from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, Plain, Program, data, labels, mlp
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -86,7 +87,23 @@ class Rejected(Program):
         engine.step()
 
 
-RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0)]
+class Compiled(Program):
+    """A compiled block in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.block, self.head = nn.Linear(D, 8), mlp(8, 9, 8), nn.Linear(8, C)
+
+    def forward(self, x):
+        block = torch.compile(self.block, backend="aot_eager")
+        return self.head(checkpoint(block, self.inner(x), use_reentrant=False))
+
+    def run(self, engine, step):
+        with torch.compiler.set_stance("force_eager" if isinstance(engine, Plain) else "default"):
+            super().run(engine, step)
+
+
+RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Compiled, 0)]
 Run = tuple[type[Program], int]
 
 
