@@ -329,6 +329,8 @@ class Attachment:
             stack.push(self.job.raised)  # as by a batch that is too large
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
+            if any(capture.active for capture in self._captures):  # what checkpointing recomputes, as its forward ran
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
                 stack.enter_context(capture.own_backward())
             return original(loss, *args, **kwargs)

@@ -62,11 +62,14 @@ class BackwardPass:
         has_begun: whether any gradient has arrived.
         forwards: the forward passes that it went through.
         alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
+        adds: whether a weight of K-FAC's gets a part of its gradient, in a pass that was not announced. In others, such
+            as ``autograd.grad`` through a frozen layer, none does.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, BatchSum] = {}
         self.has_begun = False
+        self.adds = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
         self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the first layer's calls
@@ -544,6 +547,7 @@ class Capture:
             is_announced = self in self._backwards
             if is_own and not self.sampled and not is_announced:
                 self._watch_task()
+                self.current.adds = True
             is_inner = self._forward_runs and not is_announced  # which DeepSpeed does not scale
             scale = 1.0 if is_inner else self._scale(is_announced)
             for call in calls:
@@ -556,12 +560,18 @@ class Capture:
     def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
-        is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
-        if gradient is not None and is_own and self.counts_rows:
-            with_gradient = gradient.detach() != 0
-            if rows.leading is not None:  # the node of a view has the shape of its base
-                with_gradient = with_gradient.reshape(*rows.leading, -1).any(dim=-1)
-            self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
+        if gradient is None or self.sampled or not self.counts_rows:
+            return
+        if not self._is_current(rows.forward) or not self._is_own(rows.forward):
+            return
+        if self not in self._backwards:
+            if self._forward_runs:  # maybe autograd.grad
+                return
+            self._watch_task()
+        with_gradient = gradient.detach() != 0
+        if rows.leading is not None:  # the node of a view has the shape of its base
+            with_gradient = with_gradient.reshape(*rows.leading, gradient.shape[-1]).any(dim=-1)
+        self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
         """Whether a forward pass is of the running step, and that captures."""
@@ -719,8 +729,12 @@ class Capture:
 
     def _end_plain_pass(self) -> None:
         """End a pass that was not announced, if its end was not seen."""
-        if self.current.has_begun and self not in self._backwards:
+        if not self.current.has_begun or self in self._backwards:
+            return
+        if self.current.adds:
             self.end_pass()
+        else:
+            self.current = BackwardPass()
 
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]

@@ -50,10 +50,11 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"engine.kfac.mask: got {got}; must return masks [N, T], or None")
         mask = mask.detach()
-        if mask.dtype is not torch.bool:
+        if mask.dtype is torch.bool:
+            yield mask.clone()  # its memory may hold the next batch's when the gradient arrives
+        else:
             binary = ((mask == 0) | (mask == 1)).all()
-            mask = (mask != 0) | ~binary
-        yield mask
+            yield (mask != 0) | ~binary
 
 
 class Forward:

@@ -93,8 +93,6 @@ class SharedInputs:
             number = self._total
             self._total += 1
             self._inputs[place] = storage, number
-        if layer in self._group:
-            self._calls[self._group[layer], number] += 1
         return number
 
     def arrived(self, layer: str, number: int, alive: Tensor | None) -> None:

@@ -298,7 +298,7 @@ class Plain:
     """An engine without DeepSpeed and K-FAC: the model and autograd alone."""
 
     def __init__(self, model: Program) -> None:
-        self.model = model
+        self.model = self.module = model
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

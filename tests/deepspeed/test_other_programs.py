@@ -1,0 +1,135 @@
+"""More programs as others write them: A and G of every layer in every captured step are those of plain autograd."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.close import close
+from tests.deepspeed import test_fresh_programs
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import build
+from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, Plain, Program, data, labels, mlp
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Boxes(Program):
+    """As many boxes as a picture has; in one step none, and none comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.seen, self.box = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Linear(8, 4)
+
+    def forward(self, x, pictures, places):
+        h = torch.relu_(self.stem(x))
+        return self.seen(h).flatten(1), self.box(h.flatten(2).mT[pictures, places])
+
+    def run(self, engine, step):
+        boxes = torch.arange((5, 0, 2)[step])
+        seen, found = engine(data(step, 2, 3, 4, 4), boxes % 2, 3 * boxes)
+        engine.backward(F.softplus(seen).mean() + (found - 1).abs().sum() / max(1, len(boxes)))
+        engine.step()
+
+
+class Frozen(Program):
+    """Padded texts below a frozen head with a bias; one padded place has a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = mlp(D, 9, 8), nn.Linear(8, C).requires_grad_(False)
+
+    def forward(self, x, attention_mask):
+        return self.head(self.net(x))
+
+    def run(self, engine, step):
+        mask = torch.arange(5) < torch.tensor([5, 3, 4, 2])[:, None]
+        y = labels(step, 4, 5).masked_fill(~mask, -100)
+        y[1, 4] = 1
+        engine.backward(F.cross_entropy(engine(data(step, 4, 5, D), mask).flatten(0, 1), y.flatten()))
+        engine.step()
+
+
+class FrozenPlain(Frozen):
+    """A class for each text, by ``loss.backward()``; before it, how the output depends on an input."""
+
+    def forward(self, x):
+        return self.head(self.net(x)[:, -1])
+
+    def run(self, engine, step):
+        x = data(step, 2, 5, D, k=1).requires_grad_()
+        torch.autograd.grad(engine.module(x).sum(), x)
+        loss = F.cross_entropy(engine(data(step, 4, 5, D)), labels(step, 4))
+        loss.backward()
+        engine.step()
+
+
+class Rejected(Program):
+    """Chosen and rejected texts, each in a forward; their masks come in one buffer, the second over the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.buffer = mlp(D, 9, C), torch.zeros(2, 5, dtype=torch.bool)
+
+    def forward(self, x, attention_mask):
+        return self.net(x) * attention_mask[..., None].float()
+
+    def run(self, engine, step):
+        sums = []
+        for k, lengths in enumerate(([5, 3], [1, 4])):
+            self.buffer.copy_(torch.arange(5) < torch.tensor(lengths)[:, None])
+            sums.append(engine(data(step, 2, 5, D, k=k), attention_mask=self.buffer).sum((1, 2)))
+        engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean())
+        engine.step()
+
+
+class Compiled(Program):
+    """A compiled block in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.block, self.head = nn.Linear(D, 8), mlp(8, 9, 8), nn.Linear(8, C)
+
+    def forward(self, x):
+        block = torch.compile(self.block, backend="aot_eager")
+        return self.head(checkpoint(block, self.inner(x), use_reentrant=False))
+
+    def run(self, engine, step):
+        with torch.compiler.set_stance("force_eager" if isinstance(engine, Plain) else "default"):
+            super().run(engine, step)
+
+
+RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Compiled, 0)]
+Run = tuple[type[Program], int]
+
+
+def worker(runs: list[Run]) -> list[list]:
+    """The steps of each program, at its ZeRO stage."""
+    found = []
+    for kind, stage in runs:
+        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        mode = Mode("", stage, zero=zero, kfac=EVERY_STEP)
+        with patch.object(
+            test_fresh_programs, "build", lambda _, *args, mode=mode, **named: build(mode, *args, **named)
+        ):
+            found.append(test_fresh_programs.worker([kind])[kind.__name__])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list]:
+    return run_ranks("tests.deepspeed.test_other_programs:worker", world=1, payload=RIGHT)[0]
+
+
+@pytest.mark.parametrize("run", RIGHT, ids=lambda run: f"{run[0].__name__}, ZeRO {run[1]}")
+def test_every_layer_has_the_factors_of_plain_autograd(found, run):
+    for step, (unfit, factors, expected) in enumerate(found[RIGHT.index(run)]):
+        assert not unfit
+        assert factors.keys() == expected.keys(), step
+        for name, pair in expected.items():
+            for side, right, own in zip("AG", pair[:2], factors[name], strict=True):
+                close(own, right, sums=1000, what=f"{side} of {name} in step {step}")
