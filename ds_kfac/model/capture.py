@@ -373,7 +373,7 @@ class Capture:
             rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number)
             if rows is not None:
                 node, place = _origin(output)
-                node.register_prehook(partial(self._other_arrived, rows, place))
+                node.register_prehook(partial(self._other_arrived, rows, output.shape, place))
 
     def _rows(self, layer: str, leading: Shape | None, number: int) -> Rows | None:
         """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
@@ -485,12 +485,15 @@ class Capture:
                     else:
                         self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _other_arrived(
+        self, rows: Rows, shape: torch.Size, place: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         is_own = self._is_current(rows.forward) and self in self._backwards and not self.sampled
         if gradient is not None and is_own and self.current.nearest in (None, rows.layer):
-            self.current.arrived(rows, gradient.detach(), self.rows.weight_sharing)
+            with self._guarded(()):
+                self.current.arrived(rows, gradient.detach().reshape(shape), self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
         """Whether a forward pass is of the running step, and that captures."""
@@ -645,6 +648,8 @@ class Capture:
         except Exception as error:
             for layer in layers:
                 self.fail(layer, error)
+            if not layers:
+                logger.warning(f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: {error}")
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
         """A hook raised: the layer has no rows in this step, nor in later ones."""

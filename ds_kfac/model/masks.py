@@ -50,7 +50,9 @@ def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"engine.kfac.mask: got {got}; must return masks [N, T], or None")
         mask = mask.detach()
-        if mask.dtype is not torch.bool:
+        if mask.dtype is torch.bool:
+            mask = mask.clone()  # the backward pass may come when its memory has another batch's
+        else:
             binary = ((mask == 0) | (mask == 1)).all()
             mask = (mask != 0) | ~binary
         yield mask
