@@ -157,6 +157,7 @@ class Capture:
         self.failed: dict[str, str] = {}
         self._announced = False  # whether a pass was ever announced
         self._forward_runs = False
+        self._unpacking = False  # saved inputs, outside of a backward pass
         self._thread = 0  # that runs the forward
         self._tasks: set[int] = set()  # graph tasks of a pass that was not announced
         self.step = -1
@@ -238,7 +239,7 @@ class Capture:
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
             is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
-            if is_plain and (_in_backward() or (self.active and not is_others)):
+            if is_plain and (self._recomputes() or (self.active and not is_others)):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
@@ -311,7 +312,7 @@ class Capture:
     # forward passes
 
     def _begin_forward(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if _in_backward():
+        if self._recomputes():
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
@@ -323,7 +324,7 @@ class Capture:
         self._forwards.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
-        if _in_backward():
+        if self._recomputes():
             return
         self._forward_runs = False
         forward = self.forward
@@ -378,7 +379,7 @@ class Capture:
     def _rows(self, layer: str, leading: Shape | None, number: int) -> Rows | None:
         """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
         was not captured."""
-        recomputed = _in_backward()
+        recomputed = self._recomputes()
         forward = self._forward_of(recomputed)
         if forward is None:
             return None
@@ -585,9 +586,23 @@ class Capture:
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # in a backward pass's order
             with self._guarded([call.layer]):
                 if gradient is not None:
-                    self._add(call, call.kept.saved_tensors[0], gradient, scale)
+                    self._add(call, self._unpacked(call), gradient, scale)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
+
+    def _unpacked(self, call: Call) -> Tensor:
+        """The input of a call, outside of a backward pass. Checkpointing runs its block again for that."""
+        self._unpacking = True
+        self._running = call.rows.forward
+        try:
+            return call.kept.saved_tensors[0]
+        finally:
+            self._unpacking = False
+            self._running = None
+
+    def _recomputes(self) -> bool:
+        """Whether a call that is made now is a recomputation, if any is."""
+        return self._unpacking or torch._C._current_graph_task_id() != -1
 
     @torch.no_grad()
     def end_pass(self) -> None:
@@ -667,10 +682,6 @@ class Capture:
     def used(self, layer: str) -> str:
         """Text that says where a layer's weight is used; "" if that was not recorded."""
         return "" if self.uses is None else self.uses.of(layer)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _length(rows: slice | Tensor, total: int) -> int:
