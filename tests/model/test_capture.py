@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.factor import Side
@@ -29,7 +28,9 @@ def equal_bits(found, expected) -> None:
     assert expected and found.keys() == expected.keys()
     for name in expected:
         assert found[name][2:] == expected[name][2:], name
-        assert all(torch.equal(a, b) for a, b in zip(found[name][:2], expected[name][:2], strict=True)), name
+        assert all(
+            torch.equal(a, b) for a, b in zip(found[name][:2], expected[name][:2], strict=True)
+        ), name
 
 
 def captured(model: nn.Module, **options):
@@ -43,7 +44,9 @@ def captured(model: nn.Module, **options):
 def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
     recorder = Recorder(Normed(8), NORMED, sampled=sampled)
     capture = recorder.capture
-    capture.lock = threading.Lock()  # nothing that the hooks hold can be copied, as process groups cannot
+    capture.lock = (
+        threading.Lock()
+    )  # nothing that the hooks hold can be copied, as process groups cannot
     x = torch.randn(5, 8, requires_grad=True)
     recorder.model(x).sum()
     begun, pending = capture.forward, list(capture.pending)
@@ -60,7 +63,10 @@ def test_factors_are_exact_with_an_in_place_activation(plain):
 
 def test_conv1d_has_the_same_factors_as_linear():
     linear, conv = nn.Sequential(nn.Linear(FEATURES, 5)), nn.Sequential(Conv1D(5, FEATURES))
-    conv[0].weight.data, conv[0].bias.data = linear[0].weight.data.T.clone(), linear[0].bias.data.clone()
+    conv[0].weight.data, conv[0].bias.data = (
+        linear[0].weight.data.T.clone(),
+        linear[0].bias.data.clone(),
+    )
     x, y = make_batch(0, ROWS)
     found = []
     for model in (linear, conv):
@@ -151,7 +157,9 @@ def test_inactive_capture_allocates_nothing():
     recorder = Recorder(make_net())
     recorder.capture.begin_step(None, 0)
     loss_of(recorder.model, recorder.backward)
-    assert not recorder.capture.sums and not recorder.capture.counted and recorder.capture.passes == 0
+    assert (
+        not recorder.capture.sums and not recorder.capture.counted and recorder.capture.passes == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -196,7 +204,9 @@ def test_a_forward_without_backward_counts_nothing(announced):
     """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and after."""
     recorder = Recorder(make_net())
     nan = torch.full((ROWS, TOKENS, FEATURES), float("nan"))
-    skipped = recorder.model(nan, torch.zeros(ROWS, TOKENS, dtype=torch.long))  # its graph stays alive
+    skipped = recorder.model(
+        nan, torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    )  # its graph stays alive
     loss = recorder.model(*make_batch(0, ROWS, TOKENS))
     recorder.model(nan)
     recorder.backward(loss) if announced else loss.backward()
@@ -210,11 +220,17 @@ def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_ba
     recorder.model.stops = True
     with pytest.raises(FloatingPointError):
         loss_of(recorder.model, recorder.backward)
-    assert recorder.capture.sums.keys() == {f"{name}/{side}" for name in ("head", "middle") for side in "AG"}
+    assert recorder.capture.sums.keys() == {
+        f"{name}/{side}" for name in ("head", "middle") for side in "AG"
+    }
     recorder.model.stops = False
     loss_of(recorder.model, recorder.backward)
     found = recorder.factors()
-    assert {name: factors.rows for name, factors in found.items()} == {"first": 12, "middle": 24, "head": 24}
+    assert {name: factors.rows for name, factors in found.items()} == {
+        "first": 12,
+        "middle": 24,
+        "head": 24,
+    }
     recorder.begin(1)
     loss_of(recorder.model, recorder.backward)
     equal_bits(recorder.factors(), captured(make_net()))
@@ -290,7 +306,9 @@ def test_an_empty_batch_counts_no_rows(sharing, sampled):
 
     for shape in ((0, TOKENS), (0,)):
         assert not run(*shape)
-    assert run(ROWS, TOKENS) == dict.fromkeys(("norm", "linear", "conv"), 4 if sharing == "reduce" else 12)
+    assert run(ROWS, TOKENS) == dict.fromkeys(
+        ("norm", "linear", "conv"), 4 if sharing == "reduce" else 12
+    )
 
 
 # what stays in memory
@@ -309,7 +327,11 @@ class Normed(nn.Module):
         x = x * 1.0
         for norm, linear in zip(self.norms, self.linears, strict=True):
             block = lambda x, norm=norm, linear=linear: torch.tanh(linear(norm(x)))  # noqa: E731
-            x = block(x) if self.kind == "plain" else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+            x = (
+                block(x)
+                if self.kind == "plain"
+                else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+            )
         return x.square().mean()
 
 
@@ -356,7 +378,9 @@ def test_each_input_is_let_go_before_the_next_layers_gradient_arrives():
         recorder.capture.active = active
         watched = Watched(recorder.model)
         for linear in recorder.model.linears:
-            linear.bias.register_post_accumulate_grad_hook(lambda bias, watched=watched: living.append(watched.living()))
+            linear.bias.register_post_accumulate_grad_hook(
+                lambda bias, watched=watched: living.append(watched.living())
+            )
         recorder.backward(recorder.model(torch.randn(5, 8)))
     assert len(living) == 8 and living[:4] == living[4:] and living[3] < living[0]
 
@@ -368,8 +392,6 @@ def test_inputs_are_kept_with_a_retained_graph_and_counted_again():
     recorder.backward(loss, retain_graph=True)
     assert watched.living() > 0
     once = recorder.factors()
-    for retains in (True, False):
-        recorder.begin()
     loss = recorder.model(torch.randn(5, 8))
     for retains in (True, False):
         recorder.backward(loss, retain_graph=retains)
@@ -462,11 +484,17 @@ def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, 
     recorder.begin(1) if second else recorder.capture.begin_step(None, 1)
     recorder.backward(loss)
     grads = [p.grad.clone() for p in recorder.model.parameters()]
-    assert not any(sums.counts.any() for sums in recorder.capture.sums.values()) and not recorder.capture.failed
+    assert (
+        not any(sums.counts.any() for sums in recorder.capture.sums.values())
+        and not recorder.capture.failed
+    )
     recorder.model.zero_grad()
     recorder.capture.begin_step(None, 2)
     recorder.backward(recorder.model(x))
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(recorder.model.parameters(), grads, strict=True))
+    assert all(
+        torch.equal(p.grad, grad)
+        for p, grad in zip(recorder.model.parameters(), grads, strict=True)
+    )
 
 
 class CheckpointedBlock(nn.Module):
@@ -503,7 +531,9 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, x):
         z = x.float()
-        return self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
 
 class ChangedInput(nn.Module):
@@ -521,6 +551,12 @@ class ChangedInput(nn.Module):
 def test_an_input_that_is_changed_in_place_names_its_layer_and_raises_nothing(caplog):
     recorder = Recorder(ChangedInput(), LayerChoice(types=("Linear", "RMSNorm")))
     recorder.backward(recorder.model(torch.randn(7, 8)))
-    assert recorder.capture.failed.keys() == {"norm"} and recorder.rows() == {"embedding": 7, "head": 7}
-    assert "the rows of norm (RMSNorm) are not known" in caplog.text and "modified by an inplace" in caplog.text
+    assert recorder.capture.failed.keys() == {"norm"} and recorder.rows() == {
+        "embedding": 7,
+        "head": 7,
+    }
+    assert (
+        "the rows of norm (RMSNorm) are not known" in caplog.text
+        and "modified by an inplace" in caplog.text
+    )
     assert recorder.model.norm.weight.grad is not None

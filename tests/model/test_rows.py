@@ -19,8 +19,18 @@ EXPAND, REDUCE = "expand", "reduce"
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def call_of(shape: tuple[int, ...], I: int, *, bias: bool = False, columns: slice | None = None) -> Call:  # noqa: E741
-    layer = LayerSpec("layer", "Linear", "", "w", "b" if bias else None, Side.dense(I + bias), Side.dense(shape[-1]))
+def call_of(
+    shape: tuple[int, ...], inputs: int, *, bias: bool = False, columns: slice | None = None
+) -> Call:
+    layer = LayerSpec(
+        "layer",
+        "Linear",
+        "",
+        "w",
+        "b" if bias else None,
+        Side.dense(inputs + bias),
+        Side.dense(shape[-1]),
+    )
     rows = Rows("w", Forward(), shape[:-1], torch.Size(shape[:-1]).numel(), recomputed=False)
     return Call(layer, LAYERS["Linear"], nn.Identity(), rows, torch.Size(shape), columns=columns)
 
@@ -53,10 +63,14 @@ def test_expand_takes_every_position_and_reduce_every_example():
     close(G, second_moment(g.sum(dim=1)), sums=12)
 
 
-@pytest.mark.parametrize("mask", [None, torch.arange(24).view(4, 6) % 5 != 2], ids=["all", "masked"])
+@pytest.mark.parametrize(
+    "mask", [None, torch.arange(24).view(4, 6) % 5 != 2], ids=["all", "masked"]
+)
 def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them(mask):
     x, g, stride = torch.randn(4, 6, 5), torch.randn(4, 6, 2), 5
-    of_place = {phase(turn, stride): sums_of(x, g, mask, turn=turn, stride=stride) for turn in range(60)}
+    of_place = {
+        phase(turn, stride): sums_of(x, g, mask, turn=turn, stride=stride) for turn in range(60)
+    }
     assert len(of_place) == stride
     whole = sums_of(x, g, mask)
     for index, expected in enumerate(whole):
@@ -85,14 +99,18 @@ def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     for rule in (EXPAND, REDUCE):
         G = torch.zeros(3)
         for direction in torch.eye(outputs):
-            g = (direction / terms / (T if pooled else 1)).expand(N, T, outputs)  # of a mean over the terms
+            g = (direction / terms / (T if pooled else 1)).expand(
+                N, T, outputs
+            )  # of a mean over the terms
             A, rows, of_direction, _ = sums_of(a, g, sharing=rule)
             G += terms * of_direction
         A_II = torch.zeros(inputs, inputs)
         A_II[lower[0], lower[1]] = A_II[lower[1], lower[0]] = A / rows
         fishers[rule] = torch.kron(torch.tensor([[G[0], G[1]], [G[1], G[2]]]), A_II).double()
     per_term = (a.mean(dim=1) if pooled else a.view(N * T, inputs)).double()
-    jacobians = torch.stack([torch.kron(torch.eye(outputs, dtype=torch.float64), row[None]) for row in per_term])
+    jacobians = torch.stack(
+        [torch.kron(torch.eye(outputs, dtype=torch.float64), row[None]) for row in per_term]
+    )
     return fishers, torch.einsum("noi,noj->ij", jacobians, jacobians) / terms
 
 
@@ -163,7 +181,9 @@ def test_which_rows_count(x, g, mask, counts):
 
 def test_a_call_without_a_gradient_has_no_row():
     assert not kept_rows(torch.ones(4, 3, 2), torch.zeros(4, 3, 5), None).any()
-    assert not kept_rows(torch.ones(4, 3, 2), torch.zeros(4, 3, 5), torch.ones(4, 3, dtype=torch.bool)).any()
+    assert not kept_rows(
+        torch.ones(4, 3, 2), torch.zeros(4, 3, 5), torch.ones(4, 3, dtype=torch.bool)
+    ).any()
     assert kept_rows(torch.ones(0, 3, 2), torch.zeros(0, 3, 5), None).shape == (0, 3)
 
 

@@ -1,7 +1,5 @@
 """The rule by which rows make A and G (docs/capture.md), against plain hooks and a loop over rows in float64."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.masks import masks_in
+from ds_kfac.model.scan import LayerChoice
+from tests.close import close
 from tests.model.recorder import Recorder, compared
 
 N, T, WIDTH, CLASSES = 4, 3, 6, 5
@@ -17,8 +17,6 @@ ATTENDED = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torc
 
 class Net(nn.Module):
     """Two layers and a head; the loss is a mean over positions that are attended."""
-
-    shape = (N, T)
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +29,7 @@ class Net(nn.Module):
         return z if y is None else cross_entropy(z, y)
 
 
-def cross_entropy(z, y, weight=None):
+def cross_entropy(z, y):
     """A mean over labels that are not -100."""
     return F.cross_entropy(z.reshape(-1, CLASSES).float(), y.reshape(-1))
 
@@ -61,15 +59,21 @@ def test_a_row_is_padding_if_its_gradient_is_zero_and_the_mask_leaves_it_out():
 def test_a_row_without_a_gradient_that_is_attended_counts():
     x, y = batch()
     y[:, 1:] = -100  # a prompt
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED})
-    assert found["first"].rows == 9, "of the last text the first position is masked, and has a label"
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
+    )
+    assert found["first"].rows == 9, (
+        "of the last text the first position is masked, and has a label"
+    )
     found = compared(Net(), lambda model, backward: backward(model(x, y)))
     assert found["first"].rows == found["first"].terms == N * T
 
 
 def test_a_mask_alone_excludes_no_row_that_the_weights_gradient_contains():
     x, y = batch()
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED})
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
+    )
     assert found["first"].rows == found["first"].terms == N * T
 
 
@@ -108,7 +112,11 @@ class Heads(Net):
         (Turned, {(T, N): ATTENDED.T}, {"first": 8, "inner": 8, "head": 8}),
         (Flattened, {(N * T,): ATTENDED.flatten()}, {"first": 8, "inner": 8, "head": 8}),
         (FlatHead, {(N, T): ATTENDED}, {"first": 8, "inner": 8, "head": 12}),
-        (Heads, {(N, T, 2): ATTENDED[..., None].expand(N, T, 2)}, {"first": 16, "inner": 16, "head": 16}),
+        (
+            Heads,
+            {(N, T, 2): ATTENDED[..., None].expand(N, T, 2)},
+            {"first": 16, "inner": 16, "head": 16},
+        ),
     ],
 )
 def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
@@ -117,11 +125,17 @@ def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
     assert {name: factors.rows for name, factors in found.items()} == rows
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8]
+)
 def test_a_mask_may_be_of_numbers(dtype):
     x, y = padded()
     mask = ATTENDED.to(dtype)
-    compared(Net(), lambda model, backward: backward(model(x, y, attention_mask=mask)), masks={(N, T): ATTENDED})
+    compared(
+        Net(),
+        lambda model, backward: backward(model(x, y, attention_mask=mask)),
+        masks={(N, T): ATTENDED},
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,8 +180,22 @@ def test_of_several_masks_each_must_leave_a_row_out(how):
     assert recorder.rows() == dict.fromkeys(("first", "inner", "head"), 10)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
+    """As a loader's buffer, which has the next batch before the backward pass."""
+    x, y = padded()
+    mask = ATTENDED.clone().to(dtype)
+    recorder = Recorder(Net())
+    loss = recorder.model(x, y, mask)
+    mask.fill_(1)
+    recorder.backward(loss)
+    assert recorder.rows()["first"] == 8
+
+
 def test_a_function_that_returns_no_mask_is_told_what_it_must_return():
-    with pytest.raises(ValueError, match=r"engine.kfac.mask: got \[4, 3, 1\]; must return masks \[N, T\], or None"):
+    with pytest.raises(
+        ValueError, match=r"engine.kfac.mask: got \[4, 3, 1\]; must return masks \[N, T\], or None"
+    ):
         list(masks_in(ATTENDED[..., None]))
     with pytest.raises(ValueError, match="got str"):
         list(masks_in(["mask"]))
@@ -179,7 +207,9 @@ def test_a_row_whose_input_and_gradient_are_zero_is_none():
     x, y = batch()
     x[1:, 0], y[1:, 0] = 0, -100
     found = compared(Net(), lambda model, backward: backward(model(x, y)))
-    assert (found["first"].rows, found["inner"].rows) == (9, 12), "inner gets the bias of first there"
+    assert (found["first"].rows, found["inner"].rows) == (9, 12), (
+        "inner gets the bias of first there"
+    )
 
 
 def test_padding_on_the_right_does_not_change_the_factors_of_texts():
@@ -187,11 +217,15 @@ def test_padding_on_the_right_does_not_change_the_factors_of_texts():
     lengths = [3, 2, 1, 3]
     mask = torch.arange(T) < torch.tensor(lengths)[:, None]
     y = y.masked_fill(~mask, -100)
-    found = compared(Net(), lambda model, backward: backward(model(x, y, mask)), masks={(N, T): mask})
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, mask)), masks={(N, T): mask}
+    )
 
     def one_by_one(model, backward):
         texts = [(model(x[n : n + 1, :length]), y[n, :length]) for n, length in enumerate(lengths)]
-        backward(sum(F.cross_entropy(z[0], label, reduction="sum") for z, label in texts) / sum(lengths))
+        backward(
+            sum(F.cross_entropy(z[0], label, reduction="sum") for z, label in texts) / sum(lengths)
+        )
 
     alone = compared(Net(), one_by_one)
     for name, factors in alone.items():
@@ -313,7 +347,8 @@ def test_the_split_into_micro_batches_does_not_change_the_factors():
 def test_the_division_of_the_loss_is_none_of_the_rules_but_its_scale_is():
     """K sum R_p g g^T has what g has: a loss that is 8 times as large has 64 times the G."""
     once, eight = (
-        compared(Net(), lambda model, backward, factor=factor: backward(factor * model(*batch()))) for factor in (1, 8)
+        compared(Net(), lambda model, backward, factor=factor: backward(factor * model(*batch())))
+        for factor in (1, 8)
     )
     torch.testing.assert_close(64 * once["first"].G, eight["first"].G)
     torch.testing.assert_close(once["first"].A, eight["first"].A)
@@ -334,36 +369,42 @@ def test_a_head_that_is_called_for_each_tile_has_the_rows_of_all(plain):
     assert found["head"].terms == whole["head"].terms == N * T and found["head"].rows == N * T
 
 
-@pytest.mark.parametrize("how", ["frozen", "no layer", "frozen but its bias"])
+class Doubled(Net):
+    """The head has two rows for each of its inputs' rows, so that those of another layer would show."""
+
+    def forward(self, x, y=None, attention_mask=None):
+        z = torch.tanh(self.inner(torch.tanh(self.first(x))))
+        return cross_entropy(self.head(torch.cat([z, z.sin()])), torch.cat([y, y]))
+
+
+def test_a_frozen_head_counts_the_rows_that_are_no_padding():
+    x, y = padded()
+    y[2, 1] = 0  # a row that the mask leaves out, and that has a gradient
+    model = Net()
+    model.head.requires_grad_(False)
+    program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
+    found = compared(model, program, masks={(N, T): ATTENDED})
+    assert (found["first"].rows, found["first"].terms) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    "how", ["frozen", "frozen but its bias", "frozen after attach", "no layer"]
+)
 def test_a_head_without_curvature_is_the_layer_nearest_to_the_loss(how):
-    """It makes two rows of each of its inputs' rows, so that those of another layer would show."""
+    def program(model, backward):
+        if how == "frozen after attach":
+            model.head.requires_grad_(False)
+        backward(model(*batch()))
 
-    class Doubled(Net):
-        def forward(self, x, y=None, attention_mask=None):
-            z = torch.tanh(self.inner(torch.tanh(self.first(x))))
-            return cross_entropy(self.head(torch.cat([z, z.sin()])), torch.cat([y, y]))
-
-    model = Doubled()
-    options = {}
+    model, options = Doubled(), {}
     if how == "no layer":
         layers = Recorder(Doubled()).layers
         options["layers"] = tuple(layer for layer in layers if layer.name != "head")
-    else:
+    elif how != "frozen after attach":
         model.head.weight.requires_grad_(False)
         model.head.bias.requires_grad_(how != "frozen")
-    found = compared(model, lambda model, backward: backward(model(*batch())), **options)
+    found = compared(model, program, **options)
     assert set(found) == {"first", "inner"} and found["first"].terms == 2 * N * T
-
-
-def test_a_head_that_is_frozen_after_attach_is_still_nearest():
-    x, y = batch()
-
-    def program(model, backward):
-        model.head.requires_grad_(False)
-        backward(model(x, y))
-
-    found = compared(Net(), program)
-    assert set(found) == {"first", "inner"} and found["first"].terms == N * T
 
 
 class Tiles(torch.autograd.Function):
@@ -407,7 +448,11 @@ class Checkpointed(Net):
     def forward(self, x, y=None, attention_mask=None):
         block = lambda x: torch.relu_(self.inner(torch.tanh(self.first(x))))  # noqa: E731
         x = x.clone().requires_grad_()
-        z = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        z = (
+            block(x)
+            if self.reentrant is None
+            else checkpoint(block, x, use_reentrant=self.reentrant)
+        )
         head = lambda z: self.head(z)  # noqa: E731
         z = head(z) if self.reentrant is None else checkpoint(head, z, use_reentrant=self.reentrant)
         return z if y is None else cross_entropy(z, y)
@@ -419,14 +464,26 @@ def masked(model, backward):
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("program", [masked, two_tasks, several_forwards, unequal_micro_batches])
+@pytest.mark.parametrize(
+    "program",
+    [
+        masked,
+        two_tasks,
+        several_forwards,
+        unequal_micro_batches,
+        retained,
+        losses_of_one_forward,
+        one_of_several_forwards,
+    ],
+)
 def test_checkpointing_changes_no_bit(program, reentrant, plain):
     found = []
     for kind in (None, reentrant):
         model = Checkpointed()
         model.reentrant = kind
         recorder = Recorder(model)
-        program(model, (lambda loss: loss.backward()) if plain else recorder.backward)
+        backward = (lambda loss, **how: loss.backward(**how)) if plain else recorder.backward
+        program(model, backward)
         assert not recorder.capture.failed
         found.append(recorder.factors())
     expected, actual = found
@@ -435,6 +492,30 @@ def test_checkpointing_changes_no_bit(program, reentrant, plain):
         assert actual[name][2:] == expected[name][2:], name
         for one, other in zip(actual[name][:2], expected[name][:2], strict=True):
             assert torch.equal(one, other), name
+
+
+def test_a_sampled_loss_has_the_same_factors_with_checkpointing():
+    """Autograd is asked for the gradients at the calls of the first run; the recomputation has none of its own."""
+    found = []
+    for kind in (None, False):
+        model = Checkpointed()
+        model.reentrant = kind
+        recorder = Recorder(model, sampled=True)
+        loss = model(*batch())
+        calls = list(recorder.capture.pending)
+        gradients = torch.autograd.grad(loss, [call.edge for call in calls], retain_graph=True)
+        recorder.capture.add_asked(calls, gradients, 1.0)
+        recorder.capture.end_pass()
+        recorder.backward(loss)
+        assert not recorder.capture.failed and not recorder.capture.pending
+        found.append(recorder.factors())
+    plain = compared(Net(), lambda model, backward: backward(model(*batch())))
+    for factors in found:
+        assert factors.keys() == plain.keys()
+        for name, expected in plain.items():
+            assert factors[name].rows == expected.rows
+            torch.testing.assert_close(factors[name].A, expected.A)
+            torch.testing.assert_close(factors[name].G, expected.G)
 
 
 def test_a_gradient_that_goes_to_no_weight_counts_nothing():
@@ -452,3 +533,44 @@ def test_a_gradient_that_goes_to_no_weight_counts_nothing():
     for plain in (True, False):
         found = compared(Net(), program, true_program=only_backward, plain=plain)
         assert found["first"].terms == N * T
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rms = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)
+
+    def forward(self, x, y=None, attention_mask=None):
+        return super().forward(self.rms(self.norm(x) * x.sin()), y, attention_mask)
+
+
+def test_a_norm_has_a_gradient_of_weight_and_bias_for_each_position():
+    model, outputs = Normed(), {}
+    for name in ("norm", "rms"):
+
+        def keep(module, inputs, output, name=name):
+            output.retain_grad()
+            outputs.setdefault(name, []).append(output)
+
+        getattr(model, name).register_forward_hook(keep)
+    recorder = Recorder(model, LayerChoice(types=("Linear", "LayerNorm", "RMSNorm")))
+    for seed in (1, 2):
+        recorder.backward(model(*batch(seed)) / 2)
+    found = recorder.factors()
+    assert (found["norm"].rows, found["norm"].terms) == (2 * N * T, 2 * N * T)
+    expected = {}
+    for (
+        name,
+        of_calls,
+    ) in outputs.items():  # weights are 1 and biases 0: an output is the normalized input
+        normalized = torch.cat([output.detach().double().flatten(0, 1) for output in of_calls])
+        g = torch.cat([output.grad.double().flatten(0, 1) for output in of_calls])
+        of_weight, of_bias = normalized * g, g
+        blocks = [of_weight.square(), of_weight * of_bias, of_bias.square()][
+            : 3 if name == "norm" else 1
+        ]
+        expected[name] = (
+            2 * N * T * torch.stack([block.sum(dim=0) for block in blocks], dim=1).flatten()
+        )
+    for name, A in expected.items():
+        close(found[name].A, A, sums=100, what=name)

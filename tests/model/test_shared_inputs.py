@@ -33,7 +33,9 @@ def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
 
 
 @pytest.mark.parametrize(
-    "same", [lambda x: x, lambda x: x.detach(), lambda x: x.view(3, 4), lambda x: x[:], lambda x: x.T.T], ids=range(5)
+    "same",
+    [lambda x: x, lambda x: x.detach(), lambda x: x.view(3, 4), lambda x: x[:], lambda x: x.T.T],
+    ids=range(5),
 )
 def test_the_same_memory_is_the_same_input(same):
     assert groups_of(a=X, b=same(X)) == (("a", "b"),)
@@ -41,7 +43,13 @@ def test_the_same_memory_is_the_same_input(same):
 
 @pytest.mark.parametrize(
     "other",
-    [lambda x: x.clone(), lambda x: x[:2], lambda x: x.view(4, 3), lambda x: x.t(), lambda x: x.flatten()[1:]],
+    [
+        lambda x: x.clone(),
+        lambda x: x[:2],
+        lambda x: x.view(4, 3),
+        lambda x: x.t(),
+        lambda x: x.flatten()[1:],
+    ],
     ids=["equal values elsewhere", "part", "other shape", "other strides", "other start"],
 )
 def test_other_memory_or_another_view_of_it_is_another_input(other):
@@ -82,7 +90,11 @@ def test_a_call_whose_gradient_is_zero_or_did_not_come_is_told_apart():
 
 def test_only_candidates_are_watched_and_none_means_no_search():
     shared = SharedInputs("ab")
-    assert shared.number("c", X) == UNWATCHED and shared.number("a", X) != UNWATCHED and shared.searching
+    assert (
+        shared.number("c", X) == UNWATCHED
+        and shared.number("a", X) != UNWATCHED
+        and shared.searching
+    )
     assert not SharedInputs().searching
 
 
@@ -123,7 +135,9 @@ def test_the_layer_whose_gradient_arrives_first_gives_the_rows_of_an_input(order
     inputs = X, X.clone()
     numbers = [{layer.name: shared.number(layer.name, x) for layer in (a, b)} for x in inputs]
     for by_layer in numbers:
-        assert shared.gives(first, by_layer[first.name]) and not shared.gives(second, by_layer[second.name])
+        assert shared.gives(first, by_layer[first.name]) and not shared.gives(
+            second, by_layer[second.name]
+        )
     assert shared.gives(c, UNWATCHED) and shared.gives(c, UNWATCHED)
     shared.end_pass()
     assert shared.gives(second, numbers[0][second.name]), "a retained graph brings the rows again"
@@ -144,7 +158,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self._inner
-        return self.out(checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)).sum()
+        return self.out(
+            checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)
+        ).sum()
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(x)
@@ -153,7 +169,9 @@ class Attention(nn.Module):
 
 def searched(model: nn.Module, batch: torch.Tensor) -> tuple[Recorder, tuple]:
     """A recorder whose inputs were searched in a step, and the groups that it uses from now on."""
-    inputs = SharedInputs([name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
+    inputs = SharedInputs(
+        [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    )
     recorder = Recorder(model, inputs=inputs)
     recorder.backward(model(batch))
     groups = agreed([inputs.found()], {layer.name: layer.A for layer in recorder.layers})
@@ -169,7 +187,9 @@ def test_projections_of_a_model_are_found_and_give_the_rows_once(checkpointed):
     x = torch.randn(2, 3, 4)
     for part in x:
         recorder.backward(recorder.model(part))
-    assert set(recorder.capture.sums) == {"v/A", "gate/A", "out/A"} | {f"{name}/G" for name in ("v", "k", "q", "gate", "out")}
+    assert set(recorder.capture.sums) == {"v/A", "gate/A", "out/A"} | {
+        f"{name}/G" for name in ("v", "k", "q", "gate", "out")
+    }
     found = recorder.factors()
     rows = torch.tanh(x).reshape(-1, 4).double()
     for name in ("v", "k", "q"):
@@ -220,7 +240,7 @@ def test_heads_of_several_tasks_have_every_row_whichever_of_them_has_a_loss(how)
 
 def test_layers_whose_inputs_are_the_same_no_more_still_give_all_rows():
     """Their common A is the mean over both layers' rows then."""
-    recorder, groups = searched(Attention(), torch.randn(3, 4))
+    recorder, _ = searched(Attention(), torch.randn(3, 4))
     recorder.model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
     recorder.backward(recorder.model(torch.randn(3, 4)))
     assert recorder.rows()["v"] == 6
