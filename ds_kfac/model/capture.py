@@ -298,7 +298,7 @@ class Capture:
         def outside(module: nn.Module, *values: Any) -> None:
             is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
             is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
-            if is_plain and (_in_backward() or (self.active and not is_others)):
+            if is_plain and (self._recomputes() or (self.active and not is_others)):
                 function(module, *values)
 
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
@@ -375,7 +375,7 @@ class Capture:
     # forward passes
 
     def _begin_forward(self, model: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if _in_backward():
+        if self._recomputes():
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
@@ -387,7 +387,7 @@ class Capture:
         self._forwards.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
-        if _in_backward():
+        if self._recomputes():
             return
         self._forward_runs = False
         forward = self.forward
@@ -445,7 +445,7 @@ class Capture:
         was not captured."""
         if self.rows.weight_sharing == "reduce":
             number = examples
-        recomputed = _in_backward() or self._unpacks
+        recomputed = self._recomputes()
         forward = self._forward_of(recomputed)
         if forward is None:
             return None
@@ -557,7 +557,7 @@ class Capture:
                     else:
                         self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _other_arrived(self, rows: Rows, shape: torch.Size, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         if gradient is None or self.sampled or not self.counts_rows:
@@ -708,6 +708,10 @@ class Capture:
             finally:
                 self._unpacks = False
 
+    def _recomputes(self) -> bool:
+        """Whether a call that is made now is a recomputation, if any is."""
+        return self._unpacks or torch._C._current_graph_task_id() != -1
+
     @torch.no_grad()
     def end_pass(self) -> None:
         """A backward pass has ended: what it summed counts R_p times."""
@@ -773,6 +777,8 @@ class Capture:
         except Exception as error:
             for layer in layers:
                 self.fail(layer, error)
+            if not layers:
+                logger.warning(f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: {error}")
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
         """A hook raised: the layer has no rows in this step, nor in later ones."""
@@ -790,10 +796,6 @@ class Capture:
     def used(self, layer: str) -> str:
         """Text that says where a layer's weight is used; "" if that was not recorded."""
         return "" if self.uses is None else self.uses.of(layer)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _length(rows: slice | Tensor, total: int) -> int:

@@ -713,13 +713,16 @@ _ROWS = {
          "if False:"),
         ("rule: a frozen head is not nearest", "            self._other_called(layer.weight, module, inputs, output)",
          "            pass"),
-        ("own: autograd.grad is the loss's", "if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):",
+        ("own: autograd.grad is the loss's",
+         "if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):",
          "if not weight.requires_grad:"),
-        ("own: no backward inside of a forward", "return self._forward_runs or (forward.detached and not self._announced)",
+        ("own: no backward inside of a forward",
+         "return self._forward_runs or (forward.detached and not self._announced)",
          "return forward.detached and not self._announced")],
     ("model/capture.py", "tests/model/test_capture.py"): [
         ("modules of one weight: the first is heard", "(layer.module, *layer.also)", "(layer.module,)"),
-        ("another engine's backward counts", "            return self in self._backwards\n", "            return True\n"),
+        ("another engine's backward counts", "            return self in self._backwards\n",
+         "            return True\n"),
         ("a copy of the model counts", "if module is ours and not", "if not"),
         ("inputs stay until the graph goes", "call.kept = None  # autograd", "pass  # autograd"),
         ("inputs go though the graph stays", "if not torch._C._autograd._get_current_graph_task_keep_graph():",
@@ -734,7 +737,8 @@ _ROWS = {
     ("model/calls.py", "tests/model/test_capture.py"): [
         ("autocast: the input itself is kept", "x = x.to(torch.get_autocast_dtype(device))", "pass")],
     ("model/rows.py", "tests/model/test_capture.py"): [
-        ("loss scale stays in G", "rows = rows.float() if is_unscaled else rows.float() / scale", "rows = rows.float()"),
+        ("loss scale stays in G", "rows = rows.float() if is_unscaled else rows.float() / scale",
+         "rows = rows.float()"),
         ("scale of 16-bit rows not squared", "factor = factor / scale**2", "factor = factor / scale")],
     ("model/rows.py", "tests/model/test_rows.py"): [
         ("reduce: mean over padding too", "torch.where(kept_NT1, x_NTD.float(), 0.0).sum(dim=1)",
@@ -743,7 +747,8 @@ _ROWS = {
         ("a gradient's row by a stride stands for itself alone", "factor: Tensor | float = float(taken.stride)",
          "factor: Tensor | float = 1.0"),
         ("rows by a stride begin at the same place in every step", "phase(self.turn, stride)", "0"),
-        ("pairs: rows that do not count have inputs", "return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0)",
+        ("pairs: rows that do not count have inputs",
+         "return torch.where(kept.reshape(*x_NTI.shape[:2], 1), x_NTI, 0.0)",
          "return x_NTI")],
     ("model/capture.py", "tests/model/test_calls.py"): [
         ("a layer that failed saves no more", "if any(call.layer.name in rows.forward.saved for call in calls):",
@@ -758,10 +763,12 @@ _ROWS = {
         ("reduce: a row of a flattened batch is none", "(mask.flatten(1).any(dim=1) if mask.ndim > 1 else mask).sum()",
          "mask.flatten(1).any(dim=1).sum()")],
     ("model/calls.py", "tests/model/test_products.py"): [
-        ("attention: keys count as three times their outputs", "(self.columns.stop - self.columns.start) / self.shape[-1]",
+        ("attention: keys count as three times their outputs",
+         "(self.columns.stop - self.columns.start) / self.shape[-1]",
          "1.0")],
     ("model/calls.py", _PROOF): [
-        ("proof: a step of rows", "return gradient.reshape(self.shape)", "return gradient.reshape(self.shape).flip(0)")],
+        ("proof: a step of rows", "return gradient.reshape(self.shape)",
+         "return gradient.reshape(self.shape).flip(0)")],
     ("model/shared.py", _PROOF): [
         ("parts of a layer give its rows each", "return layer.shares is None", "return True")],
     ("model/shared.py", "tests/model/test_shared_inputs.py"): [

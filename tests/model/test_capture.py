@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.factor import Side
@@ -60,7 +59,10 @@ def test_factors_are_exact_with_an_in_place_activation(plain):
 
 def test_conv1d_has_the_same_factors_as_linear():
     linear, conv = nn.Sequential(nn.Linear(FEATURES, 5)), nn.Sequential(Conv1D(5, FEATURES))
-    conv[0].weight.data, conv[0].bias.data = linear[0].weight.data.T.clone(), linear[0].bias.data.clone()
+    conv[0].weight.data, conv[0].bias.data = (
+        linear[0].weight.data.T.clone(),
+        linear[0].bias.data.clone(),
+    )
     x, y = make_batch(0, ROWS)
     found = []
     for model in (linear, conv):
@@ -214,7 +216,11 @@ def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_ba
     recorder.model.stops = False
     loss_of(recorder.model, recorder.backward)
     found = recorder.factors()
-    assert {name: factors.rows for name, factors in found.items()} == {"first": 12, "middle": 24, "head": 24}
+    assert {name: factors.rows for name, factors in found.items()} == {
+        "first": 12,
+        "middle": 24,
+        "head": 24,
+    }
     recorder.begin(1)
     loss_of(recorder.model, recorder.backward)
     equal_bits(recorder.factors(), captured(make_net()))
@@ -370,8 +376,6 @@ def test_inputs_are_kept_with_a_retained_graph_and_counted_again():
     recorder.backward(loss, retain_graph=True)
     assert watched.living() > 0
     once = recorder.factors()
-    for retains in (True, False):
-        recorder.begin()
     loss = recorder.model(torch.randn(5, 8))
     for retains in (True, False):
         recorder.backward(loss, retain_graph=retains)
@@ -523,6 +527,9 @@ class ChangedInput(nn.Module):
 def test_an_input_that_is_changed_in_place_names_its_layer_and_raises_nothing(caplog):
     recorder = Recorder(ChangedInput(), LayerChoice(types=("Linear", "RMSNorm")))
     recorder.backward(recorder.model(torch.randn(7, 8)))
-    assert recorder.capture.failed.keys() == {"norm"} and recorder.rows() == {"embedding": 7, "head": 7}
+    assert recorder.capture.failed.keys() == {"norm"} and recorder.rows() == {
+        "embedding": 7,
+        "head": 7,
+    }
     assert "the rows of norm (RMSNorm) are not known" in caplog.text and "modified by an inplace" in caplog.text
     assert recorder.model.norm.weight.grad is not None

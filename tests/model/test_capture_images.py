@@ -17,7 +17,6 @@ from tests.close import close, exact
 from tests.model.recorder import Recorder, Watched
 from tests.ops.specification import symmetric_pack
 
-
 CONVOLUTIONS = LayerChoice(types=("Conv2d",))
 
 

@@ -441,9 +441,8 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     model = nn.ModuleDict({"attention": attention})
     mask = torch.tensor([[True, True, False], [True, True, True]])
     query, memory = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    left_out = (
-        torch.zeros(2, 1, 1, 3).masked_fill(~mask[:, None, None], float("-inf")).expand(2, 2, 3, 3).reshape(4, 3, 3)
-    )
+    keys = torch.zeros(2, 1, 1, 3).masked_fill(~mask[:, None, None], float("-inf"))
+    left_out = keys.expand(2, 2, 3, 3).reshape(4, 3, 3)
 
     def forward(attention_mask=None):
         q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))

@@ -19,8 +19,16 @@ EXPAND, REDUCE = "expand", "reduce"
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def call_of(shape: tuple[int, ...], I: int, *, bias: bool = False, columns: slice | None = None) -> Call:  # noqa: E741
-    layer = LayerSpec("layer", "Linear", "", "w", "b" if bias else None, Side.dense(I + bias), Side.dense(shape[-1]))
+def call_of(shape: tuple[int, ...], inputs: int, *, bias: bool = False, columns: slice | None = None) -> Call:
+    layer = LayerSpec(
+        "layer",
+        "Linear",
+        "",
+        "w",
+        "b" if bias else None,
+        Side.dense(inputs + bias),
+        Side.dense(shape[-1]),
+    )
     rows = Rows("w", Forward(), shape[:-1], torch.Size(shape[:-1]).numel(), recomputed=False)
     return Call(layer, LAYERS["Linear"], nn.Identity(), rows, torch.Size(shape), columns=columns)
 

@@ -1,7 +1,5 @@
 """The rule by which rows make A and G (docs/capture.md), against plain hooks and a loop over rows in float64."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.masks import masks_in
+from ds_kfac.model.scan import LayerChoice
+from tests.close import close
 from tests.model.recorder import Recorder, compared
 
 N, T, WIDTH, CLASSES = 4, 3, 6, 5
@@ -17,8 +17,6 @@ ATTENDED = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torc
 
 class Net(nn.Module):
     """Two layers and a head; the loss is a mean over positions that are attended."""
-
-    shape = (N, T)
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +29,7 @@ class Net(nn.Module):
         return z if y is None else cross_entropy(z, y)
 
 
-def cross_entropy(z, y, weight=None):
+def cross_entropy(z, y):
     """A mean over labels that are not -100."""
     return F.cross_entropy(z.reshape(-1, CLASSES).float(), y.reshape(-1))
 
@@ -108,7 +106,11 @@ class Heads(Net):
         (Turned, {(T, N): ATTENDED.T}, {"first": 8, "inner": 8, "head": 8}),
         (Flattened, {(N * T,): ATTENDED.flatten()}, {"first": 8, "inner": 8, "head": 8}),
         (FlatHead, {(N, T): ATTENDED}, {"first": 8, "inner": 8, "head": 12}),
-        (Heads, {(N, T, 2): ATTENDED[..., None].expand(N, T, 2)}, {"first": 16, "inner": 16, "head": 16}),
+        (
+            Heads,
+            {(N, T, 2): ATTENDED[..., None].expand(N, T, 2)},
+            {"first": 16, "inner": 16, "head": 16},
+        ),
     ],
 )
 def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
@@ -121,7 +123,11 @@ def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
 def test_a_mask_may_be_of_numbers(dtype):
     x, y = padded()
     mask = ATTENDED.to(dtype)
-    compared(Net(), lambda model, backward: backward(model(x, y, attention_mask=mask)), masks={(N, T): ATTENDED})
+    compared(
+        Net(),
+        lambda model, backward: backward(model(x, y, attention_mask=mask)),
+        masks={(N, T): ATTENDED},
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,18 @@ def test_of_several_masks_each_must_leave_a_row_out(how):
     else:
         recorder.backward(recorder.model(x, y, **masks))
     assert recorder.rows() == dict.fromkeys(("first", "inner", "head"), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
+    """As a loader's buffer, which has the next batch before the backward pass."""
+    x, y = padded()
+    mask = ATTENDED.clone().to(dtype)
+    recorder = Recorder(Net())
+    loss = recorder.model(x, y, mask)
+    mask.fill_(1)
+    recorder.backward(loss)
+    assert recorder.rows()["first"] == 8
 
 
 def test_a_function_that_returns_no_mask_is_told_what_it_must_return():
@@ -334,36 +352,40 @@ def test_a_head_that_is_called_for_each_tile_has_the_rows_of_all(plain):
     assert found["head"].terms == whole["head"].terms == N * T and found["head"].rows == N * T
 
 
-@pytest.mark.parametrize("how", ["frozen", "no layer", "frozen but its bias"])
+class Doubled(Net):
+    """The head has two rows for each of its inputs' rows, so that those of another layer would show."""
+
+    def forward(self, x, y=None, attention_mask=None):
+        z = torch.tanh(self.inner(torch.tanh(self.first(x))))
+        return cross_entropy(self.head(torch.cat([z, z.sin()])), torch.cat([y, y]))
+
+
+def test_a_frozen_head_counts_the_rows_that_are_no_padding():
+    x, y = padded()
+    y[2, 1] = 0  # a row that the mask leaves out, and that has a gradient
+    model = Net()
+    model.head.requires_grad_(False)
+    program = lambda model, backward: backward(model(x, y, ATTENDED))  # noqa: E731
+    found = compared(model, program, masks={(N, T): ATTENDED})
+    assert (found["first"].rows, found["first"].terms) == (9, 9)
+
+
+@pytest.mark.parametrize("how", ["frozen", "frozen but its bias", "frozen after attach", "no layer"])
 def test_a_head_without_curvature_is_the_layer_nearest_to_the_loss(how):
-    """It makes two rows of each of its inputs' rows, so that those of another layer would show."""
+    def program(model, backward):
+        if how == "frozen after attach":
+            model.head.requires_grad_(False)
+        backward(model(*batch()))
 
-    class Doubled(Net):
-        def forward(self, x, y=None, attention_mask=None):
-            z = torch.tanh(self.inner(torch.tanh(self.first(x))))
-            return cross_entropy(self.head(torch.cat([z, z.sin()])), torch.cat([y, y]))
-
-    model = Doubled()
-    options = {}
+    model, options = Doubled(), {}
     if how == "no layer":
         layers = Recorder(Doubled()).layers
         options["layers"] = tuple(layer for layer in layers if layer.name != "head")
-    else:
+    elif how != "frozen after attach":
         model.head.weight.requires_grad_(False)
         model.head.bias.requires_grad_(how != "frozen")
-    found = compared(model, lambda model, backward: backward(model(*batch())), **options)
+    found = compared(model, program, **options)
     assert set(found) == {"first", "inner"} and found["first"].terms == 2 * N * T
-
-
-def test_a_head_that_is_frozen_after_attach_is_still_nearest():
-    x, y = batch()
-
-    def program(model, backward):
-        model.head.requires_grad_(False)
-        backward(model(x, y))
-
-    found = compared(Net(), program)
-    assert set(found) == {"first", "inner"} and found["first"].terms == N * T
 
 
 class Tiles(torch.autograd.Function):
@@ -419,14 +441,26 @@ def masked(model, backward):
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("program", [masked, two_tasks, several_forwards, unequal_micro_batches])
+@pytest.mark.parametrize(
+    "program",
+    [
+        masked,
+        two_tasks,
+        several_forwards,
+        unequal_micro_batches,
+        retained,
+        losses_of_one_forward,
+        one_of_several_forwards,
+    ],
+)
 def test_checkpointing_changes_no_bit(program, reentrant, plain):
     found = []
     for kind in (None, reentrant):
         model = Checkpointed()
         model.reentrant = kind
         recorder = Recorder(model)
-        program(model, (lambda loss: loss.backward()) if plain else recorder.backward)
+        backward = (lambda loss, **how: loss.backward(**how)) if plain else recorder.backward
+        program(model, backward)
         assert not recorder.capture.failed
         found.append(recorder.factors())
     expected, actual = found
@@ -435,6 +469,30 @@ def test_checkpointing_changes_no_bit(program, reentrant, plain):
         assert actual[name][2:] == expected[name][2:], name
         for one, other in zip(actual[name][:2], expected[name][:2], strict=True):
             assert torch.equal(one, other), name
+
+
+def test_a_sampled_loss_has_the_same_factors_with_checkpointing():
+    """Autograd is asked for the gradients at the calls of the first run; the recomputation has none of its own."""
+    found = []
+    for kind in (None, False):
+        model = Checkpointed()
+        model.reentrant = kind
+        recorder = Recorder(model, sampled=True)
+        loss = model(*batch())
+        calls = list(recorder.capture.pending)
+        gradients = torch.autograd.grad(loss, [call.edge for call in calls], retain_graph=True)
+        recorder.capture.add_asked(calls, gradients, 1.0)
+        recorder.capture.end_pass()
+        recorder.backward(loss)
+        assert not recorder.capture.failed and not recorder.capture.pending
+        found.append(recorder.factors())
+    plain = compared(Net(), lambda model, backward: backward(model(*batch())))
+    for factors in found:
+        assert factors.keys() == plain.keys()
+        for name, expected in plain.items():
+            assert factors[name].rows == expected.rows
+            torch.testing.assert_close(factors[name].A, expected.A)
+            torch.testing.assert_close(factors[name].G, expected.G)
 
 
 def test_a_gradient_that_goes_to_no_weight_counts_nothing():
@@ -452,3 +510,40 @@ def test_a_gradient_that_goes_to_no_weight_counts_nothing():
     for plain in (True, False):
         found = compared(Net(), program, true_program=only_backward, plain=plain)
         assert found["first"].terms == N * T
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rms = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)
+
+    def forward(self, x, y=None, attention_mask=None):
+        return super().forward(self.rms(self.norm(x) * x.sin()), y, attention_mask)
+
+
+def test_a_norm_has_a_gradient_of_weight_and_bias_for_each_position():
+    model, outputs = Normed(), {}
+    for name in ("norm", "rms"):
+
+        def keep(module, inputs, output, name=name):
+            output.retain_grad()
+            outputs.setdefault(name, []).append(output)
+
+        getattr(model, name).register_forward_hook(keep)
+    recorder = Recorder(model, LayerChoice(types=("Linear", "LayerNorm", "RMSNorm")))
+    for seed in (1, 2):
+        recorder.backward(model(*batch(seed)) / 2)
+    found = recorder.factors()
+    assert (found["norm"].rows, found["norm"].terms) == (2 * N * T, 2 * N * T)
+    expected = {}
+    for (
+        name,
+        of_calls,
+    ) in outputs.items():  # weights are 1 and biases 0: an output is the normalized input
+        normalized = torch.cat([output.detach().double().flatten(0, 1) for output in of_calls])
+        g = torch.cat([output.grad.double().flatten(0, 1) for output in of_calls])
+        of_weight, of_bias = normalized * g, g
+        blocks = [of_weight.square(), of_weight * of_bias, of_bias.square()][: 3 if name == "norm" else 1]
+        expected[name] = 2 * N * T * torch.stack([block.sum(dim=0) for block in blocks], dim=1).flatten()
+    for name, A in expected.items():
+        close(found[name].A, A, sums=100, what=name)

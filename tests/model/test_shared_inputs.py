@@ -33,7 +33,9 @@ def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
 
 
 @pytest.mark.parametrize(
-    "same", [lambda x: x, lambda x: x.detach(), lambda x: x.view(3, 4), lambda x: x[:], lambda x: x.T.T], ids=range(5)
+    "same",
+    [lambda x: x, lambda x: x.detach(), lambda x: x.view(3, 4), lambda x: x[:], lambda x: x.T.T],
+    ids=range(5),
 )
 def test_the_same_memory_is_the_same_input(same):
     assert groups_of(a=X, b=same(X)) == (("a", "b"),)
@@ -41,7 +43,13 @@ def test_the_same_memory_is_the_same_input(same):
 
 @pytest.mark.parametrize(
     "other",
-    [lambda x: x.clone(), lambda x: x[:2], lambda x: x.view(4, 3), lambda x: x.t(), lambda x: x.flatten()[1:]],
+    [
+        lambda x: x.clone(),
+        lambda x: x[:2],
+        lambda x: x.view(4, 3),
+        lambda x: x.t(),
+        lambda x: x.flatten()[1:],
+    ],
     ids=["equal values elsewhere", "part", "other shape", "other strides", "other start"],
 )
 def test_other_memory_or_another_view_of_it_is_another_input(other):
@@ -222,7 +230,7 @@ def test_heads_of_several_tasks_have_every_row_whichever_of_them_has_a_loss(how)
 
 def test_layers_whose_inputs_are_the_same_no_more_still_give_all_rows():
     """Their common A is the mean over both layers' rows then."""
-    recorder, groups = searched(Attention(), torch.randn(3, 4))
+    recorder, _ = searched(Attention(), torch.randn(3, 4))
     recorder.model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
     recorder.backward(recorder.model(torch.randn(3, 4)))
     assert recorder.rows()["v"] == 6
