@@ -286,7 +286,9 @@ def test_every_forward_of_a_backward_is_sampled_once():
         "only_second": second,
         "one_by_one": {key: (first[key] + second[key]) / 2 for key in first},
         # the R_p of all rows, and terms that count half
-        "summed": {key: rows / 4 * (first[key] / EXAMPLES["first"] + second[key] / EXAMPLES["second"]) for key in first},
+        "summed": {
+            key: rows / 4 * (first[key] / EXAMPLES["first"] + second[key] / EXAMPLES["second"]) for key in first
+        },
     }
     for way, of_way in expected.items():
         assert all(float(G.abs().sum()) > 0 for G in of_way.values())
