@@ -40,7 +40,6 @@ class Question(NamedTuple):
 COUNTERS = 'a monitor such as "csv_monitor": {"enabled": true} in the DeepSpeed config'
 HEALTH = (
     "not_finite", "unpreconditioned", "unused", "refresh_failures", "left_out", "limited", "empty", "skipped_steps",
-    "parted",
 )  # fmt: skip
 """How the counters of what went wrong begin."""
 QUESTIONS = {

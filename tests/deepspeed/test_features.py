@@ -127,13 +127,13 @@ def drawn(logits, labels):
 
 def batch(step: int, settings: dict, world: int):
     """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not be the whole's; of
-    items 1 to 12."""
+    items 4 to 12."""
     tokens, labels = make_tokens(step, world * ACCUMULATION * ROWS)
     mask = None
     if settings["items"]:
         kept = (torch.arange(len(labels)) // ROWS * 5 + step) % 4  # of each row of a micro-batch
         labels[torch.arange(3) >= kept[:, None]] = -100
-        labels[::ROWS, 0] = 1  # none is empty
+        labels[:, 0] = 1  # a tile without any has no gradient, so that no row of it would count
     if settings["masked"]:
         mask = torch.ones_like(tokens)
         mask[::4, 2] = 0
@@ -180,7 +180,7 @@ def worker(payload) -> dict:
             if name == "tf32":
                 assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, engine.kfac.report
             if engine.kfac.sampling:
-                engine.kfac.sampler = lambda logits, info, generator: drawn(logits, info.labelled.long() - 1)
+                engine.kfac.sampler = lambda logits, reached, generator: drawn(logits, reached.any(-1).long() - 1)
             for index in range(STEPS):
                 whole = batch(index, settings, world)
                 for micro in range(ACCUMULATION):
