@@ -557,7 +557,7 @@ class Capture:
                     else:
                         self._add(call, x, gradient, scale)
 
-    def _other_arrived(self, rows: Rows, shape: torch.Size, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _other_arrived(self, rows: Rows, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of a layer that K-FAC does not step has arrived."""
         gradient = gradients[place]
         if gradient is None or self.sampled or not self.counts_rows:

@@ -218,7 +218,7 @@ class Offloaded(Program):
 
 
 class BothWays(Program):
-    """One scan of a padded sequence from both sides: padding that the loss sees counts, though the mask leaves it out."""
+    """One scan of a padded sequence from both sides. Padding that the loss sees counts, though a mask leaves it out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from ds_kfac.model.convolutions import phase
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.masks import Forward
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import ROWS, BatchSum, RowSums, by_example, kept_rows, pairs
+from ds_kfac.model.rows import ROWS, BatchSum, RowSums, by_example, is_nonzero, kept_rows, pairs
 from tests.close import close
 from tests.ops.specification import symmetric_pack
 
@@ -38,8 +38,11 @@ def sums_of(x, g, kept=None, sharing=EXPAND, turn=0, stride=1, scale=1.0, bias=F
     call, rows = call_of(tuple(g.shape), x.shape[-1], bias=bias), RowSums(sharing)
     rows.turn = turn
     A, G = (BatchSum.empty(side.numel, CPU) for side in (call.layer.A, call.layer.G))
-    kept = torch.ones(x.shape[:-1], dtype=torch.bool) if kept is None else kept
-    rows.add_inputs(call, x, kept, A, stride=stride)
+    if kept is None:
+        kept = torch.ones(x.shape[:-1], dtype=torch.bool)
+    else:
+        call.rows.forward.masks = [kept]
+    rows.add_inputs(call, x, kept, kept.any(), A, stride=stride)
     rows.add_gradients(call, x, g, g.any(), G, scale, stride=stride)
     return A.sum_P, float(A.counts[ROWS]), G.sum_P, float(G.counts[ROWS])
 
@@ -137,7 +140,7 @@ def test_gradients_in_16_bits_are_divided_after_the_product(dtype):
 def test_a_part_of_the_outputs_counts_so_much_in_A():
     x, call = torch.randn(4, 5), call_of((4, 6), 5, columns=slice(2, 4))
     batch = BatchSum.empty(call.layer.A.numel, CPU)
-    RowSums().add_inputs(call, x, torch.ones(4, dtype=torch.bool), batch)
+    RowSums().add_inputs(call, x, torch.ones(4, dtype=torch.bool), torch.tensor(True), batch)
     close(batch.sum_P, second_moment(x) / 3, sums=4)
     close(float(batch.counts[ROWS]), 4 / 3, dtype=torch.float32)
     rows = call.gradient_rows(torch.ones(4, 2))
@@ -165,14 +168,15 @@ def test_a_place_visits_all_alike_at_any_interval(interval):
 def test_which_rows_count(x, g, mask, counts):
     """Beside a row that does."""
     xs, gs = torch.tensor([[1.0], [x]]), torch.tensor([[1.0], [g]])
-    kept = kept_rows(xs, gs, None if mask is None else torch.tensor([True, mask]))
+    kept = kept_rows(xs, is_nonzero(gs), None if mask is None else torch.tensor([True, mask]))
     assert kept.tolist() == [True, counts]
 
 
 def test_a_call_without_a_gradient_has_no_row():
-    assert not kept_rows(torch.ones(4, 3, 2), torch.zeros(4, 3, 5), None).any()
-    assert not kept_rows(torch.ones(4, 3, 2), torch.zeros(4, 3, 5), torch.ones(4, 3, dtype=torch.bool)).any()
-    assert kept_rows(torch.ones(0, 3, 2), torch.zeros(0, 3, 5), None).shape == (0, 3)
+    none, every = torch.zeros(4, 3, dtype=torch.bool), torch.ones(4, 3, dtype=torch.bool)
+    assert not kept_rows(torch.ones(4, 3, 2), none, None).any()
+    assert not kept_rows(torch.ones(4, 3, 2), none, every).any()
+    assert kept_rows(torch.ones(0, 3, 2), torch.zeros(0, 3, dtype=torch.bool), None).shape == (0, 3)
 
 
 def test_rows_by_example():

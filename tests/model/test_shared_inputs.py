@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.shared import UNWATCHED, SharedInputs, agreed
+from ds_kfac.model.shared import UNWATCHED, Input, SharedInputs, agreed
 from tests.close import close
 from tests.model.recorder import Recorder
 from tests.ops.specification import symmetric_pack
@@ -121,20 +121,28 @@ def test_layers_of_different_kinds_are_apart_and_groups_come_in_module_order():
 # in use
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_the_layer_whose_gradient_arrives_first_gives_the_rows_of_an_input(order):
+def arrival(layer: SimpleNamespace, number: int, *with_gradient: bool) -> Input:
+    rows = torch.tensor(with_gradient)
+    call = SimpleNamespace(layer=layer, input=number, rows=SimpleNamespace(recomputed=False))
+    return Input(call, X, rows, rows.any())
+
+
+def test_an_input_is_complete_when_all_its_calls_have_a_gradient_or_the_pass_ends():
     shared = SharedInputs("abc")
     shared.use([("a", "b")])
     a, b, c = (SimpleNamespace(name=name, shares=None) for name in "abc")
     assert shared.key(a) == shared.key(b) == "a/A" and shared.key(c) == "c/A"
-    first, second = ({"a": a, "b": b}[name] for name in order)
-    inputs = X, X.clone()
-    numbers = [{layer.name: shared.number(layer.name, x) for layer in (a, b)} for x in inputs]
-    for by_layer in numbers:
-        assert shared.gives(first, by_layer[first.name]) and not shared.gives(second, by_layer[second.name])
-    assert shared.gives(c, UNWATCHED) and shared.gives(c, UNWATCHED)
-    shared.end_pass()
-    assert shared.gives(second, numbers[0][second.name]), "a retained graph brings the rows again"
+    for x in (X, X.clone()):
+        for layer in (a, b):
+            shared.called(arrival(layer, shared.number(layer.name, x), True).call)
+    assert shared.complete(arrival(c, UNWATCHED, True)) is not None
+    for _ in range(2):  # a retained graph brings the rows again
+        assert shared.complete(arrival(b, 0, False, True, False)) is None
+        complete = shared.complete(arrival(a, 0, True, False, False))
+        assert complete.with_gradient.tolist() == [True, True, False] and complete.alive
+    assert shared.complete(arrival(b, 1, False, True, False)) is None
+    (rest,) = shared.end_pass()
+    assert rest.with_gradient.tolist() == [False, True, False] and not shared.end_pass()
 
 
 # in a model
