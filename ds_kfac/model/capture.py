@@ -29,7 +29,7 @@ leaves a hook: it would stop one rank in a backward pass that the others finish.
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -194,6 +194,7 @@ class Capture:
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
+        self._told: set[tuple[str, ...]] = set()  # groups whose inputs have parted
         self._announced = False  # whether a pass was ever announced
         self._thread = 0  # that runs the forward
         self.step = -1
@@ -365,6 +366,13 @@ class Capture:
     def end_step(self) -> None:
         """All passes of the step have ended. Each sum gets their number, also one that has no row here."""
         self._end_plain_pass()
+        for group in self.inputs.parted() - self._told:
+            self._told.add(group)
+            logger.warning(
+                f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have several in step "
+                f"{self.step}: the factor A that they share has the rows of all of them. If their inputs differ "
+                "for good, exclude some of these layers (kfac.layers.exclude)"
+            )
         for key in self.keys:
             counts = self._sum(key).counts
             counts[PASSES].add_(self.passes)
@@ -655,10 +663,12 @@ class Capture:
         """Wraps an own backward pass, in steps without capture, too."""
         self._announced = True
         self._backwards.append(self)
+        watched: AbstractContextManager[None] = nullcontext()
         if self.active and self._products is not None:
-            self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
+            watched = self._products.backward()
         try:
-            yield
+            with watched:
+                yield
         finally:
             self._backwards.remove(self)
             self._running = None

@@ -64,6 +64,7 @@ class SharedInputs:
         self._total = 0
         # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
+        self._numbers: dict[str, set[int]] = {}  # layer of a group -> its inputs
         self._calls: Counter[Place] = Counter()
         self._waiting: dict[Place, tuple[int, Input]] = {}  # (number of gradients that have arrived, the input)
 
@@ -110,6 +111,15 @@ class SharedInputs:
             for layer, calls in self._arrived.items()
         }
 
+    def parted(self) -> set[tuple[str, ...]]:
+        """Groups whose layers got gradients for different inputs in this step. One that got none does not matter."""
+        parted = set()
+        for group in set(self._group.values()):
+            inputs = {frozenset(self._numbers[layer]) for layer in group if layer in self._numbers}
+            if len(inputs) > 1:
+                parted.add(group)
+        return parted
+
     def key(self, layer: LayerSpec) -> str:
         """Key of the factor to which a layer's inputs go."""
         group = self._group.get(layer.name)
@@ -120,6 +130,7 @@ class SharedInputs:
         layer = arrived.call.layer
         if layer.name not in self._group:  # of the parts of a layer the first gives the rows of their common A
             return arrived if layer.shares is None else None
+        self._numbers.setdefault(layer.name, set()).add(arrived.call.input)
         place = self._place(arrived.call)
         gradients = 1
         if place in self._waiting:
