@@ -35,7 +35,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, kept
-from ds_kfac.model.layers import LayerSpec, tensors_of
+from ds_kfac.model.layers import LayerSpec, key_of, tensors_of
 from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
 from ds_kfac.model.products import EVERY, Product, Products, Uses
 from ds_kfac.model.proof import Proof
@@ -149,6 +149,7 @@ class Capture:
         self.read_mask: ReadMask = ArgumentMasks(model)
         self.active = False
         self.failed: dict[str, str] = {}
+        self._parted = set[tuple[str, ...]]()  # groups of layers that the user was told of
         self._announced = False  # whether a pass was ever announced
         self.step = -1
         self._forget()
@@ -302,6 +303,14 @@ class Capture:
     def end_step(self) -> None:
         """All passes of the step have ended. Each sum gets their number, also one that has no row here."""
         self._end_plain_pass()
+        for group in self.inputs.parted():
+            self.sums.pop(key_of(group[0], "A"), None)
+            if group not in self._parted:
+                self._parted.add(group)
+                logger.warning(
+                    f"ds_kfac: {', '.join(group)} had one input in the first captured step, and now have several: the "
+                    f"factor A that they share gets no rows in such steps (step {self.step})"
+                )
         for key in self.keys:
             counts = self._sum(key).counts
             counts[PASSES].add_(self.passes)

@@ -1,6 +1,7 @@
 """Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by tensor identity in the
 first captured step. Of a group, the layer whose gradient arrives first gives the rows of an input; the others add
-nothing for that input.
+nothing for that input. In a later step in which they had different inputs, the common A would be of none of them: it
+gets no rows of this rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +36,7 @@ class SharedInputs:
         # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
         self._given: set[tuple[tuple[str, ...], int]] = set()
+        self._met: dict[tuple[str, ...], dict[str, set[int]]] = {}  # group -> layer -> inputs whose gradient arrived
 
     def end_pass(self) -> None:
         """A backward pass has ended. Another one may bring the same rows again."""
@@ -58,6 +60,8 @@ class SharedInputs:
         """A call's gradient has arrived. ``alive``: whether it is not zero, a bool scalar; None: it is not known."""
         if self.searching and number != UNWATCHED:
             self._arrived.setdefault(layer, []).append((number, alive))
+        if (group := self._group.get(layer)) is not None:
+            self._met.setdefault(group, {}).setdefault(layer, set()).add(number)
 
     def found(self) -> dict[str, tuple[tuple[int, bool], ...]]:
         """Layer -> (number of the input, whether the gradient was not zero) of its calls; layers with equal entries
@@ -68,6 +72,10 @@ class SharedInputs:
             layer: tuple((number, known.get(id(alive), True)) for number, alive in calls)
             for layer, calls in self._arrived.items()
         }
+
+    def parted(self) -> list[tuple[str, ...]]:
+        """Groups whose layers got gradients for different inputs in this step. A layer that got none is left aside."""
+        return [group for group, met in self._met.items() if len(set(map(frozenset, met.values()))) > 1]
 
     def key(self, layer: LayerSpec) -> str:
         """Key of the factor to which a layer's inputs go."""
