@@ -175,6 +175,10 @@ class Capture:
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
+        self._begun: list[Forward] = []
+        self._recomputing: tuple[int, Forward] | None = (
+            None  # the outermost graph task of a pass, and what it recomputes
+        )
         self.pending: list[Call] = []
         self.proof: Proof | None = None
         self.uses: Uses | None = None
@@ -255,8 +259,11 @@ class Capture:
         captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
 
         def hook(module: nn.Module, *values: Any) -> None:
-            if torch.is_grad_enabled() and self.active and module is ours and not torch.compiler.is_exporting():
-                captured(module, *values)
+            if torch.is_grad_enabled():
+                if self.active and module is ours and not torch.compiler.is_exporting():
+                    captured(module, *values)
+            elif not torch.compiler.is_compiling() and self.active and _in_backward():
+                self._recomputed_forward()  # a first run in a recomputation: checkpoints in each other
 
         self._handles.append(register(hook, **how))
 
@@ -329,6 +336,7 @@ class Capture:
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         self.forward = Forward(masks_in(self.read_mask(arguments, keywords)), detached=detached)
         self._forwards.append(self.forward)
+        self._begun.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if _in_backward():
@@ -342,15 +350,25 @@ class Capture:
 
     def _forward_of(self, recomputed: bool) -> Forward:
         """The forward pass of a call."""
-        if recomputed:  # of the forward that made the node at which the backward pass is
-            node = torch._C._current_autograd_node()
-            number = self.forward.begins if node is None else node._sequence_nr()
-            before = [forward for forward in self._forwards if forward.begins <= number]
-            return before[-1] if before else self.forward
+        if recomputed:
+            return self._recomputed_forward()
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
             self.forward = Forward()
             self._forwards.append(self.forward)
+            self._begun.append(self.forward)
         return self.forward
+
+    def _recomputed_forward(self) -> Forward:
+        """The forward pass that made the node which recomputes. In a graph task inside that of the pass, it is the one
+        that is recomputed there."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        if self._forward_runs and self not in self._backwards:
+            return self.forward
+        if self._recomputing is None or task <= self._recomputing[0]:
+            number = self.forward.begins if node is None else node._sequence_nr()
+            before = (forward for forward in reversed(self._begun) if forward.begins <= number)
+            self._recomputing = task, next(before, self.forward)
+        return self._recomputing[1]
 
     # calls
 
@@ -580,7 +598,7 @@ class Capture:
     @contextmanager
     def own_backward(self) -> Iterator[None]:
         """Wraps an own backward pass, in steps without capture, too."""
-        self._announced = True
+        self._announced, self._recomputing = True, None
         self._backwards.append(self)
         if self.active and self._products is not None:
             self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
@@ -617,6 +635,7 @@ class Capture:
                 self.sums[key] = batch
         self._forwards = [forward for forward in self._forwards if forward not in ended.forwards]
         self._tasks.clear()
+        self._recomputing = None
         self.inputs.end_pass()
 
     def _end_plain_pass(self) -> None:

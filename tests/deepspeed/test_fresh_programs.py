@@ -303,8 +303,8 @@ class Plain:
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.model.accumulation).backward()
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        (loss / self.model.accumulation).backward(retain_graph=retain_graph)
 
     def step(self) -> None:
         pass

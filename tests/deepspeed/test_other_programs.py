@@ -78,12 +78,41 @@ class Rejected(Program):
     def forward(self, x, attention_mask):
         return self.net(x) * attention_mask[..., None].float()
 
-    def run(self, engine, step):
+    def sums(self, engine, step):
         sums = []
         for k, lengths in enumerate(([5, 3], [1, 4])):
             self.buffer.copy_(torch.arange(5) < torch.tensor(lengths)[:, None])
             sums.append(engine(data(step, 2, 5, D, k=k), attention_mask=self.buffer).sum((1, 2)))
+        return sums
+
+    def run(self, engine, step):
+        sums = self.sums(engine, step)
         engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean())
+        engine.step()
+
+
+class Nested(Rejected):
+    """The same with checkpoints in a checkpoint, and two backward passes through the graph."""
+
+    accumulation = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.net = nn.ModuleList([mlp(D, 9, D), mlp(D, 8, D)]), nn.Linear(D, C)
+
+    def forward(self, x, attention_mask):
+        def run(x):
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=True)
+            return x
+
+        return super().forward(checkpoint(run, x.requires_grad_(), use_reentrant=True), attention_mask)
+
+    def run(self, engine, step):
+        sums = self.sums(engine, step)
+        engine.backward(-F.logsigmoid(sums[0] - sums[1]).mean(), retain_graph=True)
+        engine.step()
+        engine.backward(sums[0].square().mean())
         engine.step()
 
 
@@ -123,7 +152,7 @@ class Attends(Program):
         engine.step()
 
 
-RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Compiled, 0), (Attends, 0)]
+RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Nested, 0), (Compiled, 0), (Attends, 0)]
 Run = tuple[type[Program], int]
 
 
