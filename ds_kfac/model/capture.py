@@ -22,7 +22,7 @@ leaves a hook: it would stop one rank in a backward pass that the others finish.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -600,10 +600,10 @@ class Capture:
         """Wraps an own backward pass, in steps without capture, too."""
         self._announced, self._recomputing = True, None
         self._backwards.append(self)
-        if self.active and self._products is not None:
-            self._products.enter(self._model)  # checkpointing may recompute functions outside of any module's call
+        watches = self.active and self._products is not None
         try:
-            yield
+            with self._products.backward() if watches else nullcontext():
+                yield
         finally:
             self._backwards.remove(self)
             self.leave()

@@ -10,8 +10,8 @@ the matrix must have all inputs of one matrix of the parameter, or of several of
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -118,6 +118,26 @@ class Products(TorchFunctionMode):
             F.linear = self._plain
             self.places.clear()
         super().__exit__(*error)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Wraps a backward pass, in which checkpointing may recompute functions outside of any module's call.
+
+        Autograd runs everything with the modes that are active when its engine begins. To enter the mode around
+        ``loss.backward()`` is not enough: that is a function of torch's itself, which runs without the mode that sees
+        it.
+        """
+        plain = torch.autograd._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return plain(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = plain
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
         outer, self._quiet = self._quiet, True

@@ -132,6 +132,33 @@ class Compiled(Program):
             super().run(engine, step)
 
 
+class Raw(Program):
+    """Two matrices that a method of the model multiplies by, in a checkpoint or not."""
+
+    reentrant: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(D, 8), nn.Linear(8, C)
+        self.up, self.down = nn.Parameter(torch.randn(8, 9) / 3), nn.Parameter(torch.randn(9, 8) / 3)
+
+    def inner(self, x):
+        return torch.relu(torch.relu(x @ self.up) @ self.down)
+
+    def forward(self, x):
+        x = self.embed(x)
+        again = self.reentrant is not None
+        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant) if again else self.inner(x))
+
+
+class RawAgain(Raw):
+    reentrant = False
+
+
+class RawReentrant(Raw):
+    reentrant = True
+
+
 class Attends(Program):
     """A text attends to itself, and later to another one: then q and k, which share their A, have two inputs."""
 
@@ -153,6 +180,7 @@ class Attends(Program):
 
 
 RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Nested, 0), (Compiled, 0), (Attends, 0)]
+RAW = [(Raw, 0), (RawAgain, 0), (RawReentrant, 0)]
 Run = tuple[type[Program], int]
 
 
@@ -171,7 +199,7 @@ def worker(runs: list[Run]) -> list[list]:
 
 @pytest.fixture(scope="module")
 def found() -> list[list]:
-    return run_ranks("tests.deepspeed.test_other_programs:worker", world=1, payload=RIGHT)[0]
+    return run_ranks("tests.deepspeed.test_other_programs:worker", world=1, payload=RIGHT + RAW)[0]
 
 
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: f"{run[0].__name__}, ZeRO {run[1]}")
@@ -184,3 +212,13 @@ def test_every_layer_has_the_factors_of_plain_autograd(found, run):
             right_ones = dict(zip("AG", pair[:2], strict=True))
             for side, own in zip(sides, factors[name], strict=True):
                 close(own, right_ones[side], sums=1000, what=f"{side} of {name} in step {step}")
+
+
+@pytest.mark.parametrize("at", [-2, -1])
+def test_a_recomputed_function_of_raw_weights_has_the_same_factors(found, at):
+    for (unfit, factors, _), (_, expected, _) in zip(found[at], found[-3], strict=True):
+        assert not unfit
+        assert factors.keys() == expected.keys() == {"embed", "up", "down", "head"}
+        for name, pair in expected.items():
+            for right, own in zip(pair, factors[name], strict=True):
+                close(own, right, sums=1000, what=name)
