@@ -86,7 +86,7 @@ class Forward:
         A mask fits rows of shape [N, T, ..] or [T, N, ..], and [N T] if no call of the forward has rows of the first
         two. If several fit, a row is left out only if each of them leaves it out.
         """
-        fitting = [] if leading is None else [_fitted(mask, leading, self._has(mask)) for mask in self.masks]
+        fitting = [] if leading is None else [_fitted(mask, leading, self._has) for mask in self.masks]
         found = [mask for mask in fitting if mask is not None]
         if not found:
             return None
@@ -116,13 +116,13 @@ class Forward:
         return total
 
 
-def _fitted(mask: Tensor, leading: Shape, is_2d: bool) -> Tensor | None:
+def _fitted(mask: Tensor, leading: Shape, is_2d: Callable[[Tensor], bool]) -> Tensor | None:
     examples, positions = mask.shape
     if leading[:2] == (examples, positions):
         fitted = mask
     elif leading[:2] == (positions, examples):
         fitted = mask.T
-    elif leading == (examples * positions,) and not is_2d:
+    elif leading == (examples * positions,) and not is_2d(mask):
         return mask.reshape(-1)
     else:
         return None
