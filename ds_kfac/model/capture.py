@@ -32,7 +32,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -45,101 +44,14 @@ from ds_kfac.log import logger
 from ds_kfac.model.calls import Call, Rows, kept
 from ds_kfac.model.layers import LayerSpec, tensors_of
 from ds_kfac.model.masks import ArgumentMasks, Forward, ReadMask, Shape, masks_in
-from ds_kfac.model.products import EVERY, Product, Products, Uses
+from ds_kfac.model.passes import BackwardPass
+from ds_kfac.model.products import Product, Products, Uses, parts_of
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
 from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, is_nonzero, kept_rows
 from ds_kfac.model.shared import Input, SharedInputs
 
 CPU = torch.device("cpu")
-
-
-class BackwardPass:
-    """What one backward pass has brought so far.
-
-    Attributes:
-        sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
-        has_begun: whether any gradient has arrived.
-        forwards: the forward passes that it went through.
-        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
-        adds: whether a weight of K-FAC's gets a part of its gradient, in a pass that was not announced. In others, such
-            as ``autograd.grad`` through a frozen layer, none does.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[str, BatchSum] = {}
-        self.has_begun = False
-        self.adds = False
-        self.forwards: dict[Forward, None] = {}
-        self.alive: dict[str, Tensor] = {}
-        self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the first layer's calls
-        self._counted: set[Rows] = set()
-        self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
-
-    def reaches(self, rows: Rows) -> None:
-        """The pass has come to a call."""
-        self.has_begun = True
-        if not rows.recomputed:
-            self.forwards[rows.forward] = None
-
-    def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a bool scalar.
-
-        Args:
-            with_gradient: bool, which rows have such an entry; of images which entries.
-        """
-        self.reaches(rows)
-        alive = with_gradient.any()
-        self.alive[rows.layer] = self.alive[rows.layer] | alive if rows.layer in self.alive else alive
-        if rows in self._counted:
-            return alive
-        self._counted.add(rows)
-        if rows.layer == next(iter(self.alive)):
-            examples = len(with_gradient) if with_gradient.ndim else 1
-            self._examples.setdefault(rows.forward, []).append(examples)
-        mask = rows.forward.mask(rows.leading)
-        more: int | Tensor = 0
-        if rows.recomputed:
-            more = rows.number if mask is None else mask.sum()
-        if mask is not None and weight_sharing == "expand":  # a row with a gradient counts in any case
-            more = more + (with_gradient & ~mask).sum()
-        self._more[rows.layer] = self._more.get(rows.layer, 0) + more
-        return alive
-
-    def check_examples(self, rows: Rows, gradient: Tensor) -> None:
-        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
-
-        Raises:
-            ValueError: it is not that of the first layer's calls in the same forward pass.
-        """
-        known = self._examples.get(rows.forward, [])
-        examples = len(gradient) if gradient.ndim > 1 else 1
-        if known and examples not in (*known, sum(known)):
-            raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
-                f"and {known[0]} in {next(iter(self.alive))}, the layer nearest to the loss"
-            )
-
-    def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows
-        of its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
-        equal calls are looked at together."""
-        total: int | Tensor = 0
-        found: Tensor | None = None
-        for _, layers in groupby(self.alive, self._calls):
-            names = list(layers)
-            alive = torch.stack([self.alive[name] for name in names]).any()
-            rows = sum(forward.rows(names[0], weight_sharing) for forward in self.forwards)
-            rows = torch.where(alive, rows + self._more.get(names[0], 0), 0)
-            total = rows if found is None else torch.where(found, total, rows)
-            found = alive if found is None else found | alive
-        return total
-
-    def _calls(self, layer: str) -> tuple[Any, ...]:
-        """Equal for layers that have as many rows."""
-        more = self._more.get(layer, 0)
-        calls = [(*forward.calls.get(layer, ()),) for forward in self.forwards]
-        return (*calls, more if isinstance(more, int) else layer)
 
 
 class Capture:
@@ -501,35 +413,24 @@ class Capture:
                 if rows is not None:
                     self._called([Call(first, kind, module, rows, output.shape)], x, output)
             return
-        if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
+        parts = parts_of(product, layers)
+        if not parts:
             return
-        is_turned = product.transposed != kind.transposed and min(first.shape) > 1
-        if is_turned or x.shape[-1] != first.A.dim - (first.bias is not None):  # not what was read from the code
-            return
-        is_stack = len(layers) > 1
         leading = torch.Size(x.shape[:-1])
-        entries = [(layers[e], picked if is_stack or picked is not EVERY else None) for e, picked in product.entries]
-        numbers = [leading.numel() if picked is None else _length(picked, leading.numel()) for _, picked in entries]
-        is_whole = len(entries) == 1 and entries[0][1] is None
+        is_whole = len(parts) == 1 and parts[0].picked is None
+        number = sum(part.number for part in parts if part.sides != "A")
         examples = leading[0] if leading else 1
-        rows_of_call = self._rows(first.weight, tuple(leading) if is_whole else None, sum(numbers), examples)
-        if rows_of_call is None:
+        rows = self._rows(first.weight, tuple(leading) if is_whole else None, number, examples)
+        if rows is None:
             return
-
-        def call_of(layer: LayerSpec, picked: slice | Tensor | None, number: int, sides: str) -> Call:
-            shape = torch.Size((*(leading if picked is None else (number,)), layer.G.dim))
-            call = Call(layer, kind, module, rows_of_call, shape, sides, select=picked)
-            call.columns, call.to_rows = product.columns, product.to_rows
-            return call
-
         calls = []
-        shares = is_stack and layers[-1].shares is not None
-        if shares and first.shares is None:
-            calls.append(call_of(first, product.rows, _length(product.rows, leading.numel()), "A"))
-        for (layer, picked), number in zip(entries, numbers, strict=True):
-            calls.append(call_of(layer, picked, number, "G" if shares else "AG"))
-        if calls:
-            self._called(calls, x, output)
+        for part in parts:
+            shape = torch.Size((*(leading if part.picked is None else (part.number,)), part.layer.G.dim))
+            call = Call(part.layer, kind, module, rows, shape, part.sides, select=part.picked)
+            call.columns = product.columns
+            call.to_rows = product.to_rows
+            calls.append(call)
+        self._called(calls, x, output)
 
     # gradients
 
@@ -617,8 +518,9 @@ class Capture:
         else:
             self.current.reaches(call.rows)
             return
-        alive = with_gradient.any()
-        if gradient is not None:
+        if gradient is None:
+            alive = with_gradient.any()
+        else:
             alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
             if self.rows.weight_sharing == "reduce":
                 self.current.check_examples(call.rows, gradient)
@@ -806,10 +708,6 @@ class Capture:
     def used(self, layer: str) -> str:
         """Text that says where a layer's weight is used; "" if that was not recorded."""
         return "" if self.uses is None else self.uses.of(layer)
-
-
-def _length(rows: slice | Tensor, total: int) -> int:
-    return len(range(total)[rows]) if isinstance(rows, slice) else len(rows)
 
 
 def _origin(output: Tensor) -> tuple[Any, int]:

@@ -11,22 +11,23 @@ the matrix must have all inputs of one matrix of the parameter, or of several of
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ds_kfac.model.layers import tensors_of
+from ds_kfac.model.layers import LayerSpec, tensors_of
 from ds_kfac.model.places import Place, Places, base_of
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
+from ds_kfac.model.registry import LAYERS
 
 LEFT_NAMES, RIGHT_NAMES = ("input", "self", "mat_a", "mat1", "batch1"), ("weight", "other", "mat2", "mat_b", "batch2")
 """Names of the two operands in torch's functions."""
@@ -71,6 +72,51 @@ class Product:
 
 
 EVERY = slice(None)
+
+
+class Part(NamedTuple):
+    """What a product means for one of the layers whose matrices are in the parameter.
+
+    Attributes:
+        picked: which rows of the product are the layer's; None: all, of a matrix by itself.
+        number: of these rows.
+        sides: which factors they are for, "AG", "A" or "G".
+    """
+
+    layer: LayerSpec
+    picked: "slice | Tensor | None"
+    number: int
+    sides: str
+
+
+def parts_of(product: Product, layers: Sequence[LayerSpec]) -> list[Part]:
+    """The parts of a product. Of a stack with one A, all rows are the first layer's for A, and each layer's own for G.
+    There is none if the sum of g a^T over the rows would not be the gradient of the layers as they are.
+
+    Args:
+        layers: those of the parameter, in order.
+    """
+    first = layers[0]
+    if first.bias is not None and not product.biased:  # the bias's gradient is not the sum of these rows
+        return []
+    is_turned = product.transposed != LAYERS[first.kind].transposed and min(first.shape) > 1
+    if is_turned or product.x.shape[-1] != first.A.dim - (first.bias is not None):  # not what was read from the code
+        return []
+    is_stack = len(layers) > 1
+    total = product.x.shape[:-1].numel()
+    shares = is_stack and layers[-1].shares is not None
+    parts = []
+    if shares and first.shares is None:
+        parts.append(Part(first, product.rows, _length(product.rows, total), "A"))
+    for entry, rows in product.entries:
+        picked = rows if is_stack or rows is not EVERY else None
+        number = total if picked is None else _length(picked, total)
+        parts.append(Part(layers[entry], picked, number, "G" if shares else "AG"))
+    return parts
+
+
+def _length(rows: "slice | Tensor", total: int) -> int:
+    return len(range(total)[rows]) if isinstance(rows, slice) else len(rows)
 
 
 class _OfThread(threading.local):
