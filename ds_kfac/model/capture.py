@@ -334,7 +334,8 @@ class Capture:
         self._end_plain_pass()
         self._forward_runs = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self.forward = Forward(masks_in(self.read_mask(arguments, keywords)), detached=detached)
+        masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
+        self.forward = Forward(masks, detached=detached)
         self._forwards.append(self.forward)
         self._begun.append(self.forward)
 
