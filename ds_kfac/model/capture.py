@@ -601,9 +601,9 @@ class Capture:
         """Wraps an own backward pass, in steps without capture, too."""
         self._announced, self._recomputing = True, None
         self._backwards.append(self)
-        watches = self.active and self._products is not None
+        products = self._products if self.active else None
         try:
-            with self._products.backward() if watches else nullcontext():
+            with nullcontext() if products is None else products.backward():
                 yield
         finally:
             self._backwards.remove(self)
