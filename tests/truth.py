@@ -8,9 +8,8 @@ of a convolution. Its rows have inputs a, with a 1 appended for a trained bias, 
 - A = mean a a^T over the other rows of all calls, backward passes and ranks. A layer without a row has no factors.
 - G = K sum_p R_p sum g^ g^^T, where g^ = g / (loss scale) / (number of ranks).
 - K is the number of outermost backward passes over all ranks that reach a parameter of the model.
-- R_p is the number of rows of the layer whose gradient arrives first in pass p, in all its calls in the forwards of
-  that pass, whether they have a gradient or not, without the rows that a mask leaves out. In the call whose gradient
-  arrives first a row with a gradient counts in any case.
+- R_p is the number of rows of the first layer in pass p whose gradient is not zero, in all its calls in the forwards of
+  that pass, whether they have a gradient or not, without the rows that a mask leaves out though they have no gradient.
 - Rows are positions; with ``sharing="reduce"`` they are examples: the mean of the inputs of an example's rows, and the
   sum of their gradients. A group of a convolution is a layer of its own, "<name>:<group>".
 
@@ -233,7 +232,7 @@ class Truth:
         """R_p of a backward pass."""
         if number not in self.first_arrivals:
             return 0
-        first, g = self.first_arrivals[number]
+        first, _ = self.first_arrivals[number]
         calls = [call for forward in self.forwards for call in forward.calls]
         arrived = {call for call in calls if any(of == number for of, _ in call.gradients)}
         forwards = {call.forward for call in arrived}
@@ -242,9 +241,10 @@ class Truth:
             brought = call in arrived or (call.made_in is None and call.forward in forwards)
             if call.layer == first.layer and brought:
                 rows = call.attended()
-                if call is first:
-                    channels = 1 if isinstance(call.module, CONVOLUTIONS) else -1
-                    rows = rows | g.any(channels).reshape(call.NT)
+                channels = 1 if isinstance(call.module, CONVOLUTIONS) else -1
+                for of, gradient in call.gradients:
+                    if of == number:
+                        rows = rows | gradient.any(channels).reshape(call.NT)
                 total += int(rows.any(1).sum() if self.sharing == "reduce" else rows.sum())
         return total
 

@@ -302,7 +302,7 @@ class Capture:
         self._forward_runs = True
         self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        masks = masks_in(self.read_mask(arguments, keywords))
+        masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
         self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
         self._forwards.append(self.forward)
 
@@ -575,7 +575,7 @@ class Capture:
             self._backwards.remove(self)
             self._running = None
             self.leave()
-            if self.active and not self.sampled:
+            if self.active and not self.sampled and self.current.has_begun:  # else it came to no layer
                 self.end_pass()
 
     def add_asked(

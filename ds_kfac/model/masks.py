@@ -86,10 +86,13 @@ class Forward:
         self.saved = saved
         self.is_watched = False
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
+        self._sides: set[Shape] = set()  # first two leading dimensions of its calls
 
     def note(self, layer: str, leading: Shape | None, rows: int) -> None:
         """A layer was called."""
         self.calls.setdefault(layer, []).append((leading, rows))
+        if leading is not None:
+            self._sides.add(leading[:2])
 
     def mask(self, leading: Shape | None) -> Tensor | None:
         """Which rows of a call the masks do not leave out, bool of the shape ``leading``; None: no mask fits.
@@ -108,9 +111,8 @@ class Forward:
 
     def _has(self, mask: Tensor) -> bool:
         """Whether a call of the forward has rows [N, T, ..] or [T, N, ..]."""
-        sides = tuple(mask.shape), tuple(mask.shape)[::-1]
-        calls = (leading for calls in self.calls.values() for leading, _ in calls)
-        return any(leading is not None and leading[:2] in sides for leading in calls)
+        examples, positions = mask.shape
+        return (examples, positions) in self._sides or (positions, examples) in self._sides
 
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
         """Number of rows that a layer's calls had, without those that a mask leaves out; with ``weight_sharing``
