@@ -28,9 +28,9 @@ class Timed(ReferenceKFAC):
         super().__init__(*args, **kwargs)
         self.counts: dict[str, int] = {}
 
-    def update(self, seed: float = 1.0) -> None:
+    def update(self) -> None:
         for name, layer in self.layers.items():
-            layer.damping, batch = self.damping, layer.batch(seed)
+            layer.damping, batch = self.damping, layer.batch()
             layer.factors = layer.factors or [torch.zeros_like(part) for part in batch]
             layer.bases = layer.bases or [(torch.ones(len(part)), torch.eye(len(part))) for part in batch]
             for index, key in enumerate((f"{name}/A", f"{name}/G")):
@@ -40,6 +40,8 @@ class Timed(ReferenceKFAC):
                     layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
                 if key in self.refreshes:
                     layer.bases[index] = _eigh(layer.factors[index], layer.blocks[index])
+            layer.use.pairs.clear()
+        self.passes.clear()
         self.steps += 1
 
 
