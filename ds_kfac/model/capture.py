@@ -287,8 +287,10 @@ class Capture:
             )
         for key in self.keys:
             counts = self._sum(key).counts
-            counts[PASSES].add_(self.passes)
-            counts[TERMS].add_(self.terms)
+            if key in self.of_gradients:
+                counts[PASSES].add_(self.passes)
+            if self._counts_terms:
+                counts[TERMS].add_(self.terms)
             if self.sampled and key in self.of_gradients and self.passes:
                 self.sums[key].sum_P.mul_(1 / self.passes**2)  # a sampled loss is not divided by their number
 

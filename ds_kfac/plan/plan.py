@@ -108,6 +108,11 @@ class Plan:
         offsets = {key: self.offsets[key] for key in keys if key in self.offsets}
         return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive is not None)
 
+    @property
+    def counts_terms(self) -> bool:
+        """Whether layers need their number of loss terms: corrected eigenvalues are in units of these."""
+        return self.config.preconditioner.eigenvalues == "corrected"
+
     @cached_property
     def measures(self) -> bool:
         """Whether contributors, and which of their rows count, depend on how many rows a rank has."""

@@ -212,7 +212,7 @@ class FactorUpdates:
         """Average batch sums, already reduced over ranks, into this rank's factors."""
         batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
         world, timetable = self.channel.world, self.timetable
-        for key, batch in batches.items():
+        for key, batch in batches.items() if self.plan.counts_terms else ():
             # ranks that did not contribute are assumed to have had as many rows
             terms = batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)

@@ -144,7 +144,7 @@ def scalar_names(
         for factor in plan.assignment.factors:
             if factor.key in captured:
                 names[where[factor.key]].append(("similar", factor.key))
-    if travels and plan.config.preconditioner.eigenvalues == "corrected":  # which are in units of loss terms
+    if travels and plan.counts_terms:
         of_layer = factors_by_layer(plan.assignment.factors)
         for layer in plan.layers:
             if layer.name in of_layer and (key := counting(of_layer[layer.name])) in captured:

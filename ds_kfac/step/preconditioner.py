@@ -82,7 +82,7 @@ class KFACPreconditioner:
             rows=RowSums(config.factor.weight_sharing, config.factor.rows != "all", stage),
             inputs=self.sharing.inputs,
             sampled=config.factor.fisher == "monte_carlo",
-            counts_terms=config.preconditioner.eigenvalues == "corrected",
+            counts_terms=plan.counts_terms,
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         totals = range(self.rule.numbers + len(SUMMARY) + len(self.flagged))

@@ -51,7 +51,15 @@ class Recorder:
         self.model = model
         self.layers = scan(model, choice).layers if layers is None else layers
         rows = RowSums(sharing, positions)
-        self.capture = Capture(model, self.layers, lambda announced: scale, rows=rows, inputs=inputs, sampled=sampled)
+        self.capture = Capture(
+            model,
+            self.layers,
+            lambda announced: scale,
+            rows=rows,
+            inputs=inputs,
+            sampled=sampled,
+            counts_terms=True,
+        )
         self.begin()
 
     def begin(self, step: int = 0, *, stride: int = 1, **options) -> None:
