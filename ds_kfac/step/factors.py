@@ -94,7 +94,6 @@ class FactorUpdates:
     Args:
         averaged_over: ranks whose backward passes a gradient is averaged over, also those of other domains; None: those
             of the channel.
-        divisor: by what DeepSpeed divides the sum of the ranks' gradients; None: by their number.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
@@ -115,10 +114,8 @@ class FactorUpdates:
         device: torch.device,
         *,
         averaged_over: int | None = None,
-        divisor: float | None = None,
     ) -> None:
         self.averaged_over = channel.world if averaged_over is None else averaged_over
-        self.divisor = self.averaged_over if divisor is None else divisor
         self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
         self.device, self.rank = device, channel.rank
         roles = plan.assignment
@@ -258,7 +255,7 @@ class FactorUpdates:
         assumed to have had the same."""
         others = self.channel.world / batch.ranks
         passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
-        batch.sum_P.mul_(passes * (others / self.divisor**2))
+        batch.sum_P.mul_(passes * (others / self.averaged_over**2))
 
     def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
         """Decompose the factors that are due.

@@ -94,10 +94,8 @@ class KFACPreconditioner:
         self.load_state_dict({})
 
     def _factor_updates(self) -> FactorUpdates:
-        averaged_over, divisor = self.layout.averaged_over, self.layout.divisor
-        return FactorUpdates(
-            self.plan, self.channel, self.metrics, self.device, averaged_over=averaged_over, divisor=divisor
-        )
+        averaged_over = self.layout.averaged_over
+        return FactorUpdates(self.plan, self.channel, self.metrics, self.device, averaged_over=averaged_over)
 
     @torch.no_grad()
     def prepare(self) -> StepDraft:

@@ -162,14 +162,15 @@ def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
 
 
 def train_once(
-    mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0,
+    mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0, part: float = 1.0,
     steps: int = STEPS, refreshes: Refreshes | None = None,
     kind: type[ReferenceKFAC] = ReferenceKFAC, domains: bool = True, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
     Args:
-        gradient_scale: by how much the engine's gradients are larger than this loss's. G is made of the engine's.
+        gradient_scale: by how much the engine's gradients are larger than this loss's.
+        part: which part of this loss a rank's backward pass differentiates. G is made of that.
         refreshes: what is refreshed when, if not everything at once.
         kind: of reference, if nothing is staggered.
         domains: see :class:`tests.deepspeed.runs.ReferenceStep`.
@@ -191,10 +192,10 @@ def train_once(
     for index in range(steps):
         value = loss(work, index, variation)
         if kfac.fisher == "monte_carlo":
-            kfac.sampled(least_likely(work.prediction) * gradient_scale)
-        (value * gradient_scale).backward()
+            kfac.sampled(least_likely(work.prediction))
+        (value * part).backward()
         for p in work.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * (gradient_scale / part)
         step(1.0)
         with torch.no_grad():
             for p, value in frozen:  # ReferenceStep decays everything

@@ -68,10 +68,12 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
                 engine.backward(loss if mean_over == "own" else loss / 2)
                 engine.step()
         # "own": the mean of the ranks' losses is that of one process; DeepSpeed sums over the sequence up to stage 2
-        scale = {"own": 1.0, "whole": 0.5}[mean_over] * (1.0 if mode.stage == 3 else 2.0)
+        part = {"own": 1.0, "whole": 0.5}[mean_over]
+        scale = part * (1.0 if mode.stage == 3 else 2.0)
         final = weights(engine)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
-        expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale, refreshes=refreshes, domains=False)
+        options = {"gradient_scale": scale, "part": part, "refreshes": refreshes, "domains": False}
+        expected = train_whole(mode, make_model(), whole_loss, **options)
         faults = [fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault]
         results.append(compared(engine, mode, final, expected, initial, faults=faults))
     return results
