@@ -18,8 +18,9 @@ have no graph. A backward pass that does not add to a layer's weight, such as ``
 
 Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the user's backward if they
 differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward that it belongs to:
-the last one to whose output the backward pass has come. A backward pass may come after the step of its forward, which
-has no rows then, but saves the same tensors; and what is recomputed of a forward that was not captured saves none.
+the last one to whose output the backward pass has come; before that, as in a loss in tiles, the one after whose begin
+the node was made that recomputes. A backward pass may come after the step of its forward, which has no rows then, but
+saves the same tensors; and what is recomputed of a forward that was not captured saves none.
 
 Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before DeepSpeed divides the
 gradient by the accumulation steps, nor a full backward hook, which breaks with in-place activations. No exception
@@ -134,7 +135,8 @@ class Capture:
         self.current = BackwardPass()
         self.forward = Forward()
         self._forwards: list[Forward] = []  # whose backward pass is to come
-        self._running: Forward | None = None  # to whose output the running backward pass has come
+        self._begun: list[Forward] = []  # all of the step
+        self._running: Forward | None = None  # to which the running backward pass has come
         self._unpacks = False  # whether an input is read after its backward pass
         self.pending: list[Call] = []
         self.proof: Proof | None = None
@@ -307,6 +309,7 @@ class Capture:
         masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
         self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
         self._forwards.append(self.forward)
+        self._begun.append(self.forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if self._recomputes():
@@ -326,12 +329,22 @@ class Capture:
                 return self._running
             if self._forward_runs:
                 return self.forward
+            if (made := self._made()) is not None:
+                self._comes_to(made)
+                return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
             self.forward = Forward(step=self.step, saved=self._saved)
             self._forwards.append(self.forward)
+            self._begun.append(self.forward)
         return self.forward
+
+    def _made(self) -> Forward | None:
+        """The forward pass of this step that made, or after which was made, the node that runs now."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        return next((forward for forward in reversed(self._begun) if forward.begins <= number), None)
 
     # calls
 
@@ -658,13 +671,18 @@ class Capture:
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
         """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
-        forward = self._running = reference() or late
-        Variable._execution_engine.queue_callback(self._output_left)
+        forward = reference() or late
+        self._comes_to(forward)
         is_plain = not self.sampled and not self._backwards and self._is_own(forward)
         if is_plain and self._is_current(forward):
             self._watch_task()
 
-    def _output_left(self) -> None:
+    def _comes_to(self, forward: Forward) -> None:
+        """The running graph task has come to a forward."""
+        self._running = forward
+        Variable._execution_engine.queue_callback(self._left)
+
+    def _left(self) -> None:
         self._running = None
 
     def _watch_task(self) -> None:

@@ -70,6 +70,7 @@ class Forward:
         calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls. Images have no leading
             dimensions that a mask could fit: None.
         is_watched: whether a backward pass shows when it comes to the output.
+        begins: autograd numbers nodes in the order in which they are made; the first number of this forward.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Forward:
         self.step = step
         self.saved = saved
         self.is_watched = False
+        self.begins: int = torch._C._autograd._get_sequence_nr()
         self.calls: dict[str, list[tuple[Shape | None, int]]] = {}
         self._sides: set[Shape] = set()  # first two leading dimensions of its calls
 

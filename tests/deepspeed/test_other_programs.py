@@ -12,7 +12,7 @@ from tests.close import close
 from tests.deepspeed import test_fresh_programs
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, Plain, Program, data, labels, mlp
+from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, N, Plain, Program, data, labels, mlp
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -132,6 +132,51 @@ class Compiled(Program):
             super().run(engine, step)
 
 
+class Whole(Program):
+    """The whole model is a checkpoint, so that its last layer makes the output; another forward has no backward."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(D, 9, C)
+
+    def forward(self, x):
+        return checkpoint(self.net, x.requires_grad_(), use_reentrant=self.reentrant)
+
+    def run(self, engine, step):
+        z = engine(data(step, N, D))
+        engine(data(step, 2, D, k=1))
+        engine.backward(F.cross_entropy(z, labels(step, N)))
+        engine.step()
+
+
+class Tiled(Program):
+    """The head and the loss are computed in tiles, each a checkpoint, after the model's forward."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = mlp(D, 9, 8), nn.Linear(8, C)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def run(self, engine, step):
+        def loss(h, y):
+            return F.cross_entropy(engine.module.head(h), y, reduction="sum")
+
+        h, y = engine(data(step, 8, D)), labels(step, 8)
+        tiles = [checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=self.reentrant) for k in range(0, 8, 3)]
+        engine.backward(sum(tiles) / 8)
+        engine.step()
+
+
+class TiledReentrant(Tiled):
+    reentrant = True
+
+
 class Raw(Program):
     """Two matrices that a method of the model multiplies by, in a checkpoint or not."""
 
@@ -180,6 +225,7 @@ class Attends(Program):
 
 
 RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Nested, 0), (Compiled, 0), (Attends, 0)]
+RIGHT += [(Whole, 2), (Tiled, 0), (TiledReentrant, 0)]
 RAW = [(Raw, 0), (RawAgain, 0), (RawReentrant, 0)]
 Run = tuple[type[Program], int]
 
