@@ -329,7 +329,8 @@ class Capture:
                 return self._running
             if self._forward_runs:
                 return self.forward
-            if (made := self._made()) is not None:
+            made = self._made()
+            if made is not None:
                 self._comes_to(made)
                 return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
