@@ -303,6 +303,8 @@ class Capture:
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
+        self._running = None  # of a pass that raised, which has no end
+        self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
