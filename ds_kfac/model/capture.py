@@ -303,6 +303,8 @@ class Capture:
             return
         self.leave()  # still entered if the last forward raised
         self._end_plain_pass()
+        self._running = None  # of a pass that raised, which has no end
+        self._tasks.clear()
         self._forward_runs = True
         self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
@@ -367,14 +369,15 @@ class Capture:
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
-        output = output[0] if isinstance(output, tuple) else output
-        if isinstance(output, Tensor) and output.requires_grad:
-            is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-            number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
-            rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
-            if rows is not None:
-                node, place = _origin(output)
-                node.register_prehook(partial(self._other_arrived, rows, place))
+        with self._guarded([]):
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, Tensor) and output.requires_grad:
+                is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+                number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
+                rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
+                if rows is not None:
+                    node, place = _origin(output)
+                    node.register_prehook(partial(self._other_arrived, rows, place))
 
     def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
         """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
@@ -493,10 +496,11 @@ class Capture:
             if self._forward_runs:  # maybe autograd.grad
                 return
             self._watch_task()
-        with_gradient = gradient.detach() != 0
-        if rows.leading is not None:  # the node of a view has the shape of its base
-            with_gradient = with_gradient.reshape(*rows.leading, gradient.shape[-1]).any(dim=-1)
-        self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
+        with self._guarded([]):
+            with_gradient = gradient.detach() != 0
+            if rows.leading is not None:  # the node of a view has the shape of its base
+                with_gradient = with_gradient.reshape(*rows.leading, gradient.shape[-1]).any(dim=-1)
+            self.current.arrived(rows, with_gradient, self.rows.weight_sharing)
 
     def _is_current(self, forward: Forward) -> bool:
         """Whether a forward pass is of the running step, and that captures."""

@@ -29,7 +29,7 @@ class BackwardPass:
         self.adds = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
-        self._examples: dict[Forward, list[int]] = {}  # numbers of examples of the first layer's calls
+        self._examples: dict[tuple[Forward, str], list[int]] = {}  # numbers of examples of a layer's calls
         self._counted: set[Rows] = set()
         self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
 
@@ -51,9 +51,8 @@ class BackwardPass:
         if rows in self._counted:
             return alive
         self._counted.add(rows)
-        if rows.layer == next(iter(self.alive)):
-            examples = len(with_gradient) if with_gradient.ndim else 1
-            self._examples.setdefault(rows.forward, []).append(examples)
+        examples = len(with_gradient) if with_gradient.ndim else 1
+        self._examples.setdefault((rows.forward, rows.layer), []).append(examples)
         mask = rows.forward.mask(rows.leading)
         more: int | Tensor = 0
         if rows.recomputed:
@@ -67,15 +66,23 @@ class BackwardPass:
         """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
 
         Raises:
-            ValueError: it is not that of the first layer's calls in the same forward pass.
+            ValueError: it is not that of the calls of the layer nearest to the loss in the same forward pass.
         """
-        known = self._examples.get(rows.forward, [])
         examples = len(gradient) if gradient.ndim > 1 else 1
-        if known and examples not in (*known, sum(known)):
+        first = next(iter(self.alive))
+        if self._fits(examples, rows.forward, first) or not self.alive[rows.layer]:
+            return
+        if not self.alive[first]:  # waits for the device, as seldom as numbers differ
+            first = next(layer for layer, alive in self.alive.items() if alive)
+        if not self._fits(examples, rows.forward, first):
             raise ValueError(
                 f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
-                f"and {known[0]} in {next(iter(self.alive))}, the layer nearest to the loss"
+                f"and {self._examples[rows.forward, first][0]} in {first}, the layer nearest to the loss"
             )
+
+    def _fits(self, examples: int, forward: Forward, layer: str) -> bool:
+        known = self._examples.get((forward, layer), [])
+        return not known or examples in (*known, sum(known))
 
     def rows(self, weight_sharing: str) -> int | Tensor:
         """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows

@@ -177,6 +177,22 @@ class TiledReentrant(Tiled):
     reentrant = True
 
 
+class Turned(Program):
+    """A frozen layer that returns its output with the rows last."""
+
+    class Last(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last, self.head = mlp(D, 9, 8), self.Last(8, 9).requires_grad_(False), nn.Linear(8, C)
+
+    def forward(self, x):
+        x = self.net(x)
+        return self.head(x + F.pad(self.last(x).mT, (0, -1)))
+
+
 class Raw(Program):
     """Two matrices that a method of the model multiplies by, in a checkpoint or not."""
 
@@ -225,7 +241,7 @@ class Attends(Program):
 
 
 RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Nested, 0), (Compiled, 0), (Attends, 0)]
-RIGHT += [(Whole, 2), (Tiled, 0), (TiledReentrant, 0)]
+RIGHT += [(Whole, 2), (Tiled, 0), (TiledReentrant, 0), (Turned, 0)]
 RAW = [(Raw, 0), (RawAgain, 0), (RawReentrant, 0)]
 Run = tuple[type[Program], int]
 

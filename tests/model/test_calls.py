@@ -273,6 +273,24 @@ def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(cap
     assert '"reduce" takes the first dimension for the examples, but here that is 3, and 4 in head' in caplog.text
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_with_reduce_the_examples_are_not_those_of_a_layer_with_a_gradient_of_zeros(last):
+    """A call of other dimensions that only keeps a weight in the graph; its gradient comes first or last."""
+
+    class Dummy(Net):
+        def forward(self, x, y=None):
+            early = self.dummy(torch.ones(1, 2)) if last else 0.0
+            z = super().forward(x)
+            return z + 0 * (early if last else self.dummy(torch.ones(1, 2)))
+
+    model = Dummy()
+    model.dummy = nn.Linear(2, 1)
+    recorder = Recorder(model, sharing="reduce")
+    pooled(model, recorder.backward)
+    assert not recorder.capture.failed
+    assert recorder.rows() == {"inner": N, "head": N}
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_with_reduce_flattened_rows_and_a_mask_raise_nothing_in_the_users_backward(frozen):
     class Flat(Net):

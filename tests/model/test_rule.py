@@ -312,6 +312,19 @@ def test_each_pass_counts_the_rows_of_the_layer_nearest_to_the_loss(program, ter
     assert found["first"].terms == terms
 
 
+def test_a_pass_that_raised_leaves_the_ends_of_later_passes_to_be_seen():
+    recorder = Recorder(Net())
+    model, x = recorder.model, batch()[0].requires_grad_()
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(model(x).sum(), x)
+    losses = [model(*batch(seed)) for seed in (1, 2)]
+    for loss in losses:
+        loss.backward()
+    recorder.capture.end_step()
+    assert recorder.capture.passes == 2
+
+
 def test_the_split_into_micro_batches_does_not_change_the_factors():
     x, y = batch()
     found = []
