@@ -72,7 +72,7 @@ class Call:
         shape: shape of its rows of G, with all leading dimensions.
         sides: which factors its rows are for, "AG", "A" or "G".
         input: which input it had, see :meth:`ds_kfac.model.shared.SharedInputs.number`.
-        kept: see :func:`kept`, of a call whose gradient autograd is to be asked for.
+        kept: see :func:`kept`; None: its input is not needed, or was let go.
         select: which rows of the product are its own, such as those of an expert; None: all.
         columns: which outputs of the layer it made; None: all.
         to_rows: turns the gradient that arrives at the output into rows [.., O]; None: it is in rows.

@@ -59,7 +59,7 @@ class BatchSum:
 
 
 def is_nonzero(rows: Tensor) -> Tensor:
-    """Whether a row [.., D] has an entry that is not zero, bool [..]; NaN is none."""
+    """Whether a row [.., D] has an entry that is not zero, bool [..]; NaN is not zero."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.bool)
     return rows.abs().amax(dim=-1) != 0  # of ways to see it the fastest on a CPU

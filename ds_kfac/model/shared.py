@@ -112,11 +112,13 @@ class SharedInputs:
         }
 
     def parted(self) -> set[tuple[str, ...]]:
-        """Groups whose layers got gradients for different inputs in this step. One that got none does not matter."""
+        """Groups of which two layers got gradients each for an input that the other one got none for. A layer may get no
+        gradient for an input of its own, so if only one of them lacks some, nothing is known."""
         parted = set()
         for group in set(self._group.values()):
-            inputs = {frozenset(self._numbers[layer]) for layer in group if layer in self._numbers}
-            if len(inputs) > 1:
+            inputs = [self._numbers[layer] for layer in group if layer in self._numbers]
+            widest = max(inputs, key=len, default=set())
+            if any(not numbers <= widest for numbers in inputs):
                 parted.add(group)
         return parted
 
