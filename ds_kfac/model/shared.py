@@ -112,8 +112,11 @@ class SharedInputs:
         }
 
     def parted(self) -> set[tuple[str, ...]]:
-        """Groups of which two layers got gradients each for an input that the other one got none for. A layer may get no
-        gradient for an input of its own, so if only one of them lacks some, nothing is known."""
+        """Return the groups whose layers do not share all their inputs.
+
+        These are groups in which each of two layers got a gradient for an input for which the other got none. A layer
+        may get no gradient for an input of its own, so if only one of the two lacks some, nothing is known.
+        """
         parted = set()
         for group in set(self._group.values()):
             inputs = [self._numbers[layer] for layer in group if layer in self._numbers]
