@@ -1,8 +1,6 @@
 """A, G and EKFAC's corrected eigenvalues of an engine are those of the library curvlinops (Dangel et al.)."""
 
-import contextlib
 import functools
-import io
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -13,8 +11,8 @@ import torch.distributed as dist
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
-import ds_kfac
 from tests import spread
+from tests.deepspeed.still import still_engine
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch, make_net
 from tests.ranks import run_ranks
 from tests.spread import Variation, difference
@@ -68,23 +66,13 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
     The first step makes A, G and the eigenbases. Corrected eigenvalues S are a mean over steps of N R^2: that of the
     batch's gradient, then those of N single rows. Without the first, and over N, it is the mean over rows of R^2.
     """
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS // WORLD,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        "kfac": {
-            "factor": {"rows": "all", "update_interval": 1000},
-            "eigenbasis": {"refresh_interval": 1000},
-            "burn_in": {"steps": 0},
-            "preconditioner": {"eigenvalues": "corrected"},
-        },
+    kfac = {
+        "factor": {"rows": "all", "update_interval": 1000},
+        "eigenbasis": {"refresh_interval": 1000},
+        "burn_in": {"steps": 0},
+        "preconditioner": {"eigenvalues": "corrected"},
     }
-    model = make_net(kind)
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = still_engine(make_net(kind), stage=stage, micro_batch=ROWS // WORLD, kfac=kfac)
 
     def step(x: Tensor, y: Tensor) -> None:
         engine.backward(cross_entropy(engine(x), y))

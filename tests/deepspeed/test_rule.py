@@ -1,8 +1,6 @@
 """The factors of an engine after one captured step are those of the rule, tests/truth.py, on the cases of
 tests/rule_cases.py."""
 
-import contextlib
-import io
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -12,8 +10,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-import ds_kfac
 from tests.close import exact, near
+from tests.deepspeed.still import still_engine
 from tests.models import make_net
 from tests.ranks import run_ranks
 from tests.rule_cases import CASES, Case, truth_of
@@ -27,30 +25,18 @@ FORMATS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power":
 
 def make_engine(case: Case, stage: int = 0, **more):
     """An engine whose first step captures every row. The averages after it are those of the batch."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": case.passes,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        "kfac": {
-            "factor": {
-                "rows": "all",
-                "update_interval": 1,
-                "fisher": "empirical",
-                "weight_sharing": case.sharing,
-            },
-            "burn_in": {"steps": 0},
-            "layers": case.layers,
+    kfac = {
+        "factor": {
+            "rows": "all",
+            "update_interval": 1,
+            "fisher": "empirical",
+            "weight_sharing": case.sharing,
         },
-        **more,
+        "burn_in": {"steps": 0},
+        "layers": case.layers,
     }
-    model = make_net(case.make)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = ds_kfac.initialize(model=model, model_parameters=trained, config=config)
+    more["gradient_accumulation_steps"] = case.passes
+    engine = still_engine(make_net(case.make), stage=stage, micro_batch=1, kfac=kfac, **more)
     if case.mask is not None:
         engine.kfac.mask = case.mask
     return engine
