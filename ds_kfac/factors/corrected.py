@@ -55,7 +55,7 @@ def _add_squares(
     vectors: Mapping[str, Sequence[Tensor]],
     capture: Capture,
 ) -> None:
-    """Add those of a batch's sequences; NaN if they are not known."""
+    """Add the squares of a batch's sequences. They are NaN if a call's rows are not one set per sequence."""
     rows = []
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:

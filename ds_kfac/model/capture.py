@@ -49,7 +49,7 @@ from ds_kfac.model.passes import BackwardPass
 from ds_kfac.model.products import Product, Products, Uses, parts_of
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS, is_linear_map
-from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, is_nonzero, kept_rows
+from ds_kfac.model.rows import PASSES, TERMS, BatchSum, RowSums, have_gradient, kept_rows
 from ds_kfac.model.shared import Input, SharedInputs
 
 CPU = torch.device("cpu")
@@ -309,9 +309,13 @@ class Capture:
         self._thread = threading.get_ident()
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         masks = (mask.to(self._device) for mask in masks_in(self.read_mask(arguments, keywords)))
-        self.forward = Forward(masks, detached=detached, step=self.step, saved=self._saved)
-        self._forwards.append(self.forward)
-        self._begun.append(self.forward)
+        self._begin(Forward(masks, detached=detached, step=self.step, saved=self._saved))
+
+    def _begin(self, forward: Forward) -> None:
+        """Calls belong to this forward pass from now on."""
+        self.forward = forward
+        self._forwards.append(forward)
+        self._begun.append(forward)
 
     def _end_forward(self, model: nn.Module, arguments: tuple, output: Any) -> None:
         if self._recomputes():
@@ -338,9 +342,7 @@ class Capture:
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
         if self.forward not in self._forwards:  # a method of the model is called in place of the model
-            self.forward = Forward(step=self.step, saved=self._saved)
-            self._forwards.append(self.forward)
-            self._begun.append(self.forward)
+            self._begin(Forward(step=self.step, saved=self._saved))
         return self.forward
 
     def _made(self) -> Forward | None:
@@ -534,7 +536,7 @@ class Capture:
             every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
             with_gradient = every if call.mask is None else call.mask
         elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
-            with_gradient = gradient != 0 if kind.images else is_nonzero(gradient)
+            with_gradient = have_gradient(kind, gradient)
         else:
             self.current.reaches(call.rows)
             return
@@ -616,8 +618,7 @@ class Capture:
         """R_p of a pass of which autograd was asked for all gradients."""
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
             if gradient is not None:
-                rows = call.gradient_rows(gradient)
-                with_gradient = rows != 0 if call.kind.images else is_nonzero(rows)
+                with_gradient = have_gradient(call.kind, call.gradient_rows(gradient))
                 self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
         return self.current.rows(self.rows.weight_sharing)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_kfac.model.calls import Call
 from ds_kfac.model.convolutions import Convolution, Grid, Patches, phase
+from ds_kfac.model.layers import LayerType
 
 ROWS, PASSES, TERMS = range(3)
 """Entries of :attr:`BatchSum.counts`."""
@@ -63,6 +64,11 @@ def is_nonzero(rows: Tensor) -> Tensor:
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.bool)
     return rows.abs().amax(dim=-1) != 0  # of ways to see it the fastest on a CPU
+
+
+def have_gradient(kind: LayerType, gradient: Tensor) -> Tensor:
+    """Which rows [.., O] of an output gradient are not zero, bool [..]; of images which entries."""
+    return gradient != 0 if kind.images else is_nonzero(gradient)
 
 
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
