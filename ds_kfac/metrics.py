@@ -29,7 +29,7 @@ SUMMARY = {
 
 
 class Metrics:
-    """Counters and timings. Those of a skipped step are dropped with it.
+    """Counters and timings.
 
     Args:
         timers: the engine's DeepSpeed timers if it prints a breakdown, else None; stages are then timed there as well,
@@ -59,15 +59,11 @@ class Metrics:
         self.summary = torch.zeros(len(SUMMARY), device=device, dtype=torch.float32)
         so_far = [float(each) for each in SUMMARY.values()]
         self._accumulates = torch.tensor(so_far, dtype=torch.float32, device=device)
-        self.step_counts: Counter[str] = Counter()
-        self.step_summary = torch.zeros_like(self.summary)
 
-    def end(self, *, applied: bool) -> None:
-        if applied:
-            self.counts += self.step_counts
-            self.summary = self.summary * self._accumulates + self.step_summary
-        self.counts["steps" if applied else "skipped_steps"] += 1
-        self.step_counts, self.step_summary = Counter(), torch.zeros_like(self.summary)
+    def step(self, summary: Tensor) -> None:
+        """Count an applied step, with its fp32 numbers in the order of :data:`SUMMARY`."""
+        self.summary = self.summary * self._accumulates + summary
+        self.counts["steps"] += 1
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -308,29 +308,53 @@ def deliver(
     return [[] for _ in parts]
 
 
-class Scalars:
-    """Scalars that ranks send in this step.
+class SummedVector:
+    """A vector of each rank that travels to all other ranks of its row, where they are added up in rank order.
 
     Args:
-        names: by rank, names of the scalars that it sends; the same on every rank.
-        rows: groups of ranks that exchange scalars; None: all ranks are one group.
+        rows: groups of ranks that exchange their vectors.
     """
 
-    def __init__(self, names: Sequence[Sequence[Hashable]], rank: int, rows: Sequence[Sequence[int]] | None = None):
+    def __init__(self, numel: int, world: int, rank: int, rows: Sequence[Sequence[int]]) -> None:
+        pairs = [(source, target) for row in rows for source in row for target in row if source != target]
+        self.plan = RelayoutPlan(world, tuple(Move(source, 0, numel, source, target) for source, target in pairs))
+        self.rank = rank
+        self._own: Tensor | None = None
+
+    def part(self, own: Tensor) -> MessagePart:
+        """The message part with this rank's vector, fp32."""
+        self._own = own
+        return MessagePart("numbers", self.plan, lambda move: own, torch.float32)
+
+    def total(self, received: Arrivals) -> Tensor:
+        """The sum of this rank's and the received ones."""
+        assert self._own is not None
+        vectors = {move.source: vector for move, vector in received} | {self.rank: self._own}
+        self._own = None
+        return torch.stack([vectors[rank] for rank in sorted(vectors)]).sum(dim=0)
+
+
+class Scalars:
+    """Scalars that each rank sends to all others in this step.
+
+    Args:
+        names: by rank, names of the scalars that it sends; the same on every rank. A name is of one rank only.
+    """
+
+    def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
         self.names, self.rank = names, rank
-        self.rows = (range(len(names)),) if rows is None else rows
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """Moves of each rank's scalars to all other ranks of its group."""
+        """Moves of each rank's scalars to all other ranks."""
+        world = len(self.names)
         moves = [
             Move(source, 0, len(self.names[source]), source, target)
-            for row in self.rows
-            for source in row
-            for target in row
+            for source in range(world)
+            for target in range(world)
             if source != target and self.names[source]
         ]
-        return RelayoutPlan(len(self.names), tuple(moves))
+        return RelayoutPlan(world, tuple(moves))
 
     def part(self, values: Mapping[Hashable, Tensor | float], device: torch.device) -> MessagePart:
         """The message part with this rank's scalars, tensors or what the host knows: fp32, on the device."""
@@ -341,16 +365,12 @@ class Scalars:
         self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
-    def read(self, received: Arrivals) -> dict[int, Tensor]:
-        """Rank -> its scalars, in the order of their names; this rank's, too."""
+    def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
+        """Name -> scalar, of all ranks."""
         # copies: a view would keep the whole message
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
-        return {rank: sent[rank] for rank in sorted(sent)}
-
-    def named(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Name -> scalar, for names that only one rank sends."""
         return {
             name: number
-            for rank, numbers in self.read(received).items()
-            for name, number in zip(self.names[rank], numbers, strict=True)
+            for rank in sorted(sent)
+            for name, number in zip(self.names[rank], sent[rank], strict=True)
         }

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import Direction, LocalResult, StepContext, UpdateRule
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.direction import Direction, Outcome, StepContext
 from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, kept_bytes, recorded_step
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
@@ -26,8 +27,8 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
-from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments, PendingEigenvalues
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.update.state import CorrectedEigenvalues, Moments
+from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
 from ds_kfac.zero.layout import ShardLayout
 
 DECAY = 0.95
@@ -38,116 +39,113 @@ class KFACGradient(Direction):
     """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in the order of
     ``layer_groups``."""
 
-    def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
-        super().__init__(plan, layout, exchange)
-        self.clip_lr, self.metrics = plan.clip_lr, metrics
+    def __init__(
+        self, plan: Plan, exchange: GradientExchange, moments: type[Moments] | None, metrics: Metrics
+    ) -> None:
+        super().__init__(plan, exchange, moments)
+        self.plan, self.clip_lr, self.metrics = plan, plan.clip_lr, metrics
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
-        inputs = {"damping": one.clone(), "clip": one.clone(), "terms": one.repeat(len(self.layers))}
+        inputs = {"damping": one.clone(), "terms": one.repeat(len(self.layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
-    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        outbox = self.exchange.outbox()
+    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
         if not self.layers:
-            return LocalResult(outbox, states, (torch.zeros((), device=self.exchange.device, dtype=torch.float32),))
-        for group in self.layer_groups:
-            group.load(states, fresh=context.fresh)
-        ready = [states[name].preconditioner is not None for name in self.names]
+            none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
+            return Outcome((none.sum(),), none)
+        ready = [prepared for group in self.layer_groups for prepared in group.prepared]
         rates = self._rates(context)
         # where a weight's and its bias' rates differ the sum is made of their parts
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
-        if context.clip is not None:
-            inputs["clip"] = context.clip
-        if self.config.preconditioner.eigenvalues == "corrected":  # of raw gradients, as factors are
-            terms = torch.stack([states[name].terms for name in self.names])
-            clip = 1.0 if context.clip is None else context.clip
-            inputs["terms"] = terms / (self.layout.grad_scale() * clip) ** 2
-        how = tuple(ready), split
-        compute = partial(self._directions, states, *how)
+        if self.config.preconditioner.eigenvalues == "corrected":
+            inputs["terms"] = torch.cat([group.terms for group in self.layer_groups])
+        compute = partial(self._directions, ready, split)
         if self.recorded is None:
-            dots, found = compute(StepTensors(gradients, outbox), **inputs)
+            dots, outcome = compute(StepTensors(gradients, results), **inputs)
         else:
-            dots, found = self.recorded.step(compute, gradients, outbox, inputs, how)
+            dots, outcome = self.recorded.step(compute, gradients, results, inputs, (tuple(ready), split))
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
-        number = weighted_by_rates(dots, entries) / self.layout.grad_scale() ** 2
-        return LocalResult(outbox, states, (number,), **found)
+        outcome.numbers = (weighted_by_rates(dots, entries),)
+        yes, no = (torch.full((), value, device=dots.device, dtype=torch.float32) for value in (1.0, 0.0))
+        outcome.flags = torch.stack([yes if on else no for on in ready])
+        return outcome
 
     def _rates(self, context: StepContext) -> list[list[Any]]:
         """Of each layer's parameters, those that kl-clip goes by."""
-        groups = self.layout.optimizer.param_groups
-        of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
+        of_group: Mapping[int, Any] = context.peak_lr
+        if self.clip_lr != "peak":
+            of_group = {index: own["lr"] for index, own in enumerate(context.groups)}
         return [[of_group[group] for group in self.parameter_groups[name]] for name in self.names]
 
     def _directions(
-        self, states: Mapping[str, LayerState], ready: Sequence[bool], split: bool,
-        tensors: StepTensors | RecordedTensors, damping: float | Tensor, clip: Tensor | None = None,
+        self,
+        ready: Sequence[bool],
+        split: bool,
+        tensors: StepTensors | RecordedTensors,
+        damping: float | Tensor,
         terms: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    ) -> tuple[Tensor, Outcome]:
         """Every group's results, each put where it belongs as soon as it is there. Returns <V, gradient> of each layer,
-        or of each of its parameters, 0 of a layer that has no eigenbasis; and more of :class:`LocalResult`.
+        or of each of its parameters, 0 of a layer that has no eigenbasis; and counts.
 
         Args:
-            states: whose inverses are read; eigenbases are read from the groups.
             ready: which layers have an eigenbasis or inverses.
             split: whether <V, gradient> is of each parameter.
-            clip: multiplies all gradients.
-            terms: see :meth:`CorrectedEigenvalues.divide`.
+            terms: see :meth:`CorrectedEigenvalues.divide_`.
         """
-        pending: list[PendingEigenvalues] = []
         dots: list[Tensor] = []
-        replaced = limited = torch.zeros((), dtype=torch.float32, device=self.exchange.device)
+        outcome = Outcome()
         first = 0
         for group in self.layer_groups:
             own = slice(first, first := first + len(group.layers))
-            gradient = tensors.take(group)[0].float()
-            if clip is not None:
-                gradient = gradient * clip
-            if not any(ready[own]):
-                V, dot = gradient, gradient.new_zeros(group.n)
-            else:
-                on = group.flags(ready[own], gradient.device)
-                inverses = None if group.rotation else states[group.names[0]].preconditioner
+            gradient, _ = tensors.take(group)
+            on = group.flags(ready[own], gradient.device)
+            V, dot = gradient, gradient.new_zeros(group.n)
+            if any(ready[own]):
                 terms_n = None if terms is None else repeated(terms[own], group.maps)
-                V, dot, finite, corrected = self._precondition(group, inverses, gradient, on, damping, terms_n)
-                replaced = replaced + group.any_map(~finite if on is None else ~finite & on).sum()
-                if corrected is not None:
-                    pending.append(corrected[0])
-                    limited = limited + group.any_map(corrected[1]).sum()
+                V, dot, limited = self._precondition(group, gradient, on, damping, terms_n)
+                outcome.limited = outcome.limited + group.any_map(limited).sum()
+            finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
+            outcome.replaced = outcome.replaced + group.any_map(~finite).sum()
+            V = torch.where(finite[:, None, None], V, 0.0)
+            dot = torch.where(finite, dot, 0.0)
             dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
-        return torch.cat(dots), {"pending": pending, "replaced": replaced, "limited": limited}
+        return torch.cat(dots), outcome
 
     def _precondition(
-        self, group: LayerGroup, inverses: Any, gradient: Tensor, on: Tensor | None,
-        damping: float | Tensor, terms_n: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[PendingEigenvalues, Tensor] | None]:  # fmt: skip
-        """V of a group's matrices, or the gradient where it is not finite or they are not ``on``; <V, gradient> [n], 0
-        where not ``on``; whether V is finite; and new second moments, with whether gradients were scaled down for them.
+        self,
+        group: LayerGroup,
+        gradient: Tensor,
+        on: Tensor | None,
+        damping: float | Tensor,
+        terms_n: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those; and whether
+        gradients were scaled down for the second moments, bool [n].
 
         Args:
-            inverses: damped ones, of a layer that is alone; None: by the group's eigenbases.
             on: bool [n]; None: all are.
         """
-        norm = norms(gradient.flatten(-2)).float()
-        if on is not None:
-            norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
-        corrected = None
         damped: dict[str, Any] = {"damping": damping, "damping_kind": self.config.damping.kind}
-        if group.rotation is None:
+        limited = torch.zeros(group.n, dtype=torch.bool, device=gradient.device)
+        if group.rotation is None:  # of a layer that is alone
             (of_layer,) = group.by_layer(gradient)
-            V, dot = inverses.precondition(of_layer, damping=damping, precision=self.precision)
+            V, dot = group.preconditioner(0).precondition(of_layer, damping=damping, precision=self.precision)
             V, dot = V.view_as(gradient), dot.view(-1)
         elif terms_n is not None:
-            V, dot, new, over = precondition_corrected(
+            norm = norms(gradient.flatten(-2)).float()
+            if on is not None:
+                norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
+            V, dot, limited = precondition_corrected(
                 gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
             )
-            corrected = new, over
         else:
             V, dot = precondition(gradient, group.rotation, **damped)
-        V, finite = finite_or(V, gradient, on)
-        dot = torch.where(finite, dot, norm.square())
-        return V, dot if on is None else dot.masked_fill(~on, 0.0), finite, corrected
+        if on is None:
+            return V, dot, limited
+        return torch.where(on[:, None, None], V, gradient), dot.masked_fill(~on, 0.0), limited
 
     def _dots(
         self, group: LayerGroup, ready: Sequence[bool], V: Tensor, gradient: Tensor, dot: Tensor, split: bool
@@ -159,24 +157,24 @@ class KFACGradient(Direction):
                 [part.sum() for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))]
                 for layer, on, x, y in pairs
             ]
-            dot = torch.stack(list(chain.from_iterable(sums)))
+            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=0.0, neginf=0.0)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
         return dot / group.layers[0].copies
 
     def finish(
-        self, step: int, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        kl_clip = self.config.preconditioner.kl_clip_at(step)
+        self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
+    ) -> Mapping[str, Tensor] | None:
+        kl_clip = self.config.preconditioner.kl_clip_at(context.step)
         if not kl_clip:
             self.metrics.nu = self.metrics.kl = None
-            return {}
+            return None
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
         self.metrics.kl = nu.square() * totals[0] / 2
-        if not prepared:
-            return {}
-        scales = torch.where(torch.stack([*prepared.values()]), nu, torch.ones_like(nu))
-        return dict(zip(prepared, scales.unbind(), strict=True))
+        if flags is None:
+            return None
+        scales = torch.where(flags, nu, torch.ones_like(nu))
+        return dict(zip((layer.name for layer in self.plan.layers), scales.unbind(), strict=True))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -287,43 +285,27 @@ def precondition_corrected(
     decay: float,
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
-) -> tuple[Tensor, Tensor, PendingEigenvalues, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
 
     Args:
         norm_n: of the gradient.
-        terms_n: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
+        terms_n: loss terms, which bring a squared gradient to the Fisher's units.
         decay: of the second moment.
 
-    Returns V, <V, gradient> [n], the new second moment, which waits for the commit, and whether the gradient was scaled
-    down for it, bool [n].
+    Returns V, <V, gradient> [n], and whether the gradient was scaled down for the second moment, bool [n].
     """
-    scaled_nOI, dot_n, new, limited_n = corrected.divide(
+    scaled_nOI, dot_n, limited_n = corrected.divide_(
         _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damping,
         layer_mean=rotation.layer_mean if damping_kind == "relative" else None,
     )  # fmt: skip
-    return rotation.restore(scaled_nOI, overwrite=True), dot_n, new, limited_n
+    return rotation.restore(scaled_nOI, overwrite=True), dot_n, limited_n
 
 
 def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
     """A large one whose rows no basis mixes in one copy."""
     by_rows = is_large(gradient_nOI) and not rotation.G
     return rotation.rotate(gradient_nOI.clone() if by_rows else gradient_nOI, overwrite=by_rows)
-
-
-def finite_or(
-    preconditioned_nOI: Tensor, otherwise_nOI: Tensor, wanted_n: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``preconditioned``, which is overwritten, where all of a matrix is finite and ``wanted``, else ``otherwise``; and
-    where it was, bool [n].
-
-    ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
-    """
-    result = preconditioned_nOI.float()
-    finite = torch.isfinite(torch.linalg.vector_norm(result, ord=torch.inf, dim=(-2, -1)))  # without a mask
-    if wanted_n is not None:
-        finite = finite & wanted_n
-    return torch.where(finite[:, None, None], result, otherwise_nOI, out=result), finite
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:

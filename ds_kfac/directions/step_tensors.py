@@ -2,8 +2,8 @@
 recorded (``ds_kfac/update/recorded.py``), always in the same places."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, evenly_spaced
 from ds_kfac.update.recorded import RECORDED_LAYER, RECORDED_NUMEL, RECORDERS, Recorded
-from ds_kfac.zero.exchange import GradientExchange, Outbox
+from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
 
 T = TypeVar("T")
 
@@ -25,82 +25,62 @@ def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
     return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
-def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
-    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients, and results that may
-    not take their places."""
+def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
+    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients, whose places results
+    take."""
     if not is_recorded(plan, layers, device):
         return 0
-    arriving, leaving = plan.gradient_dtypes
-    each = arriving.itemsize + (0 if in_place and leaving is arriving else torch.float32.itemsize)
-    return each * sum(layer.numel for layer in layers)
+    return torch.float32.itemsize * sum(layer.numel for layer in layers)
 
 
 class StepTensors:
-    """Gradients as they come, and results that go to the outbox at once.
+    """Gradients as they come, and results that go to where they belong at once."""
 
-    Args:
-        gradients: layer name -> matrix, until it is taken.
-    """
+    def __init__(self, gradients: Gradients, results: Results) -> None:
+        self.gradients, self.results = gradients, results
 
-    def __init__(self, gradients: dict[str, Tensor], outbox: Outbox) -> None:
-        self.gradients, self.outbox = gradients, outbox
-
-    def take(self, group: LayerGroup) -> tuple[Tensor, int]:
-        """The group's gradients [n, O, I] in their dtype, and an address: the memory there may be DeepSpeed's own and
-        must not be written to. Of layers that lie at equal distances in that memory they are a view. Call it once for
-        each group."""
+    def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
+        """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may be DeepSpeed's own
+        memory, of which layers that lie at equal distances are a view. Call it once for each group."""
         parts = [self.gradients.pop(name) for name in group.names]
-        x = evenly_spaced(parts) if len(parts) > 1 else None
-        return group.matrices(parts) if x is None else x, parts[0].data_ptr()
+        if len(parts) == 1:
+            return group.matrices(parts), False
+        together = evenly_spaced(parts)
+        return (group.matrices(parts), True) if together is None else (together, False)
 
-    def claim(self, group: LayerGroup) -> Tensor | None:
+    def memory(self, group: LayerGroup) -> Tensor | None:
         """[layers, O, I], to which the caller writes the group's results, once its gradients have been read. None: they
         are to be :meth:`put`."""
-        return self.outbox.claim(group.layers)
+        return self.results.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
         """Take the group's results. Call it once for each group."""
-        self.outbox.add(group.layers, group.by_layer(x_nOI))
+        self.results.put(group.layers, group.by_layer(x_nOI))
 
 
 class RecordedTensors:
-    """:class:`StepTensors` of a recorded step. Results take the gradients' places if they may be rounded to their
-    dtype.
+    """:class:`StepTensors` of a recorded step, always in the same places. Results take the gradients' places.
 
     Attributes:
-        dtypes: of each layer's gradient, as it arrives. A group's tensor has the widest of its layers'.
-        gradients: layer name -> gradient.
-        matrices, results: of each group, [n, O, I].
-        rounded: groups whose results are in the dtype in which they are stored.
-        borrowed: whether a result must be copied before others keep it.
+        matrices: of each group, fp32 [n, O, I].
+        gradients: layer name -> its part of these.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], dtypes: list[torch.dtype], exchange: GradientExchange) -> None:
-        device, layout, each = exchange.device, exchange.layout, iter(dtypes)
-        self.dtypes = dtypes
+    def __init__(self, groups: Sequence[LayerGroup], device: torch.device) -> None:
         shapes = {group: (group.n, *group.layers[0].shape[-2:]) for group in groups}
-        kept = {group: reduce(torch.promote_types, islice(each, len(group.layers))) for group in groups}
-        self.matrices = {group: torch.empty(shapes[group], dtype=kept[group], device=device) for group in groups}
-        fits = layout.in_place and exchange.scatter_dtype is layout.dtype
-        self.rounded = {group for group, dtype in kept.items() if fits and dtype is layout.dtype}
-        self.borrowed = not layout.in_place
-        self.results = {
-            group: x if group in self.rounded else torch.empty(shapes[group], dtype=torch.float32, device=device)
-            for group, x in self.matrices.items()
-        }
+        self.matrices = {group: torch.empty(x, dtype=torch.float32, device=device) for group, x in shapes.items()}
         of_groups = (zip(group.names, group.by_layer(x), strict=True) for group, x in self.matrices.items())
         self.gradients = dict(chain.from_iterable(of_groups))
 
-    def take(self, group: LayerGroup) -> tuple[Tensor, int]:
-        x = self.matrices[group]
-        return x, x.data_ptr()
+    def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
+        return self.matrices[group], True
 
-    def claim(self, group: LayerGroup) -> Tensor:
-        x = self.results[group]
+    def memory(self, group: LayerGroup) -> Tensor:
+        x = self.matrices[group]
         return x.view(len(group.layers), -1, x.shape[-1])
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
-        self.results[group].copy_(x_nOI)
+        self.matrices[group].copy_(x_nOI)
 
 
 class RecordedStep(Recorded[T]):
@@ -110,41 +90,38 @@ class RecordedStep(Recorded[T]):
         inputs: name -> place of a number or vector that changes from step to step.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
-        super().__init__(RECORDERS[exchange.device.type], logger.warning)
-        self.groups, self.exchange, self.inputs = groups, exchange, inputs
-        self.tensors: RecordedTensors | None = None
-        for group in groups:
-            group.stays = True
+    def __init__(self, groups: Sequence[LayerGroup], device: torch.device, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__(RECORDERS[device.type], logger.warning)
+        self.groups, self.inputs = groups, inputs
+        self.tensors = RecordedTensors(groups, device)
 
     def step(
-        self, compute: Callable[..., T], gradients: dict[str, Tensor], outbox: Outbox,
-        inputs: Mapping[str, Tensor | float], values: Any,
-    ) -> T:  # fmt: skip
-        """``compute(step tensors, **inputs)``: it decides nothing on the host, leaves moments as they are, and puts a
-        result for each group.
+        self,
+        compute: Callable[..., T],
+        gradients: Gradients,
+        results: Results,
+        inputs: Mapping[str, Tensor | float],
+        values: Any,
+    ) -> T:
+        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and gives a result
+        for each group.
 
         Args:
             values: settings by which it computes: other ones are recorded anew.
         """
-        # fresh eigenbases lie beside those that the recording reads, which a skipped step must leave as they were
-        if not all(group.at_home for group in self.groups):
-            return compute(StepTensors(gradients, outbox), **inputs)
-        names = [name for group in self.groups for name in group.names]
-        dtypes = [gradients[name].dtype for name in names]
-        if self.tensors is None or self.tensors.dtypes != dtypes:
-            self.tensors = RecordedTensors(self.groups, dtypes, self.exchange)
         tensors = self.tensors
+        names = [*tensors.gradients]
         torch._foreach_copy_([*tensors.gradients.values()], [gradients.pop(name) for name in names])
         places = {name: self.inputs[name] for name in inputs}
         for name, value in inputs.items():
-            place = places[name]
-            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-        read = [tensors, *(part for group in self.groups for part in (group.rotation, group.moments))]
+            if isinstance(value, Tensor):
+                places[name].copy_(value)
+            else:
+                places[name].fill_(value)
+        read = [group.rotation for group in self.groups]
         found = self(partial(compute, tensors, **places), read, (*places, values))
         for group in self.groups:
-            x = tensors.results[group].clone() if tensors.borrowed else tensors.results[group]
-            outbox.add(group.layers, group.by_layer(x), x if group in tensors.rounded else None)
+            results.put(group.layers, group.by_layer(tensors.matrices[group]))
         return found
 
 
@@ -153,4 +130,4 @@ def recorded_step(
 ) -> RecordedStep | None:
     """None where steps are launched as they are."""
     layers = [layer for group in groups for layer in group.layers]
-    return RecordedStep(groups, exchange, inputs) if is_recorded(plan, layers, exchange.device.type) else None
+    return RecordedStep(groups, exchange.device, inputs) if is_recorded(plan, layers, exchange.device.type) else None

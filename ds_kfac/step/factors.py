@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Channel
+from ds_kfac.comm.message import Arrivals, Channel, Scalars
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
-from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated, usable
+from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.log import logger
 from ds_kfac.metrics import Metrics
@@ -47,51 +47,39 @@ class FactorLog:
 
 
 @dataclass
-class FactorDraft:
-    """What a step changes about the factors; :meth:`FactorUpdates.commit` keeps or drops it.
+class FactorStep:
+    """What a step has done to the factors, until the ranks have told each other.
 
     Attributes:
-        step: number of applied steps before this one.
-        decay: weight of the past in averages.
-        factors, ready: new values of the attributes of :class:`FactorUpdates`.
+        due: of the factors that exist.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
-            the one before (:func:`ds_kfac.curvature.factor.updated`); :data:`NO_BATCH` if it stays as it was.
-        updated: keys of this rank's n batches that were averaged, and fp32 [4, n], see :class:`FactorLog`.
+            the one before (:func:`ds_kfac.curvature.factor.update_`); :data:`NO_BATCH` if it stays as it was.
         unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         arriving: keys of the factors that are decomposed in this step.
-        scalars: name -> scalar, as exchanged by all ranks.
         outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.receive`
             of all, if eigenbases travel.
         bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
-        unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
+        scalars: name -> scalar, as exchanged by all ranks.
     """
 
-    step: int
-    decay: float
     due: FactorsDue
-    factors: dict[str, KroneckerFactor]
-    ready: set[str]
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
-    updated: tuple[tuple[str, ...], Tensor | None] = (), None
     unusual: Sequence[Tensor | float] = NONE_UNUSUAL
     missed: tuple[tuple[str, ...], Tensor | None] = (), None
     arriving: tuple[str, ...] = ()
-    scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
     outcomes: dict[str, float] = field(default_factory=dict)
     bases: dict[str, Decomposition] = field(default_factory=dict)
-    unproven: frozenset[str] = frozenset()
+    scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
 
 
 class FactorUpdates:
-    """Averages, decomposes and delivers the factors. What a step changes is in its :class:`FactorDraft`.
+    """Averages, decomposes and delivers the factors, which change in place.
 
     Args:
         plan: which rank does what, when and how.
-
-    Args:
         averaged_over: ranks whose backward passes a gradient is averaged over, also those of other domains; None: those
             of the channel.
 
@@ -168,12 +156,12 @@ class FactorUpdates:
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
         empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
+        return replace(empty, history=History.of(spec.side).to(self.home)) if self.plan.adaptive else empty
 
     def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
-        history = History(side, *values).to(self.home) if self.plan.adaptive else None
+        history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
         return KroneckerFactor(side, packed_P.to(self.home), updates.to(self.device), history)
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
@@ -189,61 +177,64 @@ class FactorUpdates:
         would come to these at its next refresh only."""
         self.ready -= {spec.key for name in layers for spec in self.of_layer.get(name, {}).values()}
 
-    def forget(self, draft: FactorDraft, keys: Collection[str]) -> None:
+    def forget(self, keys: Collection[str]) -> None:
         """Restart these factors from zero: rows that failed the proof are in their averages."""
-        draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}
-        draft.ready.difference_update(keys)
-
-    def draft(self, step: int, due: FactorsDue) -> FactorDraft:
-        """A draft that starts from the state after the last applied step.
-
-        Args:
-            due: may name factors that do not exist, as layers share one; these are left out.
-        """
-        due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        return FactorDraft(step, self.config.factor.decay.at(step), due, dict(self.factors), set(self.ready))
+        for key in keys & self.factors.keys():
+            self.factors[key] = self._empty(self.specs[key])
+        self.ready.difference_update(keys)
 
     # the stages of a step
 
-    def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
-        """Average batch sums, already reduced over ranks, into this rank's factors."""
-        batches = {key: sums[key] for key in self.factors if key in draft.due.capture and key in sums}
-        world, timetable = self.channel.world, self.timetable
+    def update(self, step: int, due: FactorsDue, sums: Mapping[str, BatchSum]) -> FactorStep:
+        """Average batch sums, already reduced over ranks, into this rank's factors.
+
+        Args:
+            step: number of applied steps before this one.
+            due: may name factors that do not exist, as layers share one; these are left out.
+        """
+        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()))
+        batches = {key: sums[key] for key in self.factors if key in update.due.capture and key in sums}
         for key, batch in batches.items() if self.plan.counts_terms else ():
             # ranks that did not contribute are assumed to have had as many rows
             terms = batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
-            draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        keys = list(batches)
-        rows = torch.zeros(0, device=self.device, dtype=torch.float32)
-        if keys:
-            rows = torch.stack([batch.counts[ROWS] for batch in batches.values()])
+            update.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
+        keys = tuple(batches)
+        if not keys:
+            return update
+        rows = torch.stack([batch.counts[ROWS] for batch in batches.values()])
         counts = rows.clone()
         for index, (key, batch) in enumerate(batches.items()):
             if self.of_gradients(key):
                 self._scale(batch)
                 counts[index] = (rows[index] > 0).float()
-        new, similar, flags = updated(
-            [draft.factors[key] for key in batches],
+        decay = self.config.factor.decay.at(step)
+        similar, flags = update_(
+            [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
             # the adaptive rule may have skipped ordinary updates: the past decays once for each of them
-            decays=[draft.decay ** timetable.clocks[key].interval for key in batches],
+            decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,
             tolerance=self.plan.adaptive,
         )
-        if partial := tuple(key for key, batch in batches.items() if batch.ranks < world):
-            draft.missed = partial, torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
-        missed = 0.0 if draft.missed[1] is None else draft.missed[1].sum()
-        draft.unusual = *flags.sum(dim=1), missed
-        if keys:
-            last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
-            changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
-            changed = torch.where(flags[1], changed, draft.step)
-            draft.updated = tuple(keys), torch.stack([*flags, rows, changed])
-        draft.factors |= zip(keys, new, strict=True)
-        draft.similar = {
+        update.similar = {
             keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before) for at, (last, before) in similar.items()
         }
+        partial = tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world)
+        missed: Tensor | float = 0.0
+        if partial:
+            update.missed = partial, torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
+            missed = update.missed[1].sum()
+        update.unusual = *flags.sum(dim=1), missed
+        self._note(step, keys, flags, rows)
+        return update
+
+    def _note(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
+        """Enter this rank's updates in :attr:`log`."""
+        last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
+        changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
+        numbers = torch.stack([*flags, rows, torch.where(flags[1], changed, step)])
+        self.log.updates |= {key: (step, column, numbers) for column, key in enumerate(keys)}
 
     def of_gradients(self, key: str) -> bool:
         """Whether a factor is made of gradients: G, and a norm's A."""
@@ -257,71 +248,77 @@ class FactorUpdates:
         passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(passes * (others / self.averaged_over**2))
 
-    def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
+    def decompose(
+        self,
+        step: int,
+        update: FactorStep,
+        last: Callable[[FactorSpec], Any] | None = None,
+        unproven: Collection[str] = (),
+    ) -> None:
         """Decompose the factors that are due.
 
         Args:
             last: a factor's last decomposition on this rank, or None, for methods that iterate from it; without this
                 function every factor is decomposed from scratch.
+            unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
         """
         # a factor that had no data at the last refresh is decomposed at its next capture: waiting for the next refresh
         # would leave its layers unpreconditioned for a whole interval
-        waiting = {key for key in draft.due.capture - draft.ready if self.travels or key in self.factors}
-        due = (draft.due.refresh | waiting) - draft.unproven
-        draft.arriving = tuple(key for key in self.specs if key in due)
-        able = self._usable(due, draft)
-        results = dict(zip(able, self._decomposed(able, draft, last), strict=True))
-        draft.outcomes = {key: UNUSABLE for key in draft.arriving if key in self.factors}
-        draft.outcomes |= {key: FAILED if result.basis is None else FRESH for key, result in results.items()}
-        draft.bases = {key: result.basis for key, result in results.items() if result.basis is not None}
-        counts = self.metrics.step_counts
+        waiting = {key for key in update.due.capture - self.ready if self.travels or key in self.factors}
+        due = (update.due.refresh | waiting) - set(unproven)
+        update.arriving = tuple(key for key in self.specs if key in due)
+        able = self._usable(due)
+        results = dict(zip(able, self._decomposed(able, step, last), strict=True))
+        update.outcomes = {key: UNUSABLE for key in update.arriving if key in self.factors}
+        update.outcomes |= {key: FAILED if result.basis is None else FRESH for key, result in results.items()}
+        update.bases = {key: result.basis for key, result in results.items() if result.basis is not None}
+        counts = self.metrics.counts
         for result in results.values():
             counts["refreshes"] += result.basis is not None
             counts[f"refreshes_{result.how}"] += 1
             counts["refresh_retries"] += result.retries
-            counts["refresh_failures"] += result.basis is None
-        bad = {FAILED: draft.outcomes.keys(), UNUSABLE: draft.ready}  # what is not ready may have no data yet
-        if stale := [key for key, outcome in draft.outcomes.items() if key in bad.get(outcome, ())]:
+        bad = {FAILED: update.outcomes.keys(), UNUSABLE: self.ready}  # what is not ready may have no data yet
+        if stale := [key for key, outcome in update.outcomes.items() if key in bad.get(outcome, ())]:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded ({len(stale)} in step "
-                f"{draft.step}); the last one's result stays"
+                f"{step}); the last one's result stays"
             )
 
     def _decomposed(
-        self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None
+        self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None
     ) -> list[Refreshed]:
         """Decompositions of these factors, in this order."""
         method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
-            if last is not None and method.step_flops and not self.timetable.exact(key, draft.step, method.exact_every):
+            if last is not None and method.step_flops and not self.timetable.exact(key, step, method.exact_every):
                 basis = last(self.specs[key])
             if method.damps_identity or self.paired:  # the inverse has the damping in it, which depends on both
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
                 elif self.paired:
-                    partner = draft.factors[key_of(layer.name, other)]
-            requests.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
+                    partner = self.factors[key_of(layer.name, other)]
+            requests.append(Request(self.factors[key], partner, basis, layer.copies > 1))
         options: dict[str, Any] = {}
         if method.damps_identity:
-            options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
+            options = {"damping": config.damping.at(step), "damping_kind": config.damping.kind}
         return method.decompose([request.to(device) for request in requests], **options)
 
-    def _usable(self, keys: Collection[str], draft: FactorDraft) -> list[str]:
+    def _usable(self, keys: Collection[str]) -> list[str]:
         """Keys of this rank's factors that can be decomposed, and of some layer that has them so can the other one, if
         that is on this rank: of a common A one layer may have no data. One transfer to the host for all."""
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
             for key, spec in self.specs.items()
-            if key in keys and key in draft.factors
+            if key in keys and key in self.factors
         }
         needed = {key for of_factor in layers.values() for sides in of_factor for key in sides}
-        checked = [key for key in draft.factors if key in needed]
+        checked = [key for key in self.factors if key in needed]
         if not checked:
             return []
         # on the device: an offloaded factor may still be on its way to the host
-        flags = usable([draft.factors[key].to(self.device) for key in checked]).tolist()
+        flags = usable([self.factors[key].to(self.device) for key in checked]).tolist()
         can = dict(zip(checked, flags, strict=True))
         return [
             key
@@ -331,44 +328,37 @@ class FactorUpdates:
 
     # what travels with the gradients
 
-    def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor | float]]:
-        """By rank, names of the scalars that it sends to all others in this step; this rank's, name -> scalar."""
-        names = scalar_names(self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels)
-        values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in draft.terms.items()}
-        values |= {("similar", key): code for key, code in draft.similar.items()}
-        values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual, strict=True)}
-        values |= {("fresh", key): outcome for key, outcome in draft.outcomes.items()}
-        return names, values
+    def scalars(self, update: FactorStep) -> Scalars:
+        """What each rank tells all others in this step."""
+        names = scalar_names(self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels)
+        return Scalars(names, self.rank)
 
-    def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
-        """Put new eigenbases or inverses for this rank's layers into the draft. Synchronises if they travel.
+    def values(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
+        """Name -> scalar, of those of :meth:`scalars` that this rank sends."""
+        values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in update.terms.items()}
+        values |= {("similar", key): code for key, code in update.similar.items()}
+        values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, update.unusual, strict=True)}
+        values |= {("fresh", key): outcome for key, outcome in update.outcomes.items()}
+        return values
+
+    def receive(
+        self, step: int, update: FactorStep, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]
+    ) -> None:
+        """Take in what other ranks have sent: new eigenbases or inverses for this rank's layers. Synchronises if they
+        travel.
 
         Args:
             arrivals: what arrived of each of the delivery's parts.
             scalars: name -> scalar, from all ranks.
         """
-        draft.scalars = scalars
-        draft.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
-        if self.travels and draft.arriving:
-            flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
-            draft.outcomes = dict(zip(draft.arriving, flags, strict=True))
-        fresh = {key for key, outcome in draft.outcomes.items() if outcome == FRESH}
-        draft.ready |= fresh
-        arrived = self.delivery.received(draft.bases, *arrivals)  # also of those made here a copy, rounded as sent
-        draft.bases = {key: basis for key, basis in arrived.items() if key in fresh}
-
-    def commit(self, draft: FactorDraft) -> None:
-        """Keep what the step changed, as it was applied."""
-        self.factors, self.ready = draft.factors, draft.ready
-        (keys, numbers), log = draft.updated, self.log
-        if numbers is not None:
-            log.updates |= {key: (draft.step, column, numbers) for column, key in enumerate(keys)}
-        log.tried |= {key: (draft.step, outcome) for key, outcome in draft.outcomes.items()}
-        log.fresh |= {key: draft.step for key, outcome in draft.outcomes.items() if outcome == FRESH}
-
-    def redecomposed(self, step: int) -> FactorDraft:
-        """A draft that decomposes every factor with data from scratch: after loading a checkpoint without bases."""
-        due = FactorsDue(frozenset(), frozenset(self.specs))
-        draft = FactorDraft(step, 0.0, due, dict(self.factors), set())
-        self.decompose(draft)
-        return draft
+        update.scalars = scalars
+        update.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
+        if self.travels and update.arriving:
+            flags = torch.stack([scalars["fresh", key] for key in update.arriving]).tolist()
+            update.outcomes = dict(zip(update.arriving, flags, strict=True))
+        fresh = {key for key, outcome in update.outcomes.items() if outcome == FRESH}
+        self.ready |= fresh
+        self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
+        self.log.fresh |= dict.fromkeys(fresh, step)
+        arrived = self.delivery.received(update.bases, *arrivals)  # also of those made here a copy, rounded as sent
+        update.bases = {key: basis for key, basis in arrived.items() if key in fresh}

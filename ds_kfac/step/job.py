@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ds_kfac.comm.message import Channel
-from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
@@ -38,46 +37,37 @@ class Job:
         """Whether any domain captures in this step."""
         return any(kfac.capture.active for kfac in self.preconditioners)
 
-    def step(self) -> list[StepDraft]:
-        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce.
-
-        Returns a draft for each domain, for :meth:`commit`. If it raises, or is interrupted, K-FAC's state is as if it
-        had not been begun; gradients, which it may have overwritten, are dropped.
-        """
-        try:
-            drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
-            pairs = list(zip(self.preconditioners, drafts, strict=True))
-            for kfac, draft in pairs:
-                kfac.precondition(draft)
-            if self.everywhere and drafts[0].local.numbers:
-                parts = [torch.stack(draft.local.numbers) / kfac.plan.workers for kfac, draft in pairs]
-                with self.preconditioners[0].metrics.stage("relayout"):
-                    sums = self.channel.sum(torch.stack(parts).sum(dim=0))
-            for kfac, draft in pairs:
-                kfac.finish(draft, sums)
-            return drafts
-        except BaseException:
-            for kfac in self.preconditioners:
-                kfac.layout.clear()
-                kfac.layout.optimizer.zero_grad()
-            self._abandon()
-            raise
-
-    def raised(self, error: Any, *_: Any) -> None:
-        """The exit of a context around a backward."""
-        if error is not None:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Drop what the step has seen so far. Local."""
+    def begin(self) -> None:
+        """DeepSpeed begins to look at a step's gradients."""
         for kfac in self.preconditioners:
-            kfac.resume(whole=False)
+            kfac.layout.begin()
 
-    def commit(self, drafts: Sequence[StepDraft], *, applied: bool, whole: bool = True) -> None:
-        """Keep the drafts of a step that DeepSpeed has ``applied``, or drop them. Collective; of a step that raised,
-        which is not ``whole``, local."""
-        for kfac, draft in zip(self.preconditioners, drafts, strict=True):
-            kfac.commit(draft, applied=applied, whole=whole)
+    def step(self) -> None:
+        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce. If it
+        raises, K-FAC's state is that of no step, as that of a torch optimizer is."""
+        sums = None
+        for kfac in self.preconditioners:
+            kfac.precondition()
+        if self.everywhere and self.preconditioners[0].rule.numbers:
+            parts = [torch.stack([*kfac.outcome.numbers]) / kfac.plan.workers for kfac in self.preconditioners]
+            with self.preconditioners[0].metrics.stage("relayout"):
+                sums = self.channel.sum(torch.stack(parts).sum(dim=0))
+        for kfac in self.preconditioners:
+            kfac.scatter(sums)
+
+    def end(self, *, applied: bool) -> None:
+        """After DeepSpeed's step. Collective."""
+        for kfac in self.preconditioners:
+            kfac.layout.end()
+            if not applied:
+                kfac.skipped()
+            kfac.resume()
+
+    def raised(self, error: Any = True, *_: Any) -> None:
+        """A step or a backward pass raised: drop what its hooks have seen. Local. Also the exit of a context."""
+        if error is not None:
+            for kfac in self.preconditioners:
+                kfac.resume(whole=False)
 
     def reset(self) -> None:
         """Start again at step 0, without factors and eigenbases."""

@@ -6,13 +6,15 @@ other file reads such an attribute. The self-test at attach proves where a versi
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.moe.utils import is_moe_param
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -174,11 +176,6 @@ def offload(engine: Any) -> Any:
     return getattr(engine._config.zero_config, "offload_optimizer", None)
 
 
-def set_gradient_norm(engine: Any, norm: Tensor) -> None:
-    """Set what ``get_global_grad_norm`` returns. All versions."""
-    engine._global_grad_norm = norm
-
-
 def writes_in_background(engine: Any) -> bool:
     """Whether checkpoints are written after ``save_checkpoint`` has returned; since 0.17.6."""
     return getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)()
@@ -223,21 +220,74 @@ def lacks_loss_scale(optimizer: Any) -> bool:
     return not multiplies_loss(optimizer) and bool(optimizer.loss_scale_config.use_grad_scaling)
 
 
-def norm_of_stored(optimizer: Any) -> AbstractContextManager[None]:
-    """Wraps a step. FP16_UnfusedOptimizer takes the norm of gradients cast to the parameters' dtype: results in fp32
-    that leave fp16 would be an overflow, though its masters take them in fp32. It gets the norm of gradients as they
-    are, as in FP16_Optimizer; others do not have the function. Its check of each gradient, before, casts nothing. All
-    versions."""
-    module, name = sys.modules[type(optimizer).__module__], "split_params_grads_into_shared_and_expert_params"
-    if not hasattr(module, name):
-        return nullcontext()
+# an outer optimizer's step
 
-    def split(group: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        used = [param for param in group if param.grad is not None]
-        shared, experts = ([p.grad for p in used if is_moe_param(p) is of_expert] for of_expert in (False, True))
-        return shared, experts
+UNSCALE = "unscale_and_clip_grads"
+"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip them, in place, before
+the inner optimizer steps; once for each group. All versions."""
 
-    return replaced(module, name, split)
+
+class _Probe:
+    """An outer optimizer whose gradients are a single one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        held = SimpleNamespace(grad=torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name()))
+        self.optimizer, self.gradient = optimizer, held.grad
+        self.fp32_partitioned_groups_flat = [held]  # of ZeRO-3
+        self.fp32_groups = [[held]]  # of FP16_UnfusedOptimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
+    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the device; None: nothing.
+    It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get gradients, stage 3 the number of a sub-group, then
+    all the norm."""
+    scale = getattr(optimizer, "loss_scale_config", None)
+    scale = optimizer.loss_scale if scale is None else scale.cur_scale
+    if not optimizer.clip_grad and scale == 1.0:
+        return None
+    probe = _Probe(optimizer)
+    *first, norm = arguments
+    first = [[probe.gradient] if isinstance(x, list) else 0 for x in first]
+    getattr(type(optimizer), UNSCALE)(probe, *first, norm)
+    return probe.gradient.reshape(())
+
+
+def bf16_clipping(optimizer: Any) -> Tensor | None:
+    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All versions."""
+    if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
+        return None
+    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)
+    return (optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+
+
+def backup_optimizer(optimizer: Any) -> Any | None:
+    """The second inner optimizer of ZeRO-3 whose first sub-groups are not offloaded. All versions."""
+    return getattr(optimizer, "backup_optimizer", None)
+
+
+@contextmanager
+def unchanged(optimizer: Any) -> Iterator[None]:
+    """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
+    then those of before, and parameters are not linked to states that do not exist."""
+    link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
+    holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
+    before = [
+        {name: x for name, x in vars(holder).items() if x is None or isinstance(x, (bool, int, float))}
+        for holder in holders
+        if holder is not None
+    ]
+    with ExitStack() as stack:
+        for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
+            if hasattr(optimizer, name):
+                stack.enter_context(replaced(optimizer, name, stand_in))
+        try:
+            yield
+        finally:
+            for holder, values in zip(filter(None, holders), before, strict=True):
+                vars(holder).update(values)
 
 
 # ZeRO
@@ -297,11 +347,6 @@ def compact_buffer(optimizer: Any, group: int) -> Any:
     if not getattr(optimizer, COMPACT, lambda group: False)(group):
         return None
     return optimizer._build_compact_grad_partition_buffer(group)
-
-
-def preflattened(optimizer: Any, group: int) -> Tensor | None:
-    """The content of that buffer, as ZeRO-1/2's step reads it, since 0.19.4."""
-    return getattr(optimizer, "_get_preflattened_grad_partition", lambda group: None)(group)
 
 
 def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[Tensor]:

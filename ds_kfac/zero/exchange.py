@@ -1,4 +1,4 @@
-"""Gradients of whole layers to their gradient workers, and the preconditioned ones back to every shard.
+"""Gradients of whole layers to their gradient workers, and the results back to every shard.
 
 ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. So a layer's pieces travel to its
 gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
@@ -13,12 +13,9 @@ from ds_kfac.comm.message import Arrivals, MessagePart, Move
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.groups import evenly_spaced
-from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter
 
-Shards = dict[tuple[int, int], Tensor]
-"""(parameter, start) -> flat values."""
 Span = tuple[int, int]
 """A slice of a flat parameter: its start, and its elements."""
 
@@ -41,6 +38,34 @@ class ExchangePlan:
         self.scatter = plan_scatter(shards, self.of_parameter)
 
 
+class Gradients:
+    """Whole gradients of a rank's layers, layer name -> fp32 [O, I] as they will be applied. Each is taken once: a step
+    holds a layer's gradient or its result.
+
+    A tensor may be DeepSpeed's own memory, which only :class:`Results` may write to.
+    """
+
+    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        self._held = dict(held)  # matrices, and what they are still to be multiplied by
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def __getitem__(self, name: str) -> Tensor:
+        matrix_OI, factor = self._held[name]
+        return matrix_OI.float() if factor is None else times(matrix_OI, factor)
+
+    def pop(self, name: str) -> Tensor:
+        matrix_OI = self[name]
+        del self._held[name]
+        return matrix_OI
+
+
+def times(x: Tensor, factor: Tensor) -> Tensor:
+    """fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
+    return x * factor.view(1)
+
+
 class GradientExchange:
     """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers.
 
@@ -49,15 +74,18 @@ class GradientExchange:
 
     Attributes:
         owned: layers this rank is a gradient worker of.
+        params: layer name -> its parameters.
         shards: parameter -> the slices of it that this rank holds.
         sent: parameter -> the slices of its result that this rank sends to others.
-        staying: layers of :attr:`owned` of which every gradient lies here, and whose results take its place.
     """
 
     def __init__(
-        self, layout: ShardLayout, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]],
+        self,
+        layout: ShardLayout,
+        layers: Sequence[LayerSpec],
+        workers: Mapping[str, tuple[int, ...]],
         dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layout, self.rank, self.device = layout, layout.rank, layout.engine.device
         self.plan = ExchangePlan(layout.shards, layers, workers)
         gather_dtype, self.scatter_dtype = dtypes
@@ -66,100 +94,60 @@ class GradientExchange:
         self.shards: dict[int, list[Shard]] = {}
         for shard in self._here.values():
             self.shards.setdefault(shard.param, []).append(shard)
-        # pieces of gradients to their workers, still carrying the loss scale
         self.gather_part = MessagePart("gradients", self.plan.gather, self._read, gather_dtype)
         self.params = {name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()}
         self.sent: dict[int, set[Span]] = {}
         for move in self.plan.scatter.moves:
             if move.source == self.rank:
                 self.sent.setdefault(move.param, set()).add((move.start, move.numel))
-        self.staying = {layer.name for layer in self.owned if self._stays(layer)}
-        self._views: dict[Shard, Tensor] = {}
+        self._layer_of = {param: name for name, params in self.plan.of_layer.items() for param in params}
 
-    def _stays(self, layer: LayerSpec) -> bool:
-        whole = self.layout.shards.numels
-        here = all([shard.numel for shard in self.shards.get(param, ())] == [whole[param]] and param not in self.sent
-                   for param in self.plan.of_layer[layer.name])  # fmt: skip
-        return here and self.layout.in_place and (layer.copies == 1 or self.layout.world == 1)
+    def _read(self, move: Move) -> Tensor:
+        return self.layout.to_wire(self._here[move.param, move.start])
 
-    def view(self, shard: Shard) -> Tensor:
-        """A shard's gradient, looked up once a step: ``layout.read`` takes the host microseconds."""
-        if (view := self._views.get(shard)) is None:
-            view = self._views[shard] = self.layout.read(shard)
-        return view
-
-    def outbox(self) -> "Outbox":
-        """For the results of a step."""
-        return Outbox(self)
-
-    def gathered(self, received: Arrivals) -> dict[str, Tensor]:
-        """Whole gradients of :attr:`owned`, [O, I] on the device, in the dtype in which they are stored. Where a whole
-        parameter lies here they are DeepSpeed's own memory: write to them through the outbox alone."""
-        self._views.clear()  # of a step that raised
-        self.layout.staged.clear()
-        flats: dict[int, Tensor] = {}
+    def gathered(self, received: Arrivals) -> Gradients:
+        """Whole gradients of :attr:`owned`."""
+        layout, flats = self.layout, dict[int, Tensor]()
+        raw: set[int] = set()  # parameters whose gradients are still to be multiplied
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
-            shards, numel = self.shards.get(param, []), self.layout.shards.numels[param]
+            shards, numel = self.shards.get(param, []), layout.shards.numels[param]
             if len(shards) == 1 and shards[0].numel == numel:  # nothing to put together
-                flats[param] = self.view(shards[0]).to(self.device)
+                flats[param] = layout.gradient(shards[0]).to(self.device)
+                if layout.factor(shards[0]) is not None:
+                    raw.add(param)
                 continue
-            flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
+            flats[param] = torch.empty(numel, dtype=layout.dtype, device=self.device)
             for shard in shards:
-                flats[param][shard.start : shard.start + shard.numel] = self.layout.read(shard)
+                flats[param][shard.start : shard.start + shard.numel] = layout.to_wire(shard)
+            if layout.wire_factor is not None:
+                raw.add(param)
         for move, values in received:
             flats[move.param][move.start : move.start + move.numel] = values
-        matrices = {}
+        held = {}
         for layer in self.owned:
-            weight, *bias = (flats.pop(param) for param in self.plan.of_layer[layer.name])
+            params = self.plan.of_layer[layer.name]
+            factors = {param in raw for param in params}
+            if len(factors) > 1:  # a weight and its bias are in groups that DeepSpeed treats one after the other
+                applied = {param: times(flats[param], layout.seam.factor) for param in params if param in raw}
+                flats |= applied
+                factors = {False}
+            weight, *bias = (flats.pop(param) for param in params)
             # with a bias the matrix is a copy
-            matrices[layer.name] = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
-        return matrices
+            matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
+            held[layer.name] = matrix_OI, layout.seam.factor if factors == {True} else None
+        return Gradients(held)
 
-    def write(self, outbox: "Outbox", received: Arrivals, scales: Mapping[str, Tensor]) -> None:
-        """Put results where the engine's optimizer will find them.
+    def write(self, results: "Results", received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
+        """Put the results of other ranks' layers where the inner optimizer will find them.
 
         Args:
-            outbox: results of this rank's layers, overwritten.
-            received: those of others'.
-            scales: layer name -> scalar to multiply its result by; 1 if absent.
+            results: of this rank's layers, which are there already.
+            scales: layer name -> scalar to multiply its result by.
         """
-        gradients, replacements = list[Tensor](), list[Tensor]()
-        for layers, x, matrices in outbox.groups:
-            if layers[0].name in scales:  # then all are, but their scales may differ
-                rows = x.view(len(layers), -1)  # by a vector: by a scalar the product would be in 16 bits
-                torch.mul(rows, torch.stack([scales[layer.name] for layer in layers])[:, None], out=rows)
-            for layer, matrix_OI in zip(layers, matrices, strict=True):
-                for param, flat in zip(self.plan.of_layer[layer.name], self.parts(layer, matrix_OI), strict=True):
-                    gradients.append(self.view(self.shards[param][0]))
-                    replacements.append(flat)
-        if gradients:
-            torch._foreach_copy_(gradients, replacements)
-        results = {**outbox.here, **{(move.param, move.start): values for move, values in received}}
-        of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
-        # fp32 results that lie in place, by their scale: one launch for all of them
-        of_scale: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
-        for place in list(results):
-            scale, values, shard = of_param[place[0]], results.pop(place), self._here[place]
-            if not self.layout.in_place:
-                self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
-                continue
-            whole = self.view(shard)
-            if whole.dtype is torch.float32 and scale is not None:
-                _, sources, targets = of_scale.setdefault(id(scale), (scale, [], []))
-                sources.append(values)
-                targets.append(whole)
-                continue
-            for part, into in zip(values.split(AT_ONCE), whole.split(AT_ONCE), strict=True):
-                if scale is not None and into.is_cuda:  # no copy; by a scalar the product would be in 16 bits
-                    torch.mul(part, scale.view(1), out=into)
-                else:
-                    into.copy_(part if scale is None else part.float().mul_(scale))
-        for scale, sources, targets in of_scale.values():
-            elsewhere = [(x, y) for x, y in zip(targets, sources, strict=True) if x.data_ptr() != y.data_ptr()]
-            if elsewhere:
-                torch._foreach_copy_([x for x, _ in elsewhere], [y for _, y in elsewhere])
-            torch._foreach_mul_(targets, scale)
-        self._views.clear()  # DeepSpeed's step frees what they are of
+        shards = [self._here[move.param, move.start] for move, _ in received]
+        results.write(shards, [values for _, values in received])
+        if scales is not None and results.views:
+            torch._foreach_mul_(results.views, [scales[self._layer_of[shard.param]] for shard in results.written])
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -170,26 +158,21 @@ class GradientExchange:
         """The optimizer's parameter group of each of the layer's parameters."""
         return tuple(self.layout.group_index(param) for param in self.params[layer.name])
 
-    def _read(self, move: Move) -> Tensor:
-        return self.layout.read(self._here[move.param, move.start])
 
-
-class Outbox:
-    """Preconditioned gradients of this rank's layers: what other ranks get, in wire dtype, until it is in a message;
-    and what stays here, which lies where the gradient was if the layout is :attr:`ShardLayout.in_place`.
+class Results:
+    """The results of a step. What belongs to shards on this rank is written there at once; what other ranks get waits
+    here, in the dtype in which it travels, until it is in a message.
 
     Attributes:
-        here: what stays here.
-        groups: what stays here, too, of layers that have their results in one tensor of theirs: these layers, the
-            tensor, and its parts.
+        written, views: shards on this rank that have their results, and these.
         part: what other ranks get.
         release: to be called when ``part`` is in a message: frees it.
     """
 
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
-        self.here: Shards = {}
-        self.groups: list[tuple[Sequence[LayerSpec], Tensor, Sequence[Tensor]]] = []
+        self.written: list[Shard] = []
+        self.views: list[Tensor] = []
         self._sent = sent = dict[tuple[int, Span], Tensor]()
         self.release = sent.clear
         # without self: a circle of references would keep a step's results until the next garbage collection
@@ -197,22 +180,10 @@ class Outbox:
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 
-    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor], together: Tensor | None = None) -> None:
-        """Take results in. Their gradients may be overwritten by them.
-
-        Args:
-            matrices: of each layer, of its shape. A parameter that was frozen since attach gets zeros.
-            together: the tensor of which they are all parts, in the dtype in which they are to be stored, if it stays
-                as it is until they are written; it is overwritten then.
-        """
-        exchange, layout = self.exchange, self.exchange.layout
-        if together is not None and all(map(self._takes_whole, layers)):
-            self.groups.append((layers, together, matrices))
-            return
-        targets, sources = list[Tensor](), list[Tensor]()
+    def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
+        """Take results in, of each layer a matrix of its shape. A parameter that was frozen since attach gets zeros."""
+        exchange, shards, values = self.exchange, list[Shard](), list[Tensor]()
         for layer, matrix_OI in zip(layers, matrices, strict=True):
-            # rounded as it arrives elsewhere: else replicas, and copies that another rank works for, would drift apart
-            copied = layer.copies > 1 and layout.world > 1
             indices, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
             for param, parameter, flat in zip(indices, parameters, exchange.parts(layer, matrix_OI), strict=True):
                 if not parameter.requires_grad:
@@ -220,38 +191,59 @@ class Outbox:
                 for span in exchange.sent.get(param, ()):
                     self._sent[param, span] = _cut_out(flat, span, exchange.scatter_dtype)
                 for shard in exchange.shards.get(param, ()):
-                    span = shard.start, shard.numel
-                    if (copied or layout.replicated) and (param, span) in self._sent:
-                        self.here[param, shard.start] = self._sent[param, span]
-                    elif layout.in_place and not copied:
-                        self.here[param, shard.start] = target = exchange.view(shard)
-                        targets.append(target)
-                        sources.append(flat.narrow(0, *span))
-                    else:
-                        dtype = exchange.scatter_dtype if copied else torch.float32
-                        self.here[param, shard.start] = _cut_out(flat, span, dtype)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                    shards.append(shard)
+                    values.append(self._own(layer, shard, flat))
+        self.write(shards, values)
 
-    def claim(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """[n, O, I], the memory of these layers' gradients, for the caller to write their results to in place of adding
-        them. None if it is not one tensor, or not where results stay."""
-        exchange = self.exchange
-        params = [param for layer in layers for param in exchange.plan.of_layer[layer.name]]
-        if len(params) > len(layers) or not all(map(self._takes_whole, layers)):
-            return None
-        shards = [exchange.shards[param][0] for param in params]
-        views = {(shard.param, shard.start): exchange.view(shard) for shard in shards}
-        first, pairs = next(iter(views.values())), zip(layers, views.values(), strict=True)
+    def _own(self, layer: LayerSpec, shard: Shard, flat: Tensor) -> Tensor:
+        """A shard's values, rounded as they arrive elsewhere: else replicas, and the copies of a layer that other
+        tensor-parallel ranks work for, would drift apart."""
+        layout, span = self.exchange.layout, (shard.start, shard.numel)
+        if layout.replicated and (shard.param, span) in self._sent:
+            return self._sent[shard.param, span]
+        values = flat.narrow(0, *span)
+        return values.to(self.exchange.scatter_dtype) if layer.copies > 1 and layout.world > 1 else values
+
+    def write(self, shards: Sequence[Shard], values: Sequence[Tensor]) -> None:
+        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply them by."""
+        if not shards:
+            return
+        layout = self.exchange.layout
+        views = [layout.writable(shard) for shard in shards]
+        raw = [index for index, shard in enumerate(shards) if layout.factor(shard) is not None]
+        if raw:
+            values = list(values)
+            inverse = layout.seam.inverse
+            for index in raw:
+                values[index] = times(values[index], inverse)
+        torch._foreach_copy_(views, list(values))
+        self.written += shards
+        self.views += views
+
+    def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
+        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their results to in place of
+        putting them. None where it is not one tensor, or not all of where the results belong."""
+        exchange, layout = self.exchange, self.exchange.layout
+        shards = []
+        for layer in layers:
+            (param, *bias), (parameter, *_) = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
+            here = exchange.shards.get(param, ())
+            whole = len(here) == 1 and here[0].numel == layout.shards.numels[param]
+            if bias or not whole or param in exchange.sent or not parameter.requires_grad or layer.copies > 1:
+                return None
+            if layout.factor(here[0]) is not None or not layout.held(here[0]):
+                return None
+            shards.append(here[0])
+        views = [layout.writable(shard) for shard in shards]
+        pairs = zip(layers, views, strict=True)
         together = evenly_spaced([LAYERS[layer.kind].matrix(view, None, layer.shape) for layer, view in pairs])
-        if together is None or together.data_ptr() != first.data_ptr() or together.device != exchange.device:
+        if together is None or together.data_ptr() != views[0].data_ptr():
             return None
-        self.here |= views
+        if together.dtype is not torch.float32 or together.device != exchange.device:
+            return None
+        self.written += shards
+        self.views += views
         return together.flatten(1, -2)
-
-    def _takes_whole(self, layer: LayerSpec) -> bool:
-        exchange = self.exchange
-        return layer.name in exchange.staying and all(p.requires_grad for p in exchange.params[layer.name])
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,11 @@
-"""Interface of an engine mode: reads and writes gradient shards where DeepSpeed keeps them. Below it the modes in which
-every rank holds every averaged gradient: stage 0, in ``p.grad``, and BF16_Optimizer."""
+"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step (``seam.py``). Below it
+the modes in which every rank holds every averaged gradient: stage 0."""
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial, reduce
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -14,55 +13,54 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.update.rotation import lengths
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.shards import ParamPart, Shard, ShardMap, entries
+from ds_kfac.zero.seam import Seam
+from ds_kfac.zero.shards import ParamPart, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Parameter -> its full flat gradient, for the self-test."""
 
 
 class ShardLayout(ABC):
-    """One engine mode. Reads and writes happen at ``_take_model_step``: gradients are averaged over ranks and
-    micro-batches, still carry the loss scale, and nothing has been checked, clipped or stepped.
+    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies of them, or
+    flat tensors of many. A shard is a piece of a master.
 
     Args:
         engine: a DeepSpeedEngine.
-        params: the preconditioned parameters.
+        params: parameters of the model.
         group: the ranks that average their gradients.
         pieces: parts of parameters that are read and written separately; None: whole parameters.
+        seam: of the engine.
 
     Attributes:
         whole: shards of the whole parameters, as DeepSpeed keeps them.
         shards: shards of the pieces.
-        own: this rank's shards of the whole parameters.
         averaged_over: number of ranks whose gradients are averaged.
         divisor: DeepSpeed divides the sum of the ranks' gradients by it.
         groups: parameters by the optimizer's group.
         position: id of a parameter -> (its group, its number there).
     """
 
-    clips_scaled = False
-    """Whether DeepSpeed clips gradients that still carry the loss scale."""
     replicated = False
     """Whether every rank holds every averaged gradient."""
     last_first = False
     """Whether gradients lie in memory in the order in which a backward makes them."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
-    grad_scaler: Any | None = None
-    """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
-    clipping: tuple[str, str, Any] = ("optimizer", "clip_grad", 0.0)
-    """Attribute of the engine, attribute of that, and the value with which DeepSpeed clips nothing."""
-    bound: Callable[[Any], float] = attrgetter("optimizer.clip_grad")
-    """Of an engine: by which norm it clips now; 0: by none. A loaded checkpoint may have another than the config."""
 
     def __init__(
-        self, engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
+        self,
+        engine: Any,
+        params: Sequence[nn.Parameter],
+        group: Any,
+        pieces: Sequence[ParamPart] | None = None,
+        seam: Seam | None = None,
     ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
+        self.seam = Seam(engine) if seam is None else seam
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
         self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         if engine.sequence_parallel_size > 1 and not averages_sequence:
             self.faults += (
@@ -81,8 +79,6 @@ class ShardLayout(ABC):
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
         self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
-        self.own = self.whole.on(self.rank)
-        self.staged: dict[Shard, tuple[Tensor, list[int]]] = {}
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
@@ -91,24 +87,46 @@ class ShardLayout(ABC):
     def _shards(self) -> list[Shard]:
         """All shards of all ranks, without communication; here, every rank holds every gradient."""
         return [
-            Shard(index, 0, self._numel(param), rank, self.group_index(param), 0)
+            Shard(index, 0, self._numel(param), rank, self.group_index(param), self._offset(param))
             for index, param in enumerate(self.params)
             for rank in range(self.world)
         ]
 
-    @abstractmethod
-    def stored(self, shard: Shard) -> Tensor:
-        """Gradient of this rank's shard of :attr:`whole`, flat, in DeepSpeed's dtype and on its device."""
+    def _offset(self, param: nn.Parameter) -> int:
+        """The parameter's first element in its master."""
+        return 0
 
     @abstractmethod
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        """Put a flat fp32 gradient where the optimizer will read it. Only :attr:`in_place` it may be rounded."""
+    def master(self, shard: Shard) -> Any:
+        """The tensor that the inner optimizer steps, of which this rank's shard is the elements from ``shard.offset``
+        on. A shard of :attr:`shards` or of :attr:`whole`."""
 
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether results overwrite the gradient's memory, of which :meth:`stored` is a view. They are rounded to bf16
-        if gradients are kept in that; fp16 has too small a range for results."""
-        return False
+    def gradient(self, shard: Shard) -> Tensor:
+        """A view of this rank's gradient of a shard, flat, where it lies now: in the master's ``grad``, or where
+        DeepSpeed will take it from. It is still to be multiplied by :meth:`factor`."""
+        return flat_gradient(self.master(shard)).narrow(0, shard.offset, shard.numel)
+
+    def writable(self, shard: Shard) -> Tensor:
+        """The view of :meth:`gradient`, in a dtype that holds results: fp32 or bf16."""
+        return self.gradient(shard)
+
+    def factor(self, shard: Shard) -> Tensor | None:
+        """What DeepSpeed will still multiply a shard's gradient by, a scalar on the device; None: nothing."""
+        return None
+
+    def held(self, shard: Shard) -> bool:
+        """Whether the shard has a gradient in this step."""
+        return True
+
+    def to_wire(self, shard: Shard) -> Tensor:
+        """A shard's gradient as it travels, see :attr:`wire_factor`."""
+        gradient, factor = self.gradient(shard), self.factor(shard)
+        return gradient if factor is None else gradient.to(self.engine.device) * factor
+
+    @property
+    def wire_factor(self) -> Tensor | None:
+        """What a gradient that has travelled is still to be multiplied by; None: nothing."""
+        return None
 
     def param_of(self, piece: int) -> Any:
         """The parameter that a piece is part of."""
@@ -119,41 +137,14 @@ class ShardLayout(ABC):
         param = self.pieces[piece].param
         return self.pieces[piece].span(self.whole.numels[param])
 
-    def read(self, shard: Shard) -> Tensor:
-        """Gradient of this rank's shard of :attr:`shards`, as :meth:`stored`."""
-        around, start = self.around[shard]
-        return self.stored(around).narrow(0, start, shard.numel)
-
-    def write(self, shard: Shard, gradient: Tensor) -> None:
-        """:meth:`store` for a shard of :attr:`shards`, where results are not written in place: a shard of :attr:`whole`
-        is stored once all its pieces have been written."""
-        around, start = self.around[shard]
-        if shard.numel == around.numel:
-            self.store(around, gradient)
-            return
-        if around not in self.staged:
-            self.staged[around] = gradient.new_empty(around.numel), [around.numel]
-        staged, missing = self.staged[around]
-        staged.narrow(0, start, shard.numel).copy_(gradient)
-        missing[0] -= shard.numel
-        if not missing[0]:
-            self.store(around, self.staged.pop(around)[0])
-
-    @cached_property
-    def around(self) -> Mapping[Shard, tuple[Shard, int]]:
-        """This rank's shard of :attr:`shards` -> the shard of :attr:`whole` that contains it, and its start there."""
-        own = {shard.param: shard for shard in self.own}  # a rank has one of each parameter at most
-        pairs = ((shard, own[self.pieces[shard.param].param]) for shard in self.shards.on(self.rank))
-        return {shard: (whole, shard.offset - whole.offset) for shard, whole in pairs}
-
     def group_index(self, param: nn.Parameter) -> int:
-        """Number of the parameter's group in ``optimizer.param_groups``."""
+        """Number of the parameter's group in the optimizer's ``param_groups``."""
         return self.position[id(param)][0]
 
     @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """dtype of stored gradients; they travel in it, without loss."""
+        """dtype of the averaged gradients; they travel in it, without loss."""
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
@@ -168,48 +159,20 @@ class ShardLayout(ABC):
         return self.engine.zero_optimization_stage() == 3 and self.engine.zero_quantized_gradients()
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
-        """Wait for gradients that DeepSpeed copies in the background."""
+        """Before DeepSpeed looks at the gradients of a step."""
 
     def end(self) -> None:  # noqa: B027  most modes leave nothing behind
         """After DeepSpeed's step, whether it was applied or not."""
 
-    def grad_scale(self) -> Tensor | float:
-        """DeepSpeed will divide gradients by it before its optimizer sees them. Never synchronises."""
+    def loss_scale(self) -> Tensor | float:
+        """What ``engine.backward`` and ``engine.scale`` multiply a loss by. Never synchronises."""
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
-
-    def clip_factor(self, norm: Tensor) -> Tensor:
-        """DeepSpeed's clipping will multiply gradients by it. ``norm``: global norm of the stored gradients."""
-        norm = norm if self.clips_scaled else norm / self.grad_scale()
-        return (self.bound(self.engine) / (norm + 1e-6)).clamp(max=1.0)
-
-    def unclipped(self) -> AbstractContextManager[None]:
-        """Wraps DeepSpeed's step, which then clips nothing."""
-        where, name, nothing = self.clipping
-        return deepspeed_versions.replaced(getattr(self.engine, where) if where else self.engine, name, nothing)
-
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply this rank's shards by a scalar."""
-        for shard in self.own:
-            gradient = self.stored(shard)
-            self.store(shard, gradient.float() * factor.to(gradient.device))
-
-    def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
-        """Squared norm of this rank's stored shards, or of some ``shards``; float64 scalar on the device, as squares of
-        finite gradients may overflow fp32."""
-        gradients = [self.stored(shard) for shard in (self.own if shards is None else shards)]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        return lengths(gradients).square().sum().to(self.engine.device)
-
-    def manual_scale(self) -> Tensor | float:
-        """``engine.scale(loss)`` multiplies a loss by it."""
-        return self.grad_scale()
 
     def backward_scale(self, announced: bool) -> Tensor | float:
         """The loss scale in a backward pass: of ``engine.backward``, or of a plain one, which only newer versions of
         DeepSpeed scale."""
         scales = announced or deepspeed_versions.manual_backward(self.engine)
-        return self.manual_scale() if scales else 1.0
+        return self.loss_scale() if scales else 1.0
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
@@ -233,10 +196,6 @@ class ShardLayout(ABC):
         """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` were the averaged gradients."""
 
     @abstractmethod
-    def consume(self) -> list[Tensor]:
-        """Copies of the flat fp32 gradients that DeepSpeed's step would now give its inner optimizer."""
-
-    @abstractmethod
     def clear(self) -> None:
         """Reset the gradient buffers to their state before a first backward; they stay the same objects."""
 
@@ -244,6 +203,13 @@ class ShardLayout(ABC):
 def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
     key = inspect.signature(plain).bind(*args, **kwargs).arguments.get("optim_state_key")
     return plain(*args, **kwargs) if key is None else refuse(key)
+
+
+def flat_gradient(master: Any) -> Tensor:
+    """A view of a master's gradient, which is made contiguous if it is not, as that of a weight in channels_last."""
+    if not master.grad.is_contiguous():
+        master.grad.data = master.grad.contiguous()
+    return master.grad.view(-1)
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
@@ -261,15 +227,12 @@ def scaler_scale(scaler: Any) -> Tensor | float:
 
 
 class Replicated(ShardLayout):
-    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast."""
+    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the parameters."""
 
-    replicated, masters = True, False  # fp32 masters, which take fp32 gradients
-    clipping = ("", "clip_fp32_gradients", lambda: None)
-    bound: Any = methodcaller("gradient_clipping")
+    replicated = True
 
-    def __init__(self, engine, *values, **named) -> None:
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
         self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
@@ -279,28 +242,23 @@ class Replicated(ShardLayout):
     def dtype(self) -> torch.dtype:
         return reduce(torch.promote_types, map(attrgetter("dtype"), self.params))
 
-    def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
-        return super().squared_norm([x for x in self.own if self.params[x.param].grad is not None])  # not made zeros
+    def master(self, shard: Shard) -> Any:
+        return self.params[self.pieces[shard.param].param]
 
-    def stored(self, shard: Shard) -> Tensor:
-        param = self.params[shard.param]
-        return param.new_zeros(param.numel()) if param.grad is None else entries(param)
+    def held(self, shard: Shard) -> bool:
+        return self.master(shard).grad is not None
 
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        if (param := self.params[shard.param]).grad is not None and param.grad.is_sparse:
-            entries(param).copy_(gradient)
-        elif param.grad is not None:  # DeepSpeed skips a parameter without a gradient
-            # by .data: torch refuses to assign an fp32 gradient to a 16-bit parameter
-            param.grad.data = gradient.view(param.shape).to(gradient.dtype if self.masters else param.dtype)
+    def gradient(self, shard: Shard) -> Tensor:
+        param = self.master(shard)
+        if param.grad is None:  # DeepSpeed skips it
+            return param.new_zeros(shard.numel)
+        return super().gradient(shard)
 
     def install(self, known: KnownGradient) -> None:
         if not self._before:
             self._before = [param.grad for param in self._trained]
         for param in self._trained:
             param.grad = known(param).view(param.shape).to(param.dtype)
-
-    def consume(self) -> list[Tensor]:
-        return [param.grad.detach().to(torch.float32, copy=True).view(-1) for param in self._trained]
 
     def clear(self) -> None:
         for param, gradient in zip(self._trained, self._before, strict=False):
@@ -309,11 +267,10 @@ class Replicated(ShardLayout):
 
 
 class ReplicatedHalf(Replicated):
-    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too: fp32 masters, 16-bit ``p.grad``."""
+    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat ones of a group each,
+    or one for each parameter."""
 
-    clipping, bound, masters = ShardLayout.clipping, ShardLayout.bound, True
-
-    def __init__(self, engine, *values, **named) -> None:
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         if deepspeed_versions.lacks_loss_scale(self.optimizer):
             self.faults += (
@@ -321,57 +278,31 @@ class ReplicatedHalf(Replicated):
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )
 
-    def grad_scale(self) -> float:
-        return deepspeed_versions.loss_scale(self.optimizer)
+    @property
+    def _flat(self) -> Sequence[Tensor] | None:
+        """FP16_Optimizer's masters; the other one has none."""
+        return getattr(self.optimizer, "fp32_groups_flat", None)
+
+    def _offset(self, param: nn.Parameter) -> int:
+        group, place = self.position[id(param)]
+        return sum(other.numel() for other in self.groups[group][:place]) if self._flat else 0
+
+    def master(self, shard: Shard) -> Any:
+        group, place = self.position[id(self.params[self.pieces[shard.param].param])]
+        return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
+
+    def held(self, shard: Shard) -> bool:
+        return True
+
+    def gradient(self, shard: Shard) -> Tensor:
+        return ShardLayout.gradient(self, shard)
 
     def end(self) -> None:
         self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them
 
-    def manual_scale(self) -> float:
-        return self.grad_scale() if deepspeed_versions.multiplies_loss(self.optimizer) else 1.0
-
-
-class BF16(ShardLayout):
-    """BF16_Optimizer (stage 1, bf16, fp32 accumulation): every rank holds every averaged gradient in fp32 copies.
-
-    ``p.grad`` is only staging there; the norm is taken over all gradients, the step uses this rank's slice.
-    """
-
-    replicated = True
-
-    def __init__(self, engine, *values, **named) -> None:
-        super().__init__(engine, *values, **named)
-        self.faults += deepspeed_versions.bf16_optimizer_faults()
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return self.optimizer.grad_acc_dtype
-
-    def _gradient(self, param: nn.Parameter) -> Tensor:
-        group, position = self.position[id(param)]
-        return self.optimizer.fp32_groups_gradients[group][position].view(-1)
-
-    def stored(self, shard: Shard) -> Tensor:
-        return self._gradient(self.params[shard.param])
-
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        self._gradient(self.params[shard.param]).copy_(gradient)
-
-    def install(self, known: KnownGradient) -> None:
-        for param in (param for params in self.groups for param in params):
-            self._gradient(param).copy_(known(param))
-
-    def consume(self) -> list[Tensor]:
-        return [part.to(torch.float32, copy=True) for part in self.optimizer.fp32_groups_gradient_flat_partition]
-
-    def clear(self) -> None:
-        for flat in self.optimizer.fp32_groups_gradients_flat:
-            flat.zero_()
-
-    @classmethod
-    def is_waiting(cls, engine: Any) -> bool:
-        # p.grad does not tell: it stays until the next backward, though it was added to fp32_groups_gradients long ago
-        return any(map(any, engine.optimizer.fp32_groups_has_gradients))
+    def loss_scale(self) -> float:
+        scale = deepspeed_versions.loss_scale(self.optimizer)
+        return scale if deepspeed_versions.multiplies_loss(self.optimizer) else 1.0
 
 
 def is_hooked(parameter: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An engine's domains, the layout of its gradients, and a self-test of that layout.
+"""An engine's domains, and the layout of its gradients.
 
 A domain is a group of ranks and the parameters whose gradients are averaged over it. Its layers are assigned, reduced
 and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints span all domains.
@@ -10,7 +10,6 @@ and preconditioned as if it were the whole job; only kl-clip's sum and checkpoin
     experts           data; expert data            dense; one per ep_size   other experts
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,20 +22,19 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
-from torch import Tensor, nn
+from torch import nn
 
-from ds_kfac.comm.message import Channel, deliver, failing_together, gathered
+from ds_kfac.comm.message import gathered
 from ds_kfac.model.layers import LayerSpec, is_autoep
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank, replaced
-from ds_kfac.zero.exchange import GradientExchange, Outbox
-from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
+from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank
+from ds_kfac.zero.layout import Replicated, ReplicatedHalf, ShardLayout
+from ds_kfac.zero.seam import Seam
 from ds_kfac.zero.shards import ParamPart
-from ds_kfac.zero.stages import Stage3, Stage12
+from ds_kfac.zero.stages import BF16, Stage3, Stage12
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,11 @@ def is_waiting(engine: Any) -> bool:
 
 
 def shard_layout(
-    engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[ParamPart] | None = None
+    engine: Any,
+    params: Sequence[nn.Parameter],
+    group: Any,
+    pieces: Sequence[ParamPart] | None = None,
+    seam: Seam | None = None,
 ) -> ShardLayout:
     """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
     optimizer, wrapper = engine.optimizer, type(engine.optimizer)
@@ -162,89 +164,4 @@ def shard_layout(
             f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )
-    return layout(engine, params, group, pieces)
-
-
-MODULUS = 251
-"""A prime below 256: all test values, also with 1 added, are exact in bf16; with 2^-12 added they are in fp32 only. A
-shifted sequence equals the right one nowhere."""
-
-
-def self_test(exchange: GradientExchange, channel: Channel) -> None:
-    """Send known values the way of a step's gradients and results, at attach: if DeepSpeed has changed where gradients
-    are, that is an error, not a wrong gradient. Collective; leaves no trace.
-
-    DeepSpeed's code fills its gradient buffers with known values, which workers must receive exactly. They send back
-    the values + 2^-12. The gradients that DeepSpeed would then give its optimizer must be larger by that at the
-    preconditioned elements and unchanged elsewhere; it shows rounding to 16 bits. Results kept in 16 bits get 1.
-
-    Raises:
-        RuntimeError: on every rank, naming what does not fit on which rank.
-    """
-    layout, engine = exchange.layout, exchange.layout.engine
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    ours = {id(param) for param in layout.params}
-
-    def known(param: nn.Parameter) -> Tensor:
-        """1 .. 251 repeated, starting at a number that depends on the name; fp32 [numel]."""
-        start = zlib.crc32(names[id(param)].encode()) % MODULUS
-        values = torch.arange(layout._numel(param), device=engine.device, dtype=torch.int32)
-        return values.add_(start).remainder_(MODULUS).add_(1).float()  # in place: a vocabulary's embedding is large
-
-    def is_ours(param: nn.Parameter) -> Tensor:
-        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device, dtype=torch.float32)
-
-    headline = (
-        f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
-        "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
-    )
-    results = {layout.dtype} if layout.in_place else {torch.float32}
-    if isinstance(layout, Replicated) and not layout.masters:
-        results = {param.dtype for param in layout.params}
-    added = 1.0 if results & {torch.bfloat16, torch.float16} else 2.0**-12
-    try:
-        with failing_together(headline, layout.group) as problems:
-            problems += _zero3_chunks(layout)
-            layout.install(is_ours)
-            mask = layout.consume()
-            layout.install(known)
-            before = layout.consume()
-            for shard in layout.shards.on(layout.rank):
-                layout.read(shard)  # what raises does so here, where all ranks learn of it
-        (arrived,) = deliver([exchange.gather_part], channel, engine.device)
-        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
-            outbox = Outbox(exchange)
-            with failing_together(headline, layout.group) as problems:
-                gradients = exchange.gathered(arrived)
-                for layer in exchange.owned:
-                    matrix = gradients.pop(layer.name).float()
-                    pieces = exchange.plan.of_layer[layer.name]
-                    for piece, flat in zip(pieces, exchange.parts(layer, matrix), strict=True):
-                        param = layout.param_of(piece)
-                        if not torch.equal(flat, known(param).narrow(0, *layout.span(piece))):
-                            problems.append(f"the gradient of {names[id(param)]} did not arrive at its worker")
-                    outbox.add([layer], [matrix + added])
-        (returned,) = deliver([outbox.part], channel, engine.device, outbox.release)
-        with failing_together(headline, layout.group) as problems:
-            exchange.write(outbox, returned, {})
-            for group, (flat, was, touched) in enumerate(zip(layout.consume(), before, mask, strict=True)):
-                if not torch.equal(flat, was + added * touched):
-                    problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
-    finally:
-        layout.clear()
-
-
-def _zero3_chunks(layout: ShardLayout) -> list[str]:
-    """Differences between our ZeRO-3 chunks and DeepSpeed's partition of the weights. Gathers every parameter."""
-    mine = {shard.param: shard for shard in layout.whole.on(layout.rank)}
-    problems = []
-    for index, param in enumerate(layout.params):
-        if not hasattr(param, "ds_tensor"):
-            break
-        local = param.ds_tensor.detach().clone().view(-1)
-        with GatheredParameters([param]):
-            shard = mine.get(index)
-            expected = param.detach().reshape(-1)[shard.start : shard.start + shard.numel] if shard else local[:0]
-            if not torch.equal(local[: expected.numel()].to(expected.device), expected):
-                problems.append(f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other chunks")
-    return problems
+    return layout(engine, params, group, pieces, seam)

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
-
-from torch import Tensor
 
 from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.model.layers import LayerSpec
@@ -33,15 +30,6 @@ class Shard:
     rank: int
     group: int
     offset: int
-
-
-def entries(param: Any) -> Tensor:
-    """A parameter's gradient, flat. Of a sparse one, as nn.Embedding(sparse=True) has at stage 0, a view of the entries
-    that it has: all others are zero. A row that is in it several times is added up first."""
-    if not param.grad.is_sparse:
-        return param.grad.reshape(-1)
-    param.grad = param.grad.coalesce()
-    return param.grad.values().view(-1)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""ZeRO-1/2: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of its slice.
+"""The modes in which a rank holds a part of the gradients, in flat masters. ZeRO steps them one after the other.
 
-Without offload the slice is a list of tensors that DeepSpeed concatenates at its step. In fp16 we replace an entry by
-an fp32 one: the concatenation promotes types and keeps it so. With offload the slice is the ``.grad`` of fp32 masters.
+ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of
+its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded, and a master is a sub-group's
+chunks on this rank.
 
-ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient.
+When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without offload as lists
+of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters' ``grad``. A result that fp16 does
+not hold lies there in fp32: DeepSpeed's concatenation promotes types and keeps it so.
 """
 
 from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -15,10 +20,49 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import KnownGradient, ShardLayout, scaler_scale
+from ds_kfac.zero.layout import KnownGradient, ShardLayout
 from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
 
 NO_GRADIENTS = "ds_kfac: engine.step() has no gradients: call engine.backward(loss) between two steps"
+
+
+class BF16(ShardLayout):
+    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps its slice."""
+
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
+        super().__init__(engine, *values, **named)
+        self.faults += deepspeed_versions.bf16_optimizer_faults()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.optimizer.grad_acc_dtype
+
+    def _shards(self) -> list[Shard]:
+        shards, index = [], {id(param): number for number, param in enumerate(self.params)}
+        for group, params in enumerate(self.groups):
+            size = self.optimizer.fp32_groups_flat_partition[group].numel()
+            offsets = accumulate((param.numel() for param in params), initial=0)
+            for param, offset in zip(params, offsets, strict=False):
+                if id(param) in index:
+                    shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
+        return shards
+
+    def master(self, shard: Shard) -> Any:
+        return self.optimizer.fp32_groups_flat_partition[shard.group]
+
+    def install(self, known: KnownGradient) -> None:
+        for group, params in enumerate(self.groups):
+            for param, gradient in zip(params, self.optimizer.fp32_groups_gradients[group], strict=True):
+                gradient.view(-1).copy_(known(param))
+
+    def clear(self) -> None:
+        for flat in self.optimizer.fp32_groups_gradients_flat:
+            flat.zero_()
+
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        # p.grad does not tell: it stays until the next backward, though it was added to fp32_groups_gradients long ago
+        return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
 class ZeroLayout(ShardLayout):
@@ -34,15 +78,13 @@ class ZeroLayout(ShardLayout):
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self.offloads = self.offloaded(self.optimizer)
-        self.grad_scaler = deepspeed_versions.grad_scaler(engine)
-        self.clips_scaled = bool(self.grad_scaler)
         inner, scheduler = engine.basic_optimizer, engine.lr_scheduler
         if isinstance(inner, torch.optim.Adagrad) and getattr(scheduler, "optimizer", None) is inner:
             self.faults += (
                 "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a scheduler in "
                 "the config, or use ZeRO stage 0 or another optimizer",
             )
-        if self.clips_scaled and self.optimizer.clip_grad > 0:
+        if self.grad_scaler and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 
     @classmethod
@@ -59,13 +101,9 @@ class ZeroLayout(ShardLayout):
         dtype = deepspeed_versions.master_dtype if self.offloads else deepspeed_versions.gradient_dtype
         return dtype(self.optimizer)
 
-    @cached_property
-    def in_place(self) -> bool:
-        return not self.offloads and self.dtype is not torch.float16
-
-    def grad_scale(self) -> Tensor | float:
+    def loss_scale(self) -> Tensor | float:
         # as a float: it may be an int of 2**32 or more, whose square no integer tensor holds
-        return scaler_scale(self.grad_scaler) if self.grad_scaler else float(self.optimizer.loss_scale)
+        return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
         """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
@@ -76,39 +114,50 @@ class ZeroLayout(ShardLayout):
                 raise RuntimeError(NO_GRADIENTS)
             return
         deepspeed_versions.wait_for_offload(self.optimizer)
-        for shard in self.own:
+        for shard in self.whole.on(self.rank):
             if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
-                self._chunk(shard).zero_()
+                self.gradient(shard).zero_()
+
+    def master(self, shard: Shard) -> Any:
+        return self.masters[shard.group]
+
+    def factor(self, shard: Shard) -> Tensor | None:
+        return None if shard.group < self.seam.prepared else self.seam.factor
+
+    def gradient(self, shard: Shard) -> Tensor:
+        if self.offloads or shard.group < self.seam.prepared:
+            return super().gradient(shard)
+        entries, place, start = self._entry(shard)
+        return entries[place].view(-1).narrow(0, start, shard.numel)
+
+    def writable(self, shard: Shard) -> Tensor:
+        gradient = self.gradient(shard)
+        if gradient.dtype is not torch.float16:
+            return gradient
+        entries, place, _ = self._entry(shard)
+        entries[place] = entries[place].float()
+        return self.gradient(shard)
 
     @abstractmethod
-    def _chunk(self, shard: Shard) -> Tensor:
-        """DeepSpeed's memory of a shard's gradient, padding included."""
+    def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
+        """Where a raw gradient lies: a list, the place in it, and the first element there."""
 
-    @abstractmethod
-    def _replace(self, shard: Shard, gradient: Tensor) -> None:
-        """Replace an fp16 gradient by an fp32 one."""
+    @cached_property
+    def _halves(self) -> bool:
+        """Whether gradients travel in 16 bits: raw then, as they were rounded."""
+        return self.dtype.itemsize == 2 and not self.offloads
 
-    def stored(self, shard: Shard) -> Tensor:
-        return self._chunk(shard).narrow(0, 0, shard.numel)
+    def to_wire(self, shard: Shard) -> Tensor:
+        if not self._halves:
+            return super().to_wire(shard)
+        gradient, inverse = self.gradient(shard), self.seam.inverse
+        return gradient if inverse is None or self.factor(shard) is not None else gradient * inverse
 
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        if not self.offloads and not self.in_place:
-            self._replace(shard, gradient)
-            return
-        self.stored(shard).copy_(gradient)
-        if self.offloads:  # DeepSpeed clips by norms that it cached in the backward
-            param_id = self.optimizer.get_param_id(self.params[shard.param])
-            self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
+    @property
+    def wire_factor(self) -> Tensor | None:
+        return self.seam.factor if self._halves else None
 
-    # self-test: filled and consumed by DeepSpeed's own functions
-
-    def _flat(self, group: int) -> Tensor:
-        return self.optimizer.flatten(self.optimizer.averaged_gradients[group])
-
-    def consume(self) -> list[Tensor]:
-        groups = range(len(self.groups))
-        flats = [self.masters[group].grad if self.offloads else self._flat(group) for group in groups]
-        return [flat.to(torch.float32, copy=True) for flat in flats]
+    # self-test: filled by DeepSpeed's own functions
 
     def clear(self) -> None:
         if not self.offloads:
@@ -125,9 +174,10 @@ class Stage12(ZeroLayout):
     OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
     last_first = True
 
-    def __init__(self, engine, *values, **named) -> None:
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self._linked, optimizer = False, self.optimizer
+        self._starts: dict[int, list[int]] = {}
         if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
@@ -142,7 +192,6 @@ class Stage12(ZeroLayout):
 
     def _shards(self) -> list[Shard]:
         optimizer, shards = self.optimizer, list[Shard]()
-        self._entry_of: dict[Shard, int] = {}
         index = {id(param): number for number, param in enumerate(self.params)}
         # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
@@ -152,40 +201,32 @@ class Stage12(ZeroLayout):
                     shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
         return shards
 
+    def begin(self) -> None:
+        self._starts.clear()
+        super().begin()
+
     def end(self) -> None:
         """Link parameters to their optimizer states again: in its first step DeepSpeed does so when only the first
         group has been stepped, and the others have no states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
-    def _entry(self, shard: Shard) -> int:
-        """Index of the list's entry that starts at the shard's offset in this rank's slice; cached."""
-        entries, cached = self.optimizer.averaged_gradients[shard.group], self._entry_of.get(shard)
-        if cached is not None and entries[cached].numel() == shard.numel:
-            return cached
-        starts = accumulate((entry.numel() for entry in entries), initial=0)
-        for index, start in zip(range(len(entries)), starts, strict=False):
-            if start == shard.offset and entries[index].numel() == shard.numel:
-                self._entry_of[shard] = index
-                return index
-        raise RuntimeError(
-            f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {shard.group} has no gradient of "
-            f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
-            "use a version that docs/supported.md names"
-        )
-
-    def stored(self, shard: Shard) -> Tensor:
-        if self.offloads:
-            return self.masters[shard.group].grad.narrow(0, shard.offset, shard.numel)
-        return self.optimizer.averaged_gradients[shard.group][self._entry(shard)].reshape(-1)
-
-    _chunk = stored  # no padding
-
-    def _replace(self, shard: Shard, gradient: Tensor) -> None:
-        entries, index = self.optimizer.averaged_gradients[shard.group], self._entry(shard)
-        if getattr(entries, "flat_partition", None) is not None:  # the step reads this buffer, not the list
-            entries[index].view(-1).copy_(gradient)
-        else:
-            entries[index] = gradient.view(entries[index].shape)
+    def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
+        gradients, group = self.optimizer.averaged_gradients, shard.group
+        flat = getattr(gradients[group], "flat_partition", None)
+        if flat is not None:  # DeepSpeed reads this buffer, not the list that it is an attribute of
+            gradients[group] = [flat]
+        if group not in self._starts:
+            *starts, end = accumulate((entry.numel() for entry in gradients[group]), initial=0)
+            self._starts[group] = [*starts, end]
+        starts = self._starts[group]
+        place = bisect_right(starts, shard.offset) - 1
+        if place >= len(starts) - 1 or shard.offset + shard.numel > starts[place + 1]:
+            raise RuntimeError(
+                f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {group} has no gradient of "
+                f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
+                "use a version that docs/supported.md names"
+            )
+        return gradients[group], place, shard.offset - starts[place]
 
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer
@@ -214,10 +255,6 @@ class Stage12(ZeroLayout):
             numel = min(param.numel() - start, flat.numel() - offset)
             flat.narrow(0, offset, numel).copy_(known(param).narrow(0, start, numel))
 
-    def _flat(self, group: int) -> Tensor:
-        flat = deepspeed_versions.preflattened(self.optimizer, group)
-        return super()._flat(group) if flat is None else flat
-
     def clear(self) -> None:
         super().clear()
         deepspeed_versions.forget_gradients(self.optimizer)
@@ -237,7 +274,7 @@ class Stage3(ZeroLayout):
 
     OFFLOADS, MASTERS = "offload_optimizer", "fp32_partitioned_groups_flat"
 
-    def __init__(self, engine, *values, **named) -> None:
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self._chunks: list[Tensor] = []
         self.faults += deepspeed_versions.gather_faults(torch.distributed.get_backend(self.group))
@@ -249,37 +286,37 @@ class Stage3(ZeroLayout):
     def _shards(self) -> list[Shard]:
         shards = []
         for index, param in enumerate(self.params):
-            offset = self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
+            offset = self._chunk_start(param)
             shards += partition_chunks(param.ds_numel, index, self.position[id(param)][0], offset, self.world)
         return shards
+
+    def _chunk_start(self, param: Any) -> int:
+        """First element of a parameter's chunk in its master."""
+        return self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
 
     def group_index(self, param: nn.Parameter) -> int:
         return self.optimizer.sub_group_to_group_id[self.position[id(param)][0]]
 
     def begin(self) -> None:
         super().begin()
-        self._chunks = [] if self.offloads else [self._chunk(shard) for shard in self.own]
-
-    @classmethod
-    def is_waiting(cls, engine: Any) -> bool:
-        # its buffers do not tell: they keep the last step's gradient until the next backward overwrites it
-        return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
+        own = [self.position[id(self.params[shard.param])] for shard in self.whole.on(self.rank)]
+        gradients = self.optimizer.averaged_gradients
+        self._chunks = [] if self.offloads else [gradients[group][place] for group, place in own]
 
     def end(self) -> None:
         """Clear gradients: DeepSpeed would step a parameter that the next step does not use with its old one."""
         while self._chunks:
             self._chunks.pop().zero_()
 
-    def _chunk(self, shard: Shard) -> Tensor:
-        param = self.params[shard.param]
-        if self.offloads:
-            return self.masters[shard.group].grad.narrow(0, shard.offset, param.partition_numel())
-        return self.optimizer.averaged_gradients[shard.group][self.position[id(param)][1]].view(-1)
+    def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
+        param = self.params[self.pieces[shard.param].param]
+        entries = self.optimizer.averaged_gradients[shard.group]
+        return entries, self.position[id(param)][1], shard.offset - self._chunk_start(param)
 
-    def _replace(self, shard: Shard, gradient: Tensor) -> None:
-        padding = self._chunk(shard).numel() - shard.numel
-        padded = torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient
-        self.optimizer.averaged_gradients[shard.group][self.position[id(self.params[shard.param])][1]] = padded
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        # its buffers do not tell: they keep the last step's gradient until the next backward overwrites it
+        return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer

@@ -71,10 +71,15 @@ class GroupStep:
         normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's times a factor.
         target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements; or the factor and 1.
         x_nOI: the direction as far as it has come, [n, O, I] as in the group.
+        largest, used, squared: of each layer the largest entry of its gradient, whether it is stepped, and the squared
+            norm of its direction.
         sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
     """
 
     x_nOI: Tensor
+    largest: Tensor
+    used: Tensor
+    squared: Tensor
     sizes: list[Tensor]
 
     def __init__(self, group: LayerGroup, own: slice, options: AdamConfig, ratio: float, device: Any) -> None:

@@ -1,0 +1,34 @@
+"""What a preconditioner sees of an engine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.registry import Domain
+from ds_kfac.zero.seam import Seam
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """A part of an engine that is preconditioned, such as its dense layers.
+
+    Attributes:
+        layout: where the engine keeps the gradients of the layers' parameters.
+        other_params: where it keeps those of all other parameters.
+        inner: the innermost optimizer, which DeepSpeed wraps.
+        domain: the part of the job that is preconditioned, such as one expert-parallel group's experts.
+        seam: calls K-FAC at the engine's steps.
+    """
+
+    model: nn.Module
+    layers: tuple[LayerSpec, ...]
+    layout: ShardLayout
+    other_params: ShardLayout
+    inner: Any
+    rule: UpdateRule
+    domain: Domain
+    seam: Seam

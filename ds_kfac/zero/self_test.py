@@ -1,0 +1,133 @@
+"""A test at attach that this DeepSpeed keeps gradients where we read and write them: else that is an error, not a wrong
+gradient.
+
+DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner optimizer only
+notes what it would step with. It is taken twice: as it is, and with the known gradients sent to the layers' workers, who
+check them and send back each value plus :data:`ADDED`. What the inner optimizer notes must be larger by that at the
+preconditioned elements and unchanged elsewhere, in every group.
+"""
+
+import zlib
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+
+from ds_kfac.comm.message import Channel, deliver, failing_together
+from ds_kfac.zero.deepspeed_versions import replaced
+from ds_kfac.zero.exchange import GradientExchange, Results
+from ds_kfac.zero.layout import ShardLayout
+
+MODULUS = 113
+"""A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more, is exact in bf16."""
+ADDED = 2.0
+TOLERANCE = 1e-4
+"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what bf16 rounds."""
+
+
+def self_test(exchange: GradientExchange, channel: Channel) -> None:
+    """See the module. Collective; leaves no trace.
+
+    Raises:
+        RuntimeError: on every rank, naming what does not fit on which rank.
+    """
+    layout, engine = exchange.layout, exchange.layout.engine
+    headline = (
+        f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
+        "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."
+    )
+    test = _Test(exchange)
+    errors: list[str] = []
+
+    def noting(exchanges: bool) -> list[Tensor]:
+        """What the inner optimizer would step with, of every master in turn."""
+        noted: list[Tensor] = []
+
+        def inner_step() -> None:
+            if exchanges and not noted:
+                layout.seam._finish_factor()
+                errors.extend(test.exchanged(channel))
+            masters = [master for group in layout.seam.inner.param_groups for master in group["params"]]
+            noted.extend(master.grad.float().clone().view(-1) for master in masters if master.grad is not None)
+
+        with layout.seam.stubbed(inner_step) as step:
+            layout.install(test.known)
+            layout.begin()
+            step()
+        return noted
+
+    try:
+        with failing_together(headline, layout.group) as problems:
+            problems += _zero3_chunks(layout)
+        before = noting(exchanges=False)
+        after = noting(exchanges=True)
+        with failing_together(headline, layout.group) as problems:
+            problems += errors
+            factor = 1.0 if layout.seam.factor is None else layout.seam.factor.cpu()
+            if len(before) != len(after):
+                problems.append(f"DeepSpeed stepped {len(before)} tensors, then {len(after)}")
+            for group, (was, now) in enumerate(zip(before, after, strict=False)):
+                was, now = was.cpu() / factor, now.cpu() / factor
+                ours = (was.round() % 2 == 0) & (was.round() > 0)
+                if not torch.allclose(now, was + ADDED * ours, rtol=0, atol=TOLERANCE):
+                    problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
+    finally:
+        layout.end()
+        layout.clear()
+        layout.seam.factor = None
+
+
+class _Test:
+    """The values of one test."""
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self.exchange, self.layout = exchange, exchange.layout
+        self.names = {id(param): name for name, param in self.layout.engine.module.named_parameters()}
+        self.ours = {id(param) for param in self.layout.params}
+
+    def known(self, param: nn.Parameter) -> Tensor:
+        """2, 4 .. 226 repeated, starting at a number that depends on the name; 1 more if the parameter is in no layer.
+        fp32 [numel]."""
+        start = zlib.crc32(self.names[id(param)].encode()) % MODULUS
+        device = self.layout.engine.device
+        values = torch.arange(self.layout._numel(param), device=device, dtype=torch.int32)
+        values = values.add_(start).remainder_(MODULUS).add_(1).mul_(2)  # in place: a vocabulary's embedding is large
+        return values.add_(id(param) not in self.ours).float()
+
+    def exchanged(self, channel: Channel) -> list[str]:
+        """Gradients go to their workers and results back. Returns what is wrong. Collective."""
+        exchange, layout = self.exchange, self.layout
+        problems: list[str] = []
+        (arrived,) = deliver([exchange.gather_part], channel, exchange.device)
+        gradients = exchange.gathered(arrived)
+        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
+            results = Results(exchange)
+            for layer in exchange.owned:
+                matrix = gradients.pop(layer.name)
+                factor = 1.0 if layout.seam.factor is None else layout.seam.factor
+                pieces = exchange.plan.of_layer[layer.name]
+                for piece, flat in zip(pieces, exchange.parts(layer, matrix), strict=True):
+                    param = layout.param_of(piece)
+                    expected = self.known(param).narrow(0, *layout.span(piece))
+                    if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
+                        problems.append(f"the gradient of {self.names[id(param)]} did not arrive at its worker")
+                results.put([layer], [matrix + ADDED * factor])
+            (returned,) = deliver([results.part], channel, exchange.device, results.release)
+            exchange.write(results, returned)
+        return problems
+
+
+def _zero3_chunks(layout: ShardLayout) -> list[str]:
+    """Differences between our ZeRO-3 chunks and DeepSpeed's partition of the weights. Gathers every parameter."""
+    mine = {shard.param: shard for shard in layout.whole.on(layout.rank)}
+    problems = []
+    for index, param in enumerate(layout.params):
+        if not hasattr(param, "ds_tensor"):
+            break
+        local = param.ds_tensor.detach().clone().view(-1)
+        with GatheredParameters([param]):
+            shard = mine.get(index)
+            expected = param.detach().reshape(-1)[shard.start : shard.start + shard.numel] if shard else local[:0]
+            if not torch.equal(local[: expected.numel()].to(expected.device), expected):
+                problems.append(f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other chunks")
+    return problems
