@@ -135,7 +135,11 @@ def test_comparing_does_not_wait_for_the_device():
     assert compare_([History.of(side, meta, meta)], [meta], tolerance=0.1).shape == (1, 2)
 
 
-def test_a_history_keeps_its_memory():
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_factor_and_its_history_keep_their_memory(offloaded, monkeypatch):
+    """Offloaded: what is computed on another device comes back into it."""
+    if offloaded:
+        monkeypatch.setattr(of_factor, "moved", lambda tensor, device: tensor.clone())
     side, cpu = Side.dense(5), torch.device("cpu")
     factor = replace(KroneckerFactor.empty(side), history=History.of(side))
     tensors, values = [factor.packed_P, factor.history.last, factor.history.before], []
