@@ -89,17 +89,13 @@ class KFAC:
         self.decay, self.identity_G, self.steps = decay, identity_G, 0
         self.R = 0  # of this step's batch; 0 until a gradient arrives
 
-    def update(self, late: bool = False) -> None:
-        """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, eigenbases
-        of a later step's factors are used from the next step on."""
-        late = late and self.steps > 0
-        refreshes, off = divmod(self.steps - late, self.refresh_interval)
+    def update(self) -> None:
+        """Update the factors, then refresh the eigenbases, where due. The first step does both."""
+        refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
-            if late and not off:
-                layer.refresh(self.iterates and refreshes % 10 > 0)
             if self.steps % self.update_interval == 0:
                 layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
-            if not late and not off:
+            if not off:
                 layer.refresh(self.iterates and refreshes % 10 > 0)
         self.steps += 1
         self.R = 0
@@ -123,7 +119,7 @@ class KFAC:
     @torch.no_grad()
     def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
         """KFACAdamW's step. ``heads`` keep Adam's direction, at the rate lr max(``ratio`` 128 / inputs, 1)."""
-        self.update(late=True)
+        self.update()
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
             (alpha, QA), (beta, QG) = layer.bases

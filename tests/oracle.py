@@ -11,7 +11,8 @@ For a layer W a with inputs a (a 1 appended for the bias) and gradients g of the
                                   V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
+                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0, not finite, or of norm
+                                  1e15 and more is not touched
 
 A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and its gradient are
 both zero. A call whose gradient is zero in every entry has no rows. A layer without a row keeps its factors.
@@ -205,6 +206,20 @@ class _Layer:
             batch[index] = r * old + (1 - r) * _limited(new, new.trace(), old.trace(), self.updates)
         self.factors = batch
 
+    def refresh(self, iterate: bool) -> None:
+        """Decompose both factors. Adam's first moment goes into the new bases; the second stays, but for the first
+        bases, into which it goes as far as a diagonal can."""
+        first = not self.bases
+        old = [torch.eye(len(C), device=C.device) for C in self.factors] if first else [Q for _, Q in self.bases]
+        self.bases = [
+            _iterated(C, block, Q) if iterate and not first else _eigh(C, block)
+            for C, block, Q in zip(self.factors, self.blocks, old, strict=True)
+        ]
+        RA, RG = (new.T @ before for (_, new), before in zip(self.bases, old, strict=True))
+        if isinstance(self.m, Tensor):
+            self.m = RG @ self.m @ RA.T
+            self.v = RG**2 @ self.v @ RA.T**2 if first else self.v
+
     def batch(self) -> list[Tensor]:
         A, G = self.use.moments()
         self.terms = sum(terms or 0.0 for terms in self.use.owner.passes.terms)
@@ -348,10 +363,10 @@ class ReferenceKFAC:
         torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         self.passes.listens = False
 
-    def update(self) -> None:
-        """Fold this step's rows into the factors and decompose them, if due."""
+    def update(self, *, iterate: bool = False) -> None:
+        """Fold this step's rows into the factors, then decompose them, where due."""
         self.fold()
-        self.refresh(self.steps)
+        self.refresh(iterate=iterate)
         self.steps += 1
 
     def fold(self) -> None:
@@ -363,25 +378,18 @@ class ReferenceKFAC:
             layer.use.pairs.clear()
         self.passes.clear()
 
-    def refresh(self, step: int, *, iterate: bool = False) -> None:
-        """Decompose the factors, if due at ``step``; from the last bases, if ``iterate``."""
-        if step % self.refresh_interval == 0:
-            for layer in [layer for layer in self.layers.values() if layer.factors]:
-                layer.damping = self.damping
-                last = iterate and step >= self.burn_in and self.refreshed % 10 and layer.bases
-                old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
-                layer.bases = [
-                    _iterated(*part, Q) if last else _eigh(*part)
-                    for *part, Q in zip(layer.factors, layer.blocks, old, strict=True)
-                ]
-                RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
-                if isinstance(layer.m, Tensor):
-                    layer.m = RG @ layer.m @ RA.T
-            self.refreshed += step >= self.burn_in
+    def refresh(self, *, iterate: bool = False) -> None:
+        """Decompose the factors, if due; from the last bases, if ``iterate``."""
+        if self.steps % self.refresh_interval == 0:
+            again = iterate and self.steps >= self.burn_in and self.refreshed % 10 > 0
+            for layer in self.layers.values():
+                if layer.factors:
+                    layer.damping = self.damping
+                    layer.refresh(again)
+            self.refreshed += self.steps >= self.burn_in
 
-    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
-        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``clip`` has
-        scaled the gradients."""
+    def step(self, lr: float) -> None:
+        """Replace every layer's ``.grad``, unscaled and clipped, by its K-FAC gradient."""
         self.update()
         results, rotated, quadratic = {}, {}, 0.0
         for name, layer in self.layers.items():
@@ -391,7 +399,7 @@ class ReferenceKFAC:
             if self.corrected:
                 layer.k += 1
                 r = min(1 - 1 / layer.k, self.corrected)
-                new, old = layer.terms * (R / grad_scale / clip) ** 2, layer.S + torch.zeros_like(R)
+                new, old = layer.terms * R**2, layer.S + torch.zeros_like(R)
                 layer.S = layer.e = r * old + (1 - r) * _limited(new, new.sum(), old.sum(), layer.k)
         for name, layer in self.layers.items():
             (dW, R), ((alpha, QA), (beta, QG)) = rotated[name], layer.bases
@@ -403,7 +411,7 @@ class ReferenceKFAC:
                 damped = torch.outer(beta + root / pi, alpha + pi * root)
             V = QG @ (R / damped) @ QA.T
             results[name] = V
-            quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
+            quadratic += float((V * dW).sum()) * lr**2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
         for name, layer in self.layers.items():
             layer.write(self.nu * results[name])
@@ -417,14 +425,10 @@ class ReferenceKFAC:
         to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
-        first = not self.steps
-        self.fold()
-        if first:
-            self.refresh(self.steps)
-        self.steps += 1
+        self.update(iterate=on)
         for name, layer in self.layers.items():
             dW = layer.matrix()
-            if not dW.any():
+            if not dW.any() or not dW.norm() < 1e15:
                 layer.module.zero_grad(set_to_none=True)
                 continue
             plain = [(torch.ones(len(C)).to(C), torch.eye(len(C)).to(C)) for C in (dW.T, dW)]
@@ -445,5 +449,3 @@ class ReferenceKFAC:
             else:
                 U = U * (max(ratio * base / U.shape[1], 1) if name in heads else ratio)
             layer.write(U)
-        if not first:  # moments go with a basis, which is used from the next step on
-            self.refresh(self.steps - 1, iterate=on)

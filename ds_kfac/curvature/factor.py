@@ -157,25 +157,33 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class History:
-    """A factor's last two values, with which the next one is compared.
+    """A factor's last two values, with which the next one is compared. Its tensors change in place.
 
     Attributes:
-        last, before: fp32 [P]; None until there was such a value.
+        last, before: fp32 [P], where the factor's average is; zero until there was such a value.
     """
 
     side: Side
-    last: Tensor | None = None
-    before: Tensor | None = None
+    last: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, side: Side, last: Tensor | None = None, before: Tensor | None = None) -> "History":
+        """A history of copies of these values."""
+
+        def own(value: Tensor | None) -> Tensor:
+            return torch.zeros(side.numel, device="cpu", dtype=torch.float32) if value is None else value.clone()
+
+        return cls(side, own(last), own(before))
 
     def to(self, device: torch.device) -> "History":
         """The history with its values on another device, see :func:`moved`."""
-        last, before = (None if value is None else moved(value, device) for value in (self.last, self.before))
-        return replace(self, last=last, before=before)
+        return replace(self, last=moved(self.last, device), before=moved(self.before, device))
 
 
 @dataclass(frozen=True)
 class KroneckerFactor:
-    """One Kronecker factor, A or G. Never changed in place, so that a skipped step only has to drop the new one.
+    """One Kronecker factor, A or G. It keeps its tensors for the whole run: :func:`update_` changes them in place.
 
     Attributes:
         side: its width and blocks.
@@ -199,7 +207,7 @@ class KroneckerFactor:
         )
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """The factor with its average on another device; the counter stays on the computing device."""
+        """The factor with its average on another device. The counter is the same tensor, on the computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
 
@@ -220,7 +228,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def updated(
+def update_(
     factors: Sequence[KroneckerFactor],
     sums_P: Sequence[Tensor],
     counts: Tensor,
@@ -228,40 +236,37 @@ def updated(
     decays: Sequence[float],
     device: torch.device,
     tolerance: float | None = None,
-) -> tuple[list[KroneckerFactor], dict[int, Tensor], Tensor]:
-    """Average a reduced batch into each factor. One call per operation for all factors.
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Average a reduced batch into each factor, in place. One call per operation for all factors.
 
     Args:
-        sums_P, counts, decays: see :func:`averaged`; on ``device``.
-        device: computes. A new factor's average lies where the old one's did.
-        tolerance: see :func:`compared`; read for factors with a history.
+        sums_P, counts, decays: see :func:`average_`; on ``device``.
+        device: computes. Averages that lie elsewhere are moved to it, and copied back into their memory.
+        tolerance: see :func:`compare_`; read for factors with a history.
 
-    Returns the new factors; index of a factor with a history -> bool [2] on the device: whether the new average is
-    similar to its last value, and to the one before; and bool [2, n]: whether a factor's batch was scaled down, and
-    whether it left its factor as it was, since it had no row or a value that is not finite.
+    Returns index of a factor with a history -> bool [2] on the device: whether the new average is similar to its last
+    value, and to the one before; and bool [2, n]: whether a factor's batch was scaled down, and whether it left its
+    factor as it was, since it had no row or a value that is not finite.
     """
-    old = [factor.to(device) for factor in factors]
-    new, over = averaged(old, sums_P, counts, decays)
-    unusual, similar = torch.zeros(2, 0, dtype=torch.bool, device=device), {}
-    if factors:
-        before, after = (torch.stack([factor.updates for factor in each]) for each in (old, new))
-        unusual = torch.stack([over > 1, before == after])
-    histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
+    if not factors:
+        return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
+    here = [factor.to(device) for factor in factors]
+    over, used = average_(here, sums_P, counts, decays)
+    similar: dict[int, Tensor] = {}
+    histories = {index: factor.history for index, factor in enumerate(factors) if factor.history is not None}
     if tolerance is not None and histories:
-        flags, pushed = compared(
-            [*histories.values()], [new[index].packed_P for index in histories], tolerance=tolerance
-        )
+        flags = compare_([*histories.values()], [here[index].packed_P for index in histories], tolerance=tolerance)
         similar = dict(zip(histories, flags.unbind(), strict=True))
-        for index, history in zip(histories, pushed, strict=True):
-            new[index] = replace(new[index], history=history.to(factors[index].packed_P.device))
-    home = [factor.packed_P.device for factor in factors]
-    return [factor.to(device) for factor, device in zip(new, home, strict=True)], similar, unusual
+    for factor, computed in zip(factors, here, strict=True):
+        if computed.packed_P is not factor.packed_P:
+            factor.packed_P.copy_(computed.packed_P, non_blocking=True)
+    return similar, torch.stack([over > 1, ~used])
 
 
-def averaged(
+def average_(
     factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Tensor, decays: Sequence[float]
-) -> tuple[list[KroneckerFactor], Tensor]:
-    """Average a batch in: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
+) -> tuple[Tensor, Tensor]:
+    """Average a batch in, in place: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
 
     The growing r is the bias correction: until the window is full this is the plain mean of all batches.
     A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
@@ -272,34 +277,23 @@ def averaged(
     still followed, by a factor of 1 + (1 - r) (SPIKE - 1) an update.
 
     Args:
+        factors: at least one.
         sums_P: fp32 [P], packed sums of outer products over the global batch.
         counts: fp32 [n], numbers of rows in each sum.
         decays: weight of the past in [0, 1).
 
-    Returns the new factors, and fp32 [n]: by how much each batch was scaled down, 1 for most.
+    Returns fp32 [n]: by how much each batch was scaled down, 1 for most; and bool [n]: whether it was used.
     """
-    if not factors:
-        return [], torch.ones(0, dtype=torch.float32, device="cpu")
+    averages_P = [factor.packed_P for factor in factors]
+    updates = [factor.updates for factor in factors]
     diagonals = [
-        factor.side.diagonal_of(x_P)
-        for of in ([factor.packed_P for factor in factors], sums_P)
-        for factor, x_P in zip(factors, of, strict=True)
+        factor.side.diagonal_of(x_P) for of in (averages_P, sums_P) for factor, x_P in zip(factors, of, strict=True)
     ]
     # of second moments nothing is negative
     usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
-    over = excess(traces / counts, usual, torch.stack([factor.updates for factor in factors]))
-    copies = [_copies([factor.packed_P for factor in factors]), _copies([factor.updates for factor in factors])]
-    new = [replace(factor, packed_P=x_P, updates=n) for factor, x_P, n in zip(factors, *copies, strict=True)]
+    over = excess(traces / counts, usual, torch.stack(updates))
     # a larger count scales the batch down
-    ema_update_([x.packed_P for x in new], sums_P, (counts * over).unbind(), [x.updates for x in new], decays)
-    return new, over
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of one dtype, in one launch."""
-    copies = [torch.empty_like(x) for x in tensors]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
+    return over, ema_update_(averages_P, sums_P, (counts * over).unbind(), updates, decays)
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
@@ -316,44 +310,33 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     return torch.where(comparable, over.clamp(min=1), torch.ones_like(over))
 
 
-def compared(
-    histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
-) -> tuple[Tensor, list[History]]:
-    """Compare new values of n factors with their histories, in one go, without waiting for the device.
+def compare_(histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float) -> Tensor:
+    """Compare new values of n factors with their histories, in one go, without waiting for the device. The new values
+    are then copied into the histories, as their last ones.
 
     A value is similar to an old one if |new - old|_F < tolerance |old|_F; never if there is no old value, if that is
     zero, or if something is not finite. Needs memory for one more copy of the values.
 
     Args:
-        packed_P: fp32 [P] for each factor, on one device; the new histories refer to them, without a copy.
+        packed_P: fp32 [P] for each factor, on one device, which computes.
 
-    Returns bool [n, 2]: similar to the last value, similar to the one before; and the histories with the new values.
+    Returns bool [n, 2]: similar to the last value, similar to the one before.
 
     Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
     """
     sides = [history.side for history in histories]
-    to_last = _similar(packed_P, [history.last for history in histories], sides, tolerance)
-    to_before = _similar(packed_P, [history.before for history in histories], sides, tolerance)
-    pushed = [
-        replace(history, last=packed, before=history.last) for history, packed in zip(histories, packed_P, strict=True)
-    ]
-    return torch.stack([to_last, to_before], dim=1), pushed
+    here = [history.to(packed.device) for history, packed in zip(histories, packed_P, strict=True)]
+    last, before = [history.last for history in here], [history.before for history in here]
+    similar = [_similar(packed_P, old, sides, tolerance) for old in (last, before)]
+    torch._foreach_copy_([history.before for history in histories], last, non_blocking=True)
+    torch._foreach_copy_([history.last for history in histories], list(packed_P), non_blocking=True)
+    return torch.stack(similar, dim=1)
 
 
-def _similar(
-    new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side], tolerance: float
-) -> Tensor:
-    """Which new values are similar to the old ones, see :func:`compared`; bool [n]."""
-    similar = [torch.zeros((), device=new.device, dtype=torch.bool) for new in new_P]
-    pairs = [(index, old) for index, old in enumerate(old_P) if old is not None]
-    if pairs:
-        places, olds = zip(*pairs, strict=True)
-        of_sides = [sides[index] for index in places]
-        changes = frobenius(torch._foreach_sub([new_P[index] for index in places], olds), of_sides)
-        norms = frobenius(olds, of_sides)
-        for index, flag in zip(places, (changes < tolerance * norms) & norms.isfinite(), strict=True):
-            similar[index] = flag
-    return torch.stack(similar)
+def _similar(new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float) -> Tensor:
+    """Which new values are similar to the old ones, see :func:`compare_`; bool [n]."""
+    changes, norms = frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides), frobenius(old_P, sides)
+    return (changes < tolerance * norms) & norms.isfinite()
 
 
 def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:

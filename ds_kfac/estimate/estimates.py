@@ -202,8 +202,7 @@ class Estimate:
             for rank in range(self.world)
         ]
         memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
-        # a history has two values, but its last one is the factor itself
-        memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
+        memory["history"] = 2 * bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
         pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
         kept = np.array(self._kept())
         waiting = self._on_workers(lambda layer: pending * layer.numel)

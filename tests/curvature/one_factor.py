@@ -8,8 +8,9 @@ from ds_kfac.curvature.factor import KroneckerFactor
 
 
 def fold(factor: KroneckerFactor, sum_P: Tensor, count: Tensor, *, decay: float) -> KroneckerFactor:
-    """With one batch averaged in."""
-    return factors.averaged([factor], [sum_P], count[None], [decay])[0][0]
+    """With one batch averaged in, in place."""
+    factors.average_([factor], [sum_P], count[None], [decay])
+    return factor
 
 
 def refresh(factor: KroneckerFactor, *, previous: Eigenbasis | None = None, **options) -> Refreshed:

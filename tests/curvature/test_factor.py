@@ -1,10 +1,11 @@
 """The running average of a factor."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
 
-from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, averaged, usable
+from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, average_, update_, usable
 from tests.close import close
 from tests.curvature.one_factor import fold
 from tests.ops.specification import symmetric_pack
@@ -27,7 +28,7 @@ def test_early_averages_are_plain_means_then_decay():
         mean, total, count = batch(k, rows=k + 2)
         r = min(1 - 1 / k, decay)
         expected = r * expected + (1 - r) * mean
-        factor = fold(factor, total, count, decay=decay)
+        fold(factor, total, count, decay=decay)
         close(dense(factor), expected, sums=10 + k)
     assert factor.updates == 8
 
@@ -37,35 +38,32 @@ def test_there_is_no_identity_start():
     close(dense(fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.95)), mean, sums=7)
 
 
-def test_a_batch_without_rows_changes_nothing():
-    _, total, count = batch(0)
-    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
-    after = fold(factor, torch.zeros_like(total), torch.zeros(()), decay=0.9)
-    assert torch.equal(after.packed_P, factor.packed_P) and after.updates == 1
-
-
-def test_a_batch_that_is_not_finite_changes_nothing():
-    _, total, count = batch(0)
-    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
-    for value in (float("nan"), float("inf")):
-        bad = total.clone()
-        bad[3] = value
-        after = fold(factor, bad, count, decay=0.9)
-        assert torch.equal(after.packed_P, factor.packed_P) and after.updates == 1
-
-
-def test_averaging_leaves_the_old_factor_alone():
+def test_a_batch_without_rows_or_that_is_not_finite_changes_nothing():
     _, total, count = batch(0)
     factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
     before = factor.packed_P.clone()
-    fold(factor, *batch(1)[1:], decay=0.9)
-    assert torch.equal(factor.packed_P, before)
+    nan, inf = total.clone(), total.clone()
+    nan[3], inf[3] = float("nan"), float("inf")
+    for bad, rows in ((torch.zeros_like(total), torch.zeros(())), (nan, count), (inf, count)):
+        fold(factor, bad, rows, decay=0.9)
+        assert torch.equal(factor.packed_P, before) and factor.updates == 1
+
+
+def test_an_update_changes_a_factor_in_its_own_memory():
+    _, total, count = batch(0)
+    factor, expected = (KroneckerFactor.empty(Side.dense(5)) for _ in range(2))
+    packed, updates = factor.packed_P, factor.updates
+    update_([factor], [total], count[None], decays=[0.9], device=torch.device("cpu"))
+    fold(expected, total, count, decay=0.9)
+    assert factor.packed_P is packed and factor.updates is updates
+    assert torch.equal(packed, expected.packed_P) and updates == 1
 
 
 def test_zero_no_data_and_overflow_are_not_decomposed():
     _, total, count = batch(0)
-    empty, bad = KroneckerFactor.empty(Side.dense(5)), total.clone()
-    factors = [fold(empty, total, count, decay=0.9), empty, fold(empty, torch.zeros_like(total), count, decay=0.9)]
+    factors, bad = [KroneckerFactor.empty(Side.dense(5)) for _ in range(3)], total.clone()
+    fold(factors[0], total, count, decay=0.9)
+    fold(factors[2], torch.zeros_like(total), count, decay=0.9)
     for value in (float("nan"), float("inf"), -float("inf")):
         bad[7] = value
         factors.append(KroneckerFactor(Side.dense(5), bad.clone(), torch.ones(())))
@@ -78,7 +76,7 @@ def settled(scale: float = 1.0) -> KroneckerFactor:
     factor = KroneckerFactor.empty(Side.dense(5))
     for seed in range(SETTLED):
         _, total, count = batch(seed, rows=40)
-        factor = fold(factor, scale * total, count, decay=0.9)
+        fold(factor, scale * total, count, decay=0.9)
     return factor
 
 
@@ -88,13 +86,15 @@ def trace(factor: KroneckerFactor) -> float:
 
 def test_a_spike_counts_for_ten_times_the_average_and_is_forgotten_in_a_few_updates():
     factor, (_, total, count) = settled(), batch(99, rows=40)
-    (after,), excess = averaged([factor], [1e6 * total], count[None], [0.9])
+    after = deepcopy(factor)
+    excess, used = average_([after], [1e6 * total], count[None], [0.9])
+    assert used.all()
     close(trace(after), (0.9 + 0.1 * SPIKE) * trace(factor), sums=5, dtype=torch.float32)
     expected = 1e6 * factor.side.diagonal_of(total).sum() / count / SPIKE / trace(factor)
     close(excess.squeeze(), expected, sums=5)
     assert after.updates == factor.updates + 1
     for seed in range(20):
-        after = fold(after, *batch(seed, rows=40)[1:], decay=0.9)
+        fold(after, *batch(seed, rows=40)[1:], decay=0.9)
     assert trace(after) < 1.3 * trace(factor)
 
 
@@ -108,7 +108,8 @@ def test_what_is_not_a_spike_is_averaged_as_ever():
     ):
         share = float(factor.side.diagonal_of(total).sum() / count) / max(trace(factor), 1e-30)
         scale = scale if trace(factor) == 0 or scale > SPIKE else scale / share
-        (after,), excess = averaged([factor], [scale * total], count[None], [0.9])
+        after = deepcopy(factor)
+        excess, _ = average_([after], [scale * total], count[None], [0.9])
         keep = min(1 - 1 / float(after.updates), 0.9)
         close(after.packed_P, keep * factor.packed_P + (1 - keep) * scale * total / count, sums=5)
         assert excess.tolist() == [1.0]
@@ -118,20 +119,22 @@ def test_a_factor_that_has_really_grown_is_followed():
     factor, (_, total, count) = settled(), batch(99, rows=40)
     updates = 0
     while trace(factor) < 0.5 * 1e4 * float(factor.side.diagonal_of(total).sum() / count):
-        factor, updates = fold(factor, 1e4 * total, count, decay=0.9), updates + 1
+        fold(factor, 1e4 * total, count, decay=0.9)
+        updates += 1
     assert updates < 20, "it grows by 0.9 + 0.1 * 10 an update"
 
 
 def test_no_rows_do_not_count_as_a_spike():
     factor = settled()
+    before = factor.packed_P.clone()
     left_out = 1e6 * torch.ones(15), torch.zeros(())  # of layers that have parted
     for total, count in (
         (torch.zeros(15), torch.zeros(())),
         left_out,
         (torch.full((15,), float("nan")), torch.ones(())),
     ):
-        (after,), excess = averaged([factor], [total], count[None], [0.9])
-        assert torch.equal(after.packed_P, factor.packed_P) and excess.tolist() == [1.0]
+        excess, used = average_([factor], [total], count[None], [0.9])
+        assert torch.equal(factor.packed_P, before) and excess.tolist() == [1.0] and not used.any()
 
 
 def test_the_reference_treats_a_spike_alike():
@@ -144,7 +147,7 @@ def test_the_reference_treats_a_spike_alike():
         model.zero_grad()
         (model(x[:, None]) * g[:, None]).sum().div(20).backward()
         kfac.update()
-        A = fold(A, symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
-        G = fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
+        fold(A, symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
+        fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
         for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
             close(dense(actual), expected, sums=20 + step)

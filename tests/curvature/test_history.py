@@ -1,5 +1,6 @@
 """SP-NGD's rule, and the comparison of factors that feeds it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks.held import bytes_in
 from ds_kfac.curvature import factor as of_factor
-from ds_kfac.curvature.factor import PIECE, History, KroneckerFactor, Side, compared, frobenius, updated
+from ds_kfac.curvature.factor import PIECE, History, KroneckerFactor, Side, compare_, frobenius, update_
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
@@ -64,14 +65,15 @@ def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
 
 def filled(side: Side, *values: torch.Tensor) -> History:
     """After ``values``, in that order."""
-    history = History(side)
+    history = History.of(side)
     for value in values:
-        _, (history,) = compared([history], [value], tolerance=0.1)
+        compare_([history], [value], tolerance=0.1)
     return history
 
 
 def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
-    return compared([history], [new], tolerance=tolerance)[0][0].tolist()
+    """What a new value is compared to; the history stays."""
+    return compare_([deepcopy(history)], [new], tolerance=tolerance)[0].tolist()
 
 
 def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
@@ -79,7 +81,8 @@ def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
     kept = [[packed(side, seed) for side in SIDES] for seed in (1, 2, 3)]
     before, last, new = kept
     histories = [filled(side, *old) for side, *old in zip(SIDES, before, last, strict=True)]
-    assert all(history.last is x and history.before is y for history, x, y in zip(histories, last, before, strict=True))
+    for history, x, y in zip(histories, last, before, strict=True):
+        assert torch.equal(history.last, x) and torch.equal(history.before, y)
     distances = [
         [float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm()) for y in (one, other)]
         for side, x, one, other in zip(SIDES, new, last, before, strict=True)
@@ -87,7 +90,7 @@ def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
     for distance in (distance for pair in distances for distance in pair):
         for tolerance in (1.0001 * distance, 0.9999 * distance):
             wanted = [[one < tolerance for one in pair] for pair in distances]
-            assert compared(histories, new, tolerance=tolerance)[0].tolist() == wanted
+            assert compare_(deepcopy(histories), new, tolerance=tolerance).tolist() == wanted
 
 
 def test_norms_of_millions_of_elements_keep_their_digits():
@@ -105,7 +108,7 @@ def test_norms_of_millions_of_elements_keep_their_digits():
 def test_elements_off_the_diagonal_count_twice(backend):
     """Packed vectors would be 0.1 apart, the matrices are 0.1 sqrt(2)."""
     old, new = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.1, 0.0])
-    history = History(Side.dense(2), old)
+    history = History.of(Side.dense(2), old)
     assert [flags(history, new, tolerance)[0] for tolerance in (0.11, 0.14, 0.142)] == [False, False, True]
 
 
@@ -129,28 +132,34 @@ def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan(backend)
 def test_comparing_does_not_wait_for_the_device():
     side = Side(7, 3)
     meta = torch.zeros(side.numel, device="meta")  # has no values: reading one is an error
-    similar, _ = compared([History(side, meta, meta)], [meta], tolerance=0.1)
-    assert similar.shape == (1, 2)
+    assert compare_([History.of(side, meta, meta)], [meta], tolerance=0.1).shape == (1, 2)
 
 
-def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_factor_and_its_history_keep_their_memory(offloaded, monkeypatch):
+    """Offloaded: what is computed on another device comes back into it."""
+    if offloaded:
+        monkeypatch.setattr(of_factor, "moved", lambda tensor, device: tensor.clone())
     side, cpu = Side.dense(5), torch.device("cpu")
-    factor = replace(KroneckerFactor.empty(side), history=History(side))
+    factor = replace(KroneckerFactor.empty(side), history=History.of(side))
+    tensors, values = [factor.packed_P, factor.history.last, factor.history.before], []
     for seed in range(3):
-        sums, counts = [packed(side, seed)], torch.tensor([11.0])
-        (factor,), *_ = updated([factor], sums, counts, decays=[0.9], device=cpu, tolerance=0.1)
-    assert bytes_in(factor) == 4 * (2 * side.numel + 1), "the factor, its last but one value and a counter"
+        update_([factor], [packed(side, seed)], torch.tensor([11.0]), decays=[0.9], device=cpu, tolerance=0.1)
+        values.append(factor.packed_P.clone())
+    for tensor, value in zip(tensors, (values[2], values[2], values[1]), strict=True):
+        assert torch.equal(tensor, value)
+    assert bytes_in(factor) == 4 * (3 * side.numel + 1), "the factor, its last two values and a counter"
 
 
 def test_an_update_compares_all_factors_in_one_call(monkeypatch):
     calls = []
-    monkeypatch.setattr(of_factor, "compared", lambda *a, **k: calls.append(a) or compared(*a, **k))
+    monkeypatch.setattr(of_factor, "compare_", lambda *a, **k: calls.append(a) or compare_(*a, **k))
     cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
-    histories = [None, History(sides[1]), History(sides[2])]
+    histories = [None, History.of(sides[1]), History.of(sides[2])]
     factors = [replace(KroneckerFactor.empty(s), history=own) for s, own in zip(sides, histories, strict=True)]
     for seed in range(2):
         sums = [packed(side, seed) for side in sides]
         counts = torch.tensor([11.0] * 3)
-        factors, similar, _ = updated(factors, sums, counts, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+        similar, _ = update_(factors, sums, counts, decays=[0.9] * 3, device=cpu, tolerance=10.0)
     assert {index: flags.tolist() for index, flags in similar.items()} == {1: [True, False], 2: [True, False]}
     assert [len(histories) for histories, _ in calls] == [2, 2]

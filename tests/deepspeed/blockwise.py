@@ -9,7 +9,7 @@ from tests.oracle import ReferenceKFAC
 class BlockwiseInverse(ReferenceKFAC):
     """Method "inverse" with damping "relative", where blocks are pieces that know nothing of each other."""
 
-    def step(self, lr: float, grad_scale: float = 1.0, clip: float = 1.0) -> None:
+    def step(self, lr: float) -> None:
         assert self.method == "inverse" and self.damping_kind == "relative"
         self.update()
         results, quadratic = {}, 0.0
@@ -18,7 +18,7 @@ class BlockwiseInverse(ReferenceKFAC):
             at_refresh = [Q @ torch.diag(e) @ Q.T for e, Q in layer.bases]
             A, G = (inverses(C, block, layer.damping) for C, block in zip(at_refresh, layer.blocks, strict=True))
             results[name] = V = G @ dW @ A
-            quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
+            quadratic += float((V * dW).sum()) * lr**2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip else 1.0
         for name, layer in self.layers.items():
             layer.write(self.nu * results[name])

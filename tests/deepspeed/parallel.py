@@ -70,12 +70,12 @@ class StaggeredKFAC(ReferenceKFAC):
         super().__init__(*arguments, **{**options, "refresh_interval": 1})
         self.refreshes = refreshes
 
-    def refresh(self, step: int, *, iterate: bool = False) -> None:
+    def refresh(self, *, iterate: bool = False) -> None:
         before = {name: list(layer.bases) for name, layer in self.layers.items()}
-        super().refresh(step, iterate=iterate)
+        super().refresh(iterate=iterate)
         for name, bases in before.items():
             for side, basis in enumerate(bases):
-                if (name, "AG"[side]) not in self.refreshes[step]:
+                if (name, "AG"[side]) not in self.refreshes[self.steps]:
                     self.layers[name].bases[side] = basis
 
 
@@ -164,7 +164,7 @@ def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
 def train_once(
     mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0, part: float = 1.0,
     steps: int = STEPS, refreshes: Refreshes | None = None,
-    kind: type[ReferenceKFAC] = ReferenceKFAC, domains: bool = True, **options,
+    kind: type[ReferenceKFAC] = ReferenceKFAC, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
@@ -173,7 +173,6 @@ def train_once(
         part: which part of this loss a rank's backward pass differentiates. G is made of that.
         refreshes: what is refreshed when, if not everything at once.
         kind: of reference, if nothing is staggered.
-        domains: see :class:`tests.deepspeed.runs.ReferenceStep`.
         options: of ReferenceKFAC, over those of the mode.
     """
     model = copy.deepcopy(model).to(torch.get_default_dtype())
@@ -188,7 +187,7 @@ def train_once(
         assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
         kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-    step = ReferenceStep(mode, model, work, kfac, domains=domains)
+    step = ReferenceStep(mode, model, work, kfac)
     for index in range(steps):
         value = loss(work, index, variation)
         if kfac.fisher == "monte_carlo":

@@ -148,12 +148,11 @@ def unscaled() -> bool:
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
     before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
-    variation: Variation = PLAIN, clips_results: bool = False,
+    variation: Variation = PLAIN,
 ) -> dict:  # fmt: skip
     """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the concatenated batch.
 
-    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step;
-    ``clips_results``: see :class:`ReferenceStep`.
+    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed. On the
     device of the engines, whose 16-bit products and autocast rules are those that DeepSpeed gets.
@@ -168,7 +167,7 @@ def reference(
     kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled() else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
-    step = ReferenceStep(mode, model, work, kfac, rounding=rounding, domains=clips_results)
+    step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
@@ -261,18 +260,17 @@ class Rounding16:
 
 
 class ReferenceStep:
-    """What follows a backward of ``work``: clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
+    """What follows a backward of ``work``: unscaling, clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
 
     Args:
-        domains: over several of them the raw norm is not known: DeepSpeed clips what K-FAC has made of the gradients.
         rounding: of results.
     """
 
     def __init__(
-        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *, domains: bool = False,
+        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *,
         rounding: Rounding16 | None = None,
     ) -> None:  # fmt: skip
-        self.domains, self.rounding = domains, rounding
+        self.rounding = rounding
         self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
         options = {
             key: value for key, value in mode.optimizer["params"].items() if key not in ("torch_adam", "adam_lr")
@@ -303,22 +301,13 @@ class ReferenceStep:
 
     def __call__(self, divisor: float) -> None:
         masters, params = list(self.model.parameters()), list(self.work.parameters())
-        if not self.mode.adam:
-            own, clip = [p.grad for p in params if p.grad is not None], 1.0
-            if self.mode.clip and not self.domains:  # K-FAC preconditions clipped gradients
-                norm = torch.stack([g.double().norm() for g in own]).norm() / divisor
-                clip = float((self.mode.clip / (norm + 1e-6)).clamp(max=1.0))
-                for g in own:
-                    g.mul_(clip)
-            self.kfac.step(LR, grad_scale=divisor, clip=clip)
-            self._round(params)
         for master, p in zip(masters, params, strict=True):
             master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor
-        if self.mode.clip and (self.mode.adam or self.domains):
+        if self.mode.clip:
             torch.nn.utils.clip_grad_norm_(masters, self.mode.clip)
+        for master, p in zip(masters, params, strict=True):
+            p.grad = master.grad
         if self.mode.adam:
-            for master, p in zip(masters, params, strict=True):
-                p.grad = master.grad
             whole, layers = not self.mode.orthogonal, self.kfac.layers.items()
             matrices = [name for name, layer in layers if layer.orthogonal]
             heads = [name for name in matrices if whole or name.split(":")[0].endswith("head")]
@@ -327,9 +316,11 @@ class ReferenceStep:
                 base=self.mode.base, orthogonal=[name for name in matrices if name not in heads], heads=heads,
                 ratio=self.mode.adam_ratio, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
             )  # fmt: skip
-            self._round(params)
-            for master, p in zip(masters, params, strict=True):
-                master.grad = p.grad
+        else:
+            self.kfac.step(LR)
+        self._round(params)
+        for master, p in zip(masters, params, strict=True):
+            master.grad = p.grad
         self._step()
         if self.work is not self.model:
             with torch.no_grad():

@@ -72,7 +72,7 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
         scale = part * (1.0 if mode.stage == 3 else 2.0)
         final = weights(engine)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
-        options = {"gradient_scale": scale, "part": part, "refreshes": refreshes, "domains": False}
+        options = {"gradient_scale": scale, "part": part, "refreshes": refreshes}
         expected = train_whole(mode, make_model(), whole_loss, **options)
         faults = [fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault]
         results.append(compared(engine, mode, final, expected, initial, faults=faults))

@@ -86,8 +86,12 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
                 keep = min(1 - 1 / (step // UPDATE + 1), DECAY)
                 old = factors[i] or new
                 factors[i] = tuple(keep * o + (1 - keep) * n for o, n in zip(old, new, strict=True))
-            if step % REFRESH == 0 and (rule == "gradient" or not step):
-                bases[i] = [np.linalg.eigh(C) for C in factors[i]]
+            if step % REFRESH == 0:
+                old = bases[i]
+                bases[i] = [(_, new_A), (_, new_G)] = [np.linalg.eigh(C) for C in factors[i]]
+                if old:
+                    (_, Q_A), (_, Q_G) = old
+                    m[i] = new_G.T @ Q_G @ m[i] @ Q_A.T @ new_A
         if rule == "gradient":
             Vs = []
             for dW, ((alpha, Q_A), (beta, Q_G)) in zip(dWs, bases, strict=True):
@@ -116,9 +120,6 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
                 U = U * max(RATIO * 128 / U.shape[1], 1)
             U = Q_G @ U @ Q_A.T
             Ws[i] = (1 - LR * WEIGHT_DECAY) * W - LR * U
-            if step % REFRESH == 0 and step:  # what moments go into is used from the next step on
-                bases[i] = [(_, new_A), (_, new_G)] = [np.linalg.eigh(C) for C in factors[i]]
-                m[i] = new_G.T @ Q_G @ m[i] @ Q_A.T @ new_A
     parts = zip(NAMES, BIAS, (torch.from_numpy(W) for W in Ws), strict=True)
     found = [(n, W[:, :-1], W[:, -1]) if bias else (n, W, None) for n, bias, W in parts]
     return {f"{n}.weight": W for n, W, _ in found} | {f"{n}.bias": b for n, _, b in found if b is not None}

@@ -2,7 +2,7 @@
 
 import torch
 
-from ds_kfac.curvature.factor import KroneckerFactor, Side, updated
+from ds_kfac.curvature.factor import KroneckerFactor, Side, update_
 from ds_kfac.step.messages import unusual
 
 SIDE = Side.dense(3)
@@ -10,15 +10,15 @@ SIDE = Side.dense(3)
 
 def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
     packed = torch.arange(1.0, 7.0)
-    factor = KroneckerFactor(SIDE, packed, torch.tensor(20.0))
+    factors = [KroneckerFactor(SIDE, packed.clone(), torch.tensor(20.0)) for _ in range(3)]
     sums = [torch.zeros(6), packed * 1e6, torch.full((6,), torch.inf)]
     counts = torch.tensor([0.0, 2.0, 2.0])
-    results, _, counted = updated([factor] * 3, sums, counts, decays=[0.9] * 3, device=torch.device("cpu"))
+    _, counted = update_(factors, sums, counts, decays=[0.9] * 3, device=torch.device("cpu"))
     assert counted.sum(dim=1).tolist() == [1, 2], "one scaled down, one empty, one not finite"
-    for result in (results[0], results[2]):
-        assert torch.equal(result.packed_P, packed)
-        assert float(result.updates) == 20
-    assert updated([], [], torch.zeros(0), decays=[], device=torch.device("cpu"))[2].sum(dim=1).tolist() == [0, 0]
+    for factor in (factors[0], factors[2]):
+        assert torch.equal(factor.packed_P, packed)
+        assert float(factor.updates) == 20
+    assert update_([], [], torch.zeros(0), decays=[], device=torch.device("cpu"))[1].sum(dim=1).tolist() == [0, 0]
 
 
 def test_ranks_add_up():
