@@ -86,12 +86,13 @@ def adam_step_kernel(
     at = matrix * numel + element
     usable = tl.load(usable_ptr + matrix) != 0
     k = tl.load(updates_ptr + matrix) + 1.0
-    folded = inside & usable
-    x = tl.load(x_ptr + at, mask=folded, other=0.0)
-    m = lerp(x, tl.load(first_ptr + at, mask=folded, other=0.0), beta1)
-    v = lerp(x * x, tl.load(second_ptr + at, mask=folded, other=1.0), beta2)
-    tl.store(first_ptr + at, m, mask=folded)
-    tl.store(second_ptr + at, v, mask=folded)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    first = tl.load(first_ptr + at, mask=inside, other=0.0)
+    second = tl.load(second_ptr + at, mask=inside, other=1.0)
+    m = lerp(x, first, beta1)
+    v = lerp(x * x, second, beta2)
+    tl.store(first_ptr + at, tl.where(usable, m, first), mask=inside)
+    tl.store(second_ptr + at, tl.where(usable, v, second), mask=inside)
     ahead = m * (beta1 / correction(k + 1.0, log_beta1))
     numerator = ahead + x * ((1.0 - beta1) / correction(k, log_beta1))
     root = tl.sqrt(v * (1.0 / correction(k, log_beta2)))
@@ -161,7 +162,7 @@ def finish_direction_kernel(
         part = tl.load(size_ptr + matrix) / tl.load(full_ptr + matrix)
         scale = scale * tl.where(part > 1.0, 1.0, part) / tl.maximum(norm, SMALLEST)  # tl.minimum would drop a NaN
     used = (tl.load(used_ptr + matrix) != 0) & (norm < float("inf"))
-    x = tl.load(x_ptr + matrix * numel + element, mask=inside & used, other=0.0)
+    x = tl.load(x_ptr + matrix * numel + element, mask=inside, other=0.0)
     y = tl.where(used, x * scale, 0.0)
     tl.store(out_ptr + start + element, y.to(out_ptr.dtype.element_ty), mask=inside)
 
