@@ -127,14 +127,8 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
         apart = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
         norm, size, target, full = torch.tensor([[4.0, 2, 16, 4], [4, 2, 16, 4]], **fp32).T.contiguous()
         of_shape: dict[str, Call] = {
-            "adam_step_": (
-                (out, gradient, *moments, updates_n, flags),
-                {"betas": (0.75, 0.875), "eps": 0.125},
-            ),
-            "finish_direction_": (
-                (apart, gradient, norm, size if rows > side else None, target, full, flags),
-                {},
-            ),
+            "adam_step_": ((out, gradient, *moments, updates_n, flags), {"betas": (0.75, 0.875), "eps": 0.125}),
+            "finish_direction_": ((apart, gradient, norm, size if rows > side else None, target, full, flags), {}),
         }
         for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)
