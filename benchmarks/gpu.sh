@@ -140,12 +140,12 @@ C)
 D)
     run sweep 150 "${kernels[@]}" --sweep syrk --seconds 0.05 "${small[@]}"
     run goals 120 "${kernels[@]}" --goals --models squares gpt2 --ops syrk_accumulate_ symmetric_pack_into_ \
-        symmetric_unpack_from ema_update_ adam_scale_ --seconds 0.2 "${small[@]}" --name goals
+        symmetric_unpack_from ema_update_ adam_step_ --seconds 0.2 "${small[@]}" --name goals
     run goals_2048 60 "${kernels[@]}" --goals --models squares --ops syrk_accumulate_ --seconds 0.2 "${small[@]}" --rows 2048 \
         --name goals_2048
     run fp32 60 "${kernels[@]}" --models squares --ops syrk_accumulate_ --seconds 0.1 "${small[@]}" --dtype float32 --name fp32
     run models 120 "${kernels[@]}" --models bert_large llama_7b resnet50 --ops syrk_accumulate_ symmetric_pack_into_ \
-        symmetric_unpack_from ema_update_ adam_scale_ --seconds 0.1 "${small[@]}" --name models
+        symmetric_unpack_from ema_update_ adam_step_ --seconds 0.1 "${small[@]}" --name models
     ;;
 E)
     run step 500 "$PYTHON" benchmarks/step_gpu.py "${tiny[@]}" --trace --out "$work"

@@ -60,7 +60,7 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Callab
         ],
         "symmetric_pack_into_": [lambda: list(packing(settings, model.name, factors))] * bool(factors),
         "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
-        "adam_scale_": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
+        "adam_step_": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
     }
     for op, parts in makers.items():
         if op in wanted or (op == "symmetric_pack_into_" and "symmetric_unpack_from" in wanted):

@@ -220,36 +220,40 @@ def averages(settings: Settings, name: str, dims: Sequence[int]) -> Case:
 
 
 def adam_step(settings: Settings, outputs: int, inputs: int, matrices: int = 1) -> Case:
-    """Adam's direction of several matrices, with the gradient left waiting for the moments."""
+    """A step of Adam for several matrices: moments in place, and the direction."""
     x_nOI, first_nOI, second_nOI = (settings.normal(matrices, outputs, inputs) for _ in range(3))
     second_nOI = second_nOI.square()
     updates = torch.full((matrices,), 10.0, device=settings.device)
     usable = torch.ones(matrices, dtype=torch.bool, device=settings.device)
-    betas, eps = (0.9, 0.95), 1e-8
-    beta1, beta2 = betas
-    direction_nOI, waiting_nOI = torch.empty_like(x_nOI), torch.empty_like(x_nOI)
-    given = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI, updates, usable
+    direction_nOI, options = torch.empty_like(x_nOI), {"betas": (0.9, 0.95), "eps": 1e-8}
+    beta1, beta2 = options["betas"]
+    state = [part.clone() for part in (first_nOI, second_nOI, updates)]
 
     def error(op: Op) -> tuple[float, float]:
         x, first, second = x_nOI.double(), first_nOI.double(), second_nOI.double()
         first, second = beta1 * first + (1 - beta1) * x, beta2 * second + (1 - beta2) * x.square()
         ahead = beta1 * first / (1 - beta1**12) + (1 - beta1) * x / (1 - beta1**11)
-        wanted = ahead / ((second / (1 - beta2**11)).sqrt() + eps)
-        for out in (direction_nOI, waiting_nOI):
-            out.fill_(math.nan)
-        op(*given, betas=betas, eps=eps)
-        return max(worst(direction_nOI, wanted), worst(waiting_nOI, x)), 1e-5
+        direction = ahead / ((second / (1 - beta2**11)).sqrt() + options["eps"])
+        found = torch.full_like(x_nOI, math.nan), first_nOI.clone(), second_nOI.clone(), updates.clone()
+        op(found[0], x_nOI, *found[1:], usable, **options)
+        return max(map(worst, found, (direction, first, second, updates + 1))), 1e-5
 
     def elementwise() -> Tensor:
-        first, second = torch.lerp(x_nOI, first_nOI, beta1), torch.lerp(x_nOI.square(), second_nOI, beta2)
-        steps = (updates + usable)[:, None, None]
-        root = (second / (1 - beta2**steps)).sqrt_().add_(eps)
-        ahead = first * (beta1 / (1 - beta1 ** (steps + 1))) + x_nOI * ((1 - beta1) / (1 - beta1**steps))
-        waiting_nOI.copy_(x_nOI)
+        first, second, updates = state
+        first.lerp_(x_nOI, 1 - beta1)
+        second.lerp_(x_nOI.square(), 1 - beta2)
+        k = updates.add_(1)[:, None, None]
+        root = (second / (1 - beta2**k)).sqrt_().add_(options["eps"])
+        ahead = first * (beta1 / (1 - beta1 ** (k + 1))) + x_nOI * ((1 - beta1) / (1 - beta1**k))
         return ahead.div_(root)
 
     elements = matrices * outputs * inputs
     return Case(
-        "adam_scale_", f"{matrices} x {outputs} x {inputs}", 20 * elements, 14 * elements,
-        lambda op: op(*given, betas=betas, eps=eps), error, {"elementwise": elementwise},
-    )  # fmt: skip
+        "adam_step_",
+        f"{matrices} x {outputs} x {inputs}",
+        24 * elements,
+        14 * elements,
+        lambda op: op(direction_nOI, x_nOI, *state, usable, **options),
+        error,
+        {"elementwise": elementwise},
+    )

@@ -121,20 +121,14 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     }
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
-        matrices = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
-        counted, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
-        betas = {"betas": (0.75, 0.875)}
-        out, waiting = (torch.zeros(2, rows, side, **fp32) for _ in range(2))
-        room = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
-        # norms, sizes, targets, full sizes, bounds and replacements; the second matrix is replaced
-        norm, size, *vectors = torch.tensor([[4.0, 2, 16, 4, 9, 3], [4, 2, 16, 4, 0, 3]], **fp32).T.contiguous()
+        gradient, moments = x.expand(2, -1, -1).clone(), (torch.stack([first, x]), torch.stack([second, first]).abs())
+        updates_n, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
+        out = torch.zeros(2, rows, side, **fp32)
+        apart = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
+        norm, size, target, full = torch.tensor([[4.0, 2, 16, 4], [4, 2, 16, 4]], **fp32).T.contiguous()
         of_shape: dict[str, Call] = {
-            "adam_scale_": (
-                (out, waiting, *matrices, counted, flags, torch.tensor(0.5, **fp32)),
-                {**betas, "eps": 0.125},
-            ),
-            "adam_fold_": ((matrices[1], matrices[2], counted, matrices[0], flags), betas),
-            "finish_direction_": ((room, matrices[0], norm, size if rows > side else None, *vectors, 0.5), {}),
+            "adam_step_": ((out, gradient, *moments, updates_n, flags), {"betas": (0.75, 0.875), "eps": 0.125}),
+            "finish_direction_": ((apart, gradient, norm, size if rows > side else None, target, full, flags), {}),
         }
         for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)
@@ -147,7 +141,7 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
 
 PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
-    **dict.fromkeys(("ema_update_", "adam_scale_", "adam_fold_", "finish_direction_"), DTYPES[:1]),
+    **dict.fromkeys(("ema_update_", "adam_step_", "finish_direction_"), DTYPES[:1]),
 }
 """Every op that a backend compiles -> the dtypes in which it is checked."""
 

@@ -18,7 +18,7 @@ from ds_kfac.ops.check import faults, guarded
 
 OPS = (
     "syrk_accumulate_", "block_syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
-    "adam_scale_", "adam_fold_", "finish_direction_",
+    "adam_step_", "finish_direction_",
 )  # fmt: skip
 Implementation = Callable[..., Any]
 
@@ -153,6 +153,5 @@ block_syrk_accumulate_ = _by_device(functional.block_syrk_accumulate_)
 symmetric_pack_into_ = _by_device(functional.symmetric_pack_into_)
 symmetric_unpack_from = _by_device(functional.symmetric_unpack_from)
 ema_update_ = _by_device(functional.ema_update_)
-adam_scale_ = _by_device(functional.adam_scale_)
-adam_fold_ = _by_device(functional.adam_fold_)
+adam_step_ = _by_device(functional.adam_step_)
 finish_direction_ = _by_device(functional.finish_direction_)

@@ -4,6 +4,7 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and
 """
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -212,55 +213,51 @@ def block_syrk_accumulate_(
     return sum_P.add_(_times_(lower.view(-1), scale))
 
 
-def adam_scale_(
-    direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
-    updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    """Adam's direction, with Nesterov's momentum, for n matrices of one shape; the moments do not change.
+def adam_step_(
+    direction_nOI: Tensor,
+    x_nOI: Tensor,
+    first_nOI: Tensor,
+    second_nOI: Tensor,
+    updates_n: Tensor,
+    usable_n: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Fold n gradients into Adam's moments, in place, and write Adam's direction with Nesterov's momentum.
 
-    With y = scale x and k = updates + 1:
+        k <- k + 1      m <- b1 m + (1 - b1) x      v <- b2 v + (1 - b2) x^2
+        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
 
-        m = b1 first + (1 - b1) y        v = b2 second + (1 - b2) y^2
-        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) y / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
-
-    y has the weight that it will have in the next step's m (NAdam, Dozat 2016).
+    x has the weight that it will have in the next step's m (NAdam, Dozat 2016).
 
     Args:
         direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be ``x_nOI``.
-        waiting_nOI: overwritten by y in its dtype, for :func:`adam_fold_`; zeros likewise. It may be ``x_nOI``.
-        first_nOI, second_nOI: fp32, the moments so far, without bias correction; not changed.
-        updates_n: fp32, how many gradients the moments hold.
-        usable_n: bool; where it is False, x is ignored, even NaN.
+        x_nOI: fp32, the gradients.
+        first_nOI, second_nOI: fp32, the moments m and v, without bias correction.
+        updates_n: fp32, k: how many gradients the moments hold.
+        usable_n: bool. Where it is False, x is ignored, even NaN, and the moments and k stay as they are.
         betas: rounded to fp32 first.
 
     Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
-    betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # in_fp32, inlined on the step's path
-    k, usable = (updates_n + 1)[:, None, None], usable_n[:, None, None]
-    power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
-    ahead, now = betas[0] / (1 - betas[0] * power), (1 - betas[0]) / (1 - power)
-    of_first, of_y = betas[0] * ahead * usable, (1 - betas[0]) * ahead + now
-    unused, least = ~usable, (~usable).to(k.dtype) + eps  # an unusable matrix becomes 0 / 1, also if eps is 0
-    tensors = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI
-    for out, waiting, x, first, second in in_chunks(*tensors):
-        y = torch.mul(x, scale, out=waiting if waiting.dtype is torch.float32 else None).masked_fill_(unused, 0.0)
-        if y is not waiting:
-            waiting.copy_(y)
-        divisor = y.square().mul_((1 - betas[1]) * root).addcmul_(second, betas[1] * root).sqrt_().add_(least)
-        torch.mul(y, of_y, out=out).addcmul_(first, of_first).div_(divisor)
-
-
-def adam_fold_(
-    first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
-    betas: tuple[float, float],
-) -> None:  # fmt: skip
-    """Fold the gradient that :func:`adam_scale_` left in ``waiting_nOI`` into the moments of the usable matrices, and
-    add 1 to their ``updates``, in place."""
-    weights = [(1 - (1 - ctypes.c_float(beta).value) * usable_n.float())[:, None, None] for beta in betas]
-    for first, second, x in in_chunks(first_nOI, second_nOI, waiting_nOI):
-        x = x.float()
-        torch.lerp(x, first, weights[0], out=first)
-        torch.lerp(x.square(), second, weights[1], out=second)
+    beta1, beta2 = in_fp32(betas)
+    k = (updates_n + 1)[:, None, None]
+    usable = usable_n[:, None, None].to(k.dtype)
+    weight_in_first, weight_in_second = (1 - beta1) * usable, (1 - beta2) * usable
+    power = beta1**k
+    of_first = beta1 / (1 - beta1 * power) * usable
+    of_x = (1 - beta1) / (1 - power)
+    of_second = usable / (1 - beta2**k)
+    added = 1 - usable + eps  # the direction of a matrix that is not usable is 0 / 1, also if eps is 0
+    ignored = usable == 0
+    for direction, x, first, second in in_chunks(direction_nOI, x_nOI, first_nOI, second_nOI):
+        x = x.masked_fill(ignored, 0.0)
+        first.lerp_(x, weight_in_first)
+        square = x.square()
+        second.lerp_(square, weight_in_second)
+        divisor = torch.mul(second, of_second, out=square).sqrt_().add_(added)
+        torch.mul(x, of_x, out=direction).addcmul_(first, of_first).div_(divisor)
     updates_n.add_(usable_n)
 
 
@@ -281,38 +278,41 @@ def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor
 
 
 def finish_direction_(
-    out_nOI: Tensor, x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor,
-    bound_n: Tensor, replacement_n: Tensor, shift: float,
-) -> None:  # fmt: skip
-    """Write n directions with their final norm; in place of those that must not be used, a number.
+    out_nOI: Tensor,
+    x_nOI: Tensor,
+    norm_n: Tensor,
+    size_n: Tensor | None,
+    target_n: Tensor,
+    full_n: Tensor,
+    used_n: Tensor,
+) -> None:
+    """Write n directions with their final norm, and zeros in place of those that must not be used.
 
         scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
-        out <- scale x + shift   where norm < bound, else replacement
+        out <- scale x   where used and norm is finite, else 0
 
     Args:
         out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI``. Its matrices may lie apart, and each may be
             several of x, one below the other.
-        x_nOI: fp32.
+        x_nOI: fp32; what is not used may hold anything, also NaN.
         norm_n: fp32, the Frobenius norms of x.
         size_n: fp32, the norms of the directions before they were orthogonalized; None: they were not.
         target_n: fp32, the final norms; if ``size_n`` is None, factors.
         full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if that is None.
-        bound_n: fp32, infinity for a direction that may be used, else 0. NaN is below neither.
-        replacement_n: fp32, written to every entry, whatever x holds (also NaN).
-        shift: a number, not a tensor.
+        used_n: bool.
     """
     scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
-    good = norm_n < bound_n
-    added_n = replacement_n.masked_fill(good, shift)
+    zero = ~(used_n & (norm_n < math.inf))  # NaN is not below infinity
     parts = len(x_nOI) // len(out_nOI)
     if len(out_nOI) == 1:  # equal blocks, or the groups of a convolution, all at once
         parts, out_nOI = 1, out_nOI.view(x_nOI.shape)
     for part, out_part in enumerate(out_nOI.chunk(parts, dim=1)):
-        scales, bad, added = (x[part::parts, None, None] for x in (scale, ~good, added_n))
+        part_scale, part_zero = (of_matrix[part::parts, None, None] for of_matrix in (scale, zero))
         for out, x in in_chunks(out_part, x_nOI[part::parts]):
-            y = torch.mul(x, scales, out=out if out.dtype is torch.float32 else None).masked_fill_(bad, 0.0).add_(added)
-            if y is not out:
-                out.copy_(y)
+            in_place = out.dtype is torch.float32
+            scaled = torch.mul(x, part_scale, out=out if in_place else None).masked_fill_(part_zero, 0.0)
+            if not in_place:
+                out.copy_(scaled)
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from ds_kfac.ops.dispatch import Backend
 from tests.close import near
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
-TIMED = ("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "adam_scale_")
+TIMED = ("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "adam_step_")
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32)
 
 
@@ -60,9 +60,9 @@ def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
 
 
 def test_a_wrong_implementation_has_no_speed_and_fails_the_command(run, monkeypatch):
-    broken = Backend("cpu", lambda: {"adam_scale_": lambda *_, **__: None})
+    broken = Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
     monkeypatch.setitem(kernels.BACKENDS, "broken", broken)
-    status, rows, page = run("--ops", "adam_scale_")
+    status, rows, page = run("--ops", "adam_step_")
     assert status == 1
     wrong = [row for row in rows if row["implementation"] == "broken"]
     assert len(wrong) == 2 and all(row["median_ms"] == row["gb_per_s"] == "" for row in wrong)
@@ -177,7 +177,7 @@ def test_rows_are_in_the_file_before_the_run_ends(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kernels, "draw", killed)
     with pytest.raises(KeyboardInterrupt):
-        run("--ops", "adam_scale_")
+        run("--ops", "adam_step_")
 
 
 def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
@@ -186,7 +186,7 @@ def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
 
     monkeypatch.setitem(kernels.BACKENDS, "full", Backend("cpu", lambda: {"symmetric_pack_into_": no_memory}))
     monkeypatch.setattr(kernels, "adam_step", no_memory)
-    status, rows, page = run("--ops", "symmetric_pack_into_", "adam_scale_")
+    status, rows, page = run("--ops", "symmetric_pack_into_", "adam_step_")
     problems = {(row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]}
     text = "OutOfMemoryError: CUDA out of memory"
     assert status == 1 and problems == {("symmetric_pack_into_", "full"): text, ("not made", ""): text}

@@ -42,7 +42,7 @@ def backend_worker(_) -> dict:
         raise RuntimeError("no compiler on this node")
 
     def one_wrong(*arguments, **options):
-        functional.adam_scale_(*arguments, **options)
+        functional.adam_step_(*arguments, **options)
         arguments[0].mul_(2)
 
     os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()  # each rank checks for itself
@@ -54,9 +54,7 @@ def backend_worker(_) -> dict:
         train(engine, 1, steps=4)
         results[name] = weights(engine)
     wrong = os.environ["RANK"] == "1"
-    offer(
-        lambda: {"ema_update_": functional.ema_update_, "adam_scale_": one_wrong if wrong else functional.adam_scale_}
-    )
+    offer(lambda: {"ema_update_": functional.ema_update_, "adam_step_": one_wrong if wrong else functional.adam_step_})
     said: list[str] = []
     kept, log.logger.log = log.logger.log, lambda level, text: said.append(text)
     for name in (None, "cuda"):
@@ -107,8 +105,8 @@ def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning(foun
     for result in found:
         for name in (None, "cuda"):
             report = result[f"replaced by {name}"]
-            assert "  ops: torch (" in report and "; cuda (ema_update_); not adam_scale_: " in report
+            assert "  ops: torch (" in report and "; cuda (ema_update_); not adam_step_: " in report
     rank_0, rank_1 = (result["warnings"] for result in found)
     assert len(rank_0) == 2 and not rank_1, "one warning an attach"
     for text in rank_0:
-        assert "on all ranks: rank 1: adam_scale_ by cuda is wrong: off by 1.0e+00 of the largest value" in text
+        assert "on all ranks: rank 1: adam_step_ by cuda is wrong: off by 1.0e+00 of the largest value" in text

@@ -52,5 +52,5 @@ def test_the_script_calls_every_op_and_sees_its_faults(monkeypatch):
     assert count > 50 and not wrong
     from ds_kfac.ops.dispatch import BACKENDS, Backend
 
-    monkeypatch.setitem(BACKENDS, "broken", Backend("cpu", lambda: {"adam_fold_": lambda *_, **__: None}))
+    monkeypatch.setitem(BACKENDS, "broken", Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None}))
     assert run("broken", "cpu")[1]

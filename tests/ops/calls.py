@@ -122,53 +122,48 @@ def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
 
 
 def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    """A direction of two matrices, of which one may be unusable; then they are taken into their moments."""
-    kinds = ((0.0, True, torch.float32), (7.0, True, torch.bfloat16), (3.0, False, torch.float16))
-    for (outputs, inputs), (updates, usable, waits) in product(sizes.gradients, kinds):
+    """A step of two matrices, of which one may be unusable; the direction may take the gradients' place."""
+    cases = ((0.0, True, False), (7.0, True, True), (3.0, False, True))
+    for (outputs, inputs), (updates, usable, in_place) in product(sizes.gradients, cases):
         x_nOI, first_nOI, second_nOI = (normal(device, 2, outputs, inputs, seed=seed) for seed in range(3))
         second_nOI = second_nOI.square()
-        flags, seen = torch.tensor([True, usable], device=device), torch.tensor([1.0, updates], device=device)
+        usable_n, updates_n = torch.tensor([True, usable], device=device), torch.tensor([1.0, updates], device=device)
         x_nOI[1] = x_nOI[1] if usable else float("nan")
-        waiting = torch.where(flags[:, None, None], 0.5 * x_nOI, 0.0).to(waits)
-        wanted, after = [], []
-        for index in range(2):
-            b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
-            m, v, y = (part[index].double() for part in (first_nOI, second_nOI, 0.5 * x_nOI))
-            x = waiting[index].double()
-            k, now, then = seen[index].double() + 1, b1 * m + (1 - b1) * y, b2 * v + (1 - b2) * y.square()
-            numerator = b1 * now / (1 - b1 ** (k + 1)) + (1 - b1) * y / (1 - b1**k)
-            direction, one = numerator / ((then / (1 - b2**k)).sqrt() + 1e-3), bool(flags[index])
-            wanted.append(direction if one else torch.zeros_like(direction))
-            after.append((b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()) if one else (m, v))
-        label = f"{outputs} x {inputs}, {updates} updates, waits in {str(waits).removeprefix('torch.')}"
-        options = {"betas": (0.9, 0.95)}
-        scale = torch.tensor(0.5, device=device) if usable else 0.5
-        out = torch.full_like(x_nOI, float("nan")), torch.full_like(waiting, float("nan"))
-        arguments = (*out, x_nOI, first_nOI, second_nOI, seen, flags, scale)
-        more = {**options, "eps": 1e-3}
-        stored = lambda _, arguments: [arguments[1].double()]  # noqa: E731
-        ulp = torch.finfo(waits).eps  # triton's interpreter cuts bf16 off
-        yield Call("adam_scale_", f"{label}, which is stored", arguments, [waiting.double()], stored, ulp, more)
-        yield Call("adam_scale_", label, arguments, [torch.stack(wanted)], lambda _, x: [x[0]], 1e-5, more)
-        moments = [torch.stack(part) for part in zip(*after, strict=True)]
-        arguments = (first_nOI, second_nOI, seen, waiting, flags)
-        given = lambda _, arguments: list(arguments[:3])  # noqa: E731
-        yield Call("adam_fold_", label, arguments, [*moments, seen.double() + flags], given, 1e-5, options)
+        b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
+        x, m, v, k = x_nOI.double(), first_nOI.double(), second_nOI.double(), (updates_n.double() + 1)[:, None, None]
+        new_m, new_v = b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()
+        numerator = b1 * new_m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+        direction = numerator / ((new_v / (1 - b2**k)).sqrt() + 1e-3)
+        before, after = (torch.zeros_like(x), m, v), (direction, new_m, new_v)
+        wanted = [torch.where(usable_n[:, None, None], new, old) for new, old in zip(after, before, strict=True)]
+        out = x_nOI if in_place else torch.full_like(x_nOI, float("nan"))
+        yield Call(
+            "adam_step_",
+            f"{outputs} x {inputs}, {updates} updates{' in place' if in_place else ''}",
+            (out, x_nOI, first_nOI, second_nOI, updates_n, usable_n),
+            [*wanted, updates_n.double() + usable_n],
+            lambda _, arguments: [arguments[index] for index in (0, 2, 3, 4)],
+            1e-5,
+            {"betas": (0.9, 0.95), "eps": 1e-3},
+        )
 
 
 def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     """Of four directions one has not its full size, one is no number, one may not be stepped along."""
     for (outputs, inputs), sized in product(sizes.gradients, (True, False)):
-        x_nOI, inf = normal(device, 4, outputs, inputs), math.inf
-        rows = [0.3, 7.0, 2.0, 2.0], [5.0, 0.25, 1.0, 1.0], [1.5] * 4, [inf, inf, inf, 0.0], [-1.0, 2.0, -0.75, -0.5]
-        size, target, full, bound, replacement = (torch.tensor(row, device=device) for row in rows)
+        x_nOI = normal(device, 4, outputs, inputs)
+        rows = [0.3, 7.0, 2.0, 2.0], [5.0, 0.25, 1.0, 1.0], [1.5] * 4
+        size, target, full = (torch.tensor(row, device=device) for row in rows)
+        used = torch.tensor([True, True, True, False], device=device)
         scale = target.double()
         if sized:
             scale = scale * (size.double() / full).clamp(max=1) / x_nOI.double().norm(dim=(1, 2))
-        wanted = x_nOI.double() * scale[:, None, None] + 0.5
-        x_nOI[1], wanted[1], wanted[3] = float("nan"), 2.0, -0.5
+        wanted = x_nOI.double() * scale[:, None, None]
+        x_nOI[1] = float("nan")
+        wanted[1], wanted[3] = 0.0, 0.0
         norm = torch.linalg.vector_norm(x_nOI, dim=(1, 2))
-        vectors = norm, size if sized else None, target, full, bound, replacement, 0.5
+        x_nOI[3] = float("inf")
+        vectors = norm, size if sized else None, target, full, used
         label = f"{outputs} x {inputs}{' by sizes' if sized else ''}"
         stored = lambda _, arguments: [arguments[0]]  # noqa: E731
         yield Call("finish_direction_", label, (x := x_nOI.clone(), x, *vectors), [wanted], stored, 1e-5)
@@ -236,8 +231,7 @@ CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "symmetric_pack_into_": packing_calls,
     "symmetric_unpack_from": packing_calls,
     "ema_update_": average_calls,
-    "adam_scale_": adam_calls,
-    "adam_fold_": adam_calls,
+    "adam_step_": adam_calls,
     "finish_direction_": finish_calls,
 }
 

@@ -26,14 +26,9 @@ Row = tuple[str, int, int]
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Elementwise kernels, which are the same for every shape; every SYRK that a sweep of a device of 90 tries."""
     x, vector, flags = torch.empty(12, 768, 3072), torch.empty(12), torch.empty(12, dtype=torch.bool)
-    waiting, betas = x.to(torch.bfloat16), (0.9, 0.99)
-    yield (
-        "adam_scale_",
-        lambda: scale.adam_scale_(x, waiting, x, x, x, vector, flags, torch.empty(()), betas=betas, eps=1e-8),
-    )
-    yield "adam_fold_", lambda: scale.adam_fold_(x, x, vector, waiting, flags, betas=betas)
-    yield "finish_direction_", lambda: scale.finish_direction_(x, x, vector, None, *[vector] * 4, 0.5)
-    yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, x, *[vector] * 6, 0.5)
+    yield "adam_step_", lambda: scale.adam_step_(x, x, x, x, vector, flags, betas=(0.9, 0.99), eps=1e-8)
+    yield "finish_direction_", lambda: scale.finish_direction_(x, x, vector, None, vector, vector, flags)
+    yield "finish_direction_ with sizes", lambda: scale.finish_direction_(x, x, *[vector] * 4, flags)
     for dtype, family in ((torch.bfloat16, "sm_90"), (torch.float32, "fp32")):
         rows, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))
         for config in dict.fromkeys((*CANDIDATES[family], config_for(rows, 90).plain())):

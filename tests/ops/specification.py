@@ -79,37 +79,42 @@ def block_syrk_accumulate_(
     return sum_P.add_(scale * torch.cat(triangles))
 
 
-def adam_scale_(
-    direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
-    updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    betas = in_fp32(betas)
-    y_nOI = torch.where(per_matrix(usable_n), scale * x_nOI, 0.0)
-    m_nOI, v_nOI = torch.lerp(y_nOI, first_nOI, betas[0]), torch.lerp(y_nOI.square(), second_nOI, betas[1])
-    k = per_matrix(updates_n + 1)
-    numerator_nOI = betas[0] * m_nOI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * y_nOI / (1 - betas[0] ** k)
-    quotient_nOI = numerator_nOI / (torch.sqrt(v_nOI / (1 - betas[1] ** k)) + eps)
-    waiting_nOI.copy_(y_nOI)
-    direction_nOI.copy_(torch.where(per_matrix(usable_n), quotient_nOI, 0.0))
-
-
-def adam_fold_(
-    first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
+def adam_step_(
+    direction_nOI: Tensor,
+    x_nOI: Tensor,
+    first_nOI: Tensor,
+    second_nOI: Tensor,
+    updates_n: Tensor,
+    usable_n: Tensor,
+    *,
     betas: tuple[float, float],
-) -> None:  # fmt: skip
-    y_nOI, betas, usable_n11 = waiting_nOI.float(), in_fp32(betas), per_matrix(usable_n)
-    first_nOI.copy_(torch.where(usable_n11, torch.lerp(y_nOI, first_nOI, betas[0]), first_nOI))
-    second_nOI.copy_(torch.where(usable_n11, torch.lerp(y_nOI.square(), second_nOI, betas[1]), second_nOI))
+    eps: float,
+) -> None:
+    beta1, beta2 = in_fp32(betas)
+    usable_n11 = per_matrix(usable_n)
+    m_nOI = torch.lerp(x_nOI, first_nOI, beta1)
+    v_nOI = torch.lerp(x_nOI.square(), second_nOI, beta2)
+    k = per_matrix(updates_n + 1)
+    numerator_nOI = beta1 * m_nOI / (1 - beta1 ** (k + 1)) + (1 - beta1) * x_nOI / (1 - beta1**k)
+    quotient_nOI = numerator_nOI / (torch.sqrt(v_nOI / (1 - beta2**k)) + eps)
+    direction_nOI.copy_(torch.where(usable_n11, quotient_nOI, 0.0))
+    first_nOI.copy_(torch.where(usable_n11, m_nOI, first_nOI))
+    second_nOI.copy_(torch.where(usable_n11, v_nOI, second_nOI))
     updates_n.add_(usable_n)
 
 
 def finish_direction_(
-    out_nOI: Tensor, x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor,
-    bound_n: Tensor, replacement_n: Tensor, shift: float,
-) -> None:  # fmt: skip
+    out_nOI: Tensor,
+    x_nOI: Tensor,
+    norm_n: Tensor,
+    size_n: Tensor | None,
+    target_n: Tensor,
+    full_n: Tensor,
+    used_n: Tensor,
+) -> None:
     scale_n = target_n
     if size_n is not None:
         scale_n = target_n * torch.clamp(size_n / full_n, max=1) / torch.clamp(norm_n, min=SMALLEST)
-    scaled_nOI = per_matrix(scale_n) * x_nOI + shift
-    y_nOI = torch.where(per_matrix(norm_n < bound_n), scaled_nOI, per_matrix(replacement_n))
+    written_n = used_n & torch.isfinite(norm_n)
+    y_nOI = torch.where(per_matrix(written_n), per_matrix(scale_n) * x_nOI, 0.0)
     out_nOI.copy_(y_nOI.view(out_nOI.shape))

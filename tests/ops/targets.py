@@ -45,8 +45,10 @@ def implementations(backend: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def copied(value: Any) -> Any:
-    """Tensors in a structure anew, with their strides."""
-    return tree_map_only(Tensor, copy, value)
+    """Tensors in a structure anew, with their strides. A tensor that is there twice, as a result in the place of an
+    argument, is copied once."""
+    copies: dict[int, Tensor] = {}
+    return tree_map_only(Tensor, lambda x: copies.setdefault(id(x), copy(x)), value)
 
 
 def copy(x: Tensor, device: str | None = None) -> Tensor:

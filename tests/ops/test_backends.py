@@ -45,7 +45,7 @@ def test_null_takes_the_best_per_op_and_torch_for_the_rest(monkeypatch):
     choice = dispatch.use(None, "cpu")
     name, implementation = choice.ops["ema_update_"]
     assert name == "fake" and implementation.__wrapped__ is ema_update_
-    assert choice.ops["adam_scale_"][0] == "torch"
+    assert choice.ops["adam_step_"][0] == "torch"
     assert set(choice.ops) == set(dispatch.OPS) and not choice.missing
 
 

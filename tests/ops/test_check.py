@@ -78,20 +78,19 @@ def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
         return None
 
     offer(
-        monkeypatch, adam_scale_=off_by_one("adam_scale_", 1), ema_update_=crashes,
-        symmetric_unpack_from=returns_nothing, adam_fold_=functional.adam_fold_,
+        monkeypatch, adam_step_=off_by_one("adam_step_", 2), ema_update_=crashes,
+        symmetric_unpack_from=returns_nothing, finish_direction_=functional.finish_direction_,
     )  # fmt: skip
     choice = dispatch.use(None, "cpu")
     by = {op: name for op, (name, _) in choice.ops.items()}
-    assert by == {op: "fake" if op == "adam_fold_" else "torch" for op in dispatch.OPS}
-    assert set(choice.replaced) == {"adam_scale_", "ema_update_", "symmetric_unpack_from"}
+    assert by == {op: "fake" if op == "finish_direction_" else "torch" for op in dispatch.OPS}
+    assert set(choice.replaced) == {"adam_step_", "ema_update_", "symmetric_unpack_from"}
     assert (
-        "adam_scale_ by fake is wrong: off by 1.0e-02 of the largest value, in float32"
-        in choice.replaced["adam_scale_"]
+        "adam_step_ by fake is wrong: off by 1.0e-02 of the largest value, in float32" in choice.replaced["adam_step_"]
     )
     assert "ema_update_ by fake fails: ema_update_ by the backend" in choice.replaced["ema_update_"]
-    assert "not adam_scale_: adam_scale_ by fake is wrong" in str(choice)
-    assert set(notes()[0]) == {f"{op} by fake" for op in (*choice.replaced, "adam_fold_")}
+    assert "not adam_step_: adam_step_ by fake is wrong" in str(choice)
+    assert set(notes()[0]) == {f"{op} by fake" for op in (*choice.replaced, "finish_direction_")}
 
 
 def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
@@ -109,12 +108,12 @@ def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
 
     def counted(*arguments, **options):
         called.append(1)
-        return functional.adam_scale_(*arguments, **options)
+        return functional.adam_step_(*arguments, **options)
 
-    offer(monkeypatch, adam_scale_=counted)
+    offer(monkeypatch, adam_step_=counted)
     for _ in range(2):
-        assert dispatch.use(None, "cpu").ops["adam_scale_"][0] == "fake"
-    assert len(called) == len(check.SIDES) and notes() == [{"adam_scale_ by fake": ""}]
+        assert dispatch.use(None, "cpu").ops["adam_step_"][0] == "fake"
+    assert len(called) == len(check.SIDES) and notes() == [{"adam_step_ by fake": ""}]
     monkeypatch.setattr(check, "identity", lambda device: "another driver")
     dispatch.use(None, "cpu")
     assert len(called) == 2 * len(check.SIDES)
@@ -124,20 +123,20 @@ def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(mon
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    offer(monkeypatch, adam_fold_=functional.adam_fold_, adam_scale_=off_by_one("adam_scale_", 0))
+    offer(monkeypatch, finish_direction_=functional.finish_direction_, adam_step_=off_by_one("adam_step_", 0))
     with monkeypatch.context() as patch:
         patch.setattr(check, "check_alive", lost)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             dispatch.use(None, "cpu")
-    assert [op for op, why in notes()[0].items() if why] == ["adam_scale_ by fake"]
-    assert list(dispatch.use(None, "cpu").replaced) == ["adam_scale_"]
+    assert [op for op, why in notes()[0].items() if why] == ["adam_step_ by fake"]
+    assert list(dispatch.use(None, "cpu").replaced) == ["adam_step_"]
 
 
 def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("full")
 
-    offer(monkeypatch, adam_scale_=full)
+    offer(monkeypatch, adam_step_=full)
     with pytest.raises(torch.OutOfMemoryError):
         dispatch.use(None, "cpu")
     assert notes() == [{}]
@@ -147,21 +146,21 @@ def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_p
     program = (
         "import os, sys; sys.modules['deepspeed'] = None; import benchmarks.kernels\n"
         "from ds_kfac.ops import dispatch\n"
-        "ops = {'adam_scale_': lambda *a, **k: os._exit(7)}\n"
+        "ops = {'adam_step_': lambda *a, **k: os._exit(7)}\n"
         "dispatch.BACKENDS = {'fake': dispatch.Backend('cpu', lambda: ops), **dispatch.BACKENDS}\n"
-        "print(dispatch.use(None, 'cpu').replaced['adam_scale_'])"
+        "print(dispatch.use(None, 'cpu').replaced['adam_step_'])"
     )
     first, second = (
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
     )
     assert first.returncode == 7, first.stderr
-    assert f"adam_scale_ by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr
+    assert f"adam_step_ by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr
 
 
 def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tmp_path):
-    offer(monkeypatch, adam_scale_=off_by_one("adam_scale_", 0))
+    offer(monkeypatch, adam_step_=off_by_one("adam_step_", 0))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    assert "adam_scale_" in dispatch.use(None, "cpu").replaced
+    assert "adam_step_" in dispatch.use(None, "cpu").replaced
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
-    assert dispatch.use(None, "cpu").ops["adam_scale_"][0] == "fake"
+    assert dispatch.use(None, "cpu").ops["adam_step_"][0] == "fake"

@@ -52,36 +52,30 @@ def doubles(count: int) -> list[torch.Tensor]:
     return [normal(6).double() for _ in range(count)]
 
 
-def doubled_adam() -> tuple:
-    """All of it in fp64, also the counter that the bias corrections come from."""
-    out = [torch.zeros(1, 2, 3).double() for _ in range(2)]
-    counted = torch.ones(1, dtype=torch.float64)
-    return *out, *(x.view(1, 2, 3).abs() for x in doubles(3)), counted, torch.tensor([True])
+def adam_given(first: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple:
+    """Of two matrices; the counter, too, in the dtype: bias corrections come from it."""
+    x, second = (normal(*first.shape, seed=seed).abs().to(dtype) for seed in range(2))
+    return torch.zeros_like(x), x, first.to(dtype), second, torch.ones(2, dtype=dtype), torch.tensor([True, False])
 
 
-def finishing(shift: torch.Tensor) -> tuple:
-    return normal(2, 3, 4), normal(2, 3, 4), *[torch.ones(2)] * 4, torch.tensor([2.0, 0.0]), torch.ones(2), shift
-
-
-def folding(first: torch.Tensor) -> tuple:
-    second, waiting = (normal(*first.shape, seed=seed) for seed in range(2))
-    return first, second, torch.ones(2), waiting, torch.tensor([True, False])
-
-
-Call = tuple[tuple, dict]
+Call = tupleCall = tuple[tuple, dict]
 ONE = [torch.ones(())]
-BETAS = {"betas": (0.9, 0.95)}
+ADAM = {"betas": (0.9, 0.95), "eps": 0.1}
+VECTORS = *[torch.ones(2)] * 4, torch.tensor([True, False])
 UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "rows in fp64": ("syrk_accumulate_", lambda: ((torch.zeros(6), normal(4, 3).double()), {})),
     "a sum with gaps": ("syrk_accumulate_", lambda: ((torch.zeros(12)[::2], normal(4, 3)), {})),
     "matrices in columns": ("symmetric_pack_into_", lambda: ((torch.zeros(6), [0], [normal(3, 3).T]), {})),
     "a buffer in fp64": ("symmetric_unpack_from", lambda: ((normal(6).double(), [0], [3]), {})),
     "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
-    "no elements": ("adam_fold_", lambda: (folding(normal(2, 0, 3)), BETAS)),
-    "moments with gaps": ("adam_fold_", lambda: (folding(strided(2, 3, 4)), BETAS)),
-    "Adam in fp64": ("adam_scale_", lambda: (doubled_adam(), {**BETAS, "eps": 0.1})),
-    "a result in columns": ("finish_direction_", lambda: ((strided(2, 4, 3).mT, *finishing(0.5)[1:]), {})),
-    "a shift on the device": ("finish_direction_", lambda: (finishing(torch.tensor(0.5)), {})),
+    "no elements": ("adam_step_", lambda: (adam_given(normal(2, 0, 3)), ADAM)),
+    "moments with gaps": ("adam_step_", lambda: (adam_given(strided(2, 3, 4)), ADAM)),
+    "Adam in fp64": ("adam_step_", lambda: (adam_given(normal(2, 3, 4), torch.float64), ADAM)),
+    "a result in columns": ("finish_direction_", lambda: ((strided(2, 4, 3).mT, normal(2, 3, 4), *VECTORS), {})),
+    "a vector in fp64": (
+        "finish_direction_",
+        lambda: ((*[normal(2, 3, 4)] * 2, VECTORS[0].double(), *VECTORS[1:]), {}),
+    ),
 }
 MADE_FOR = {"triton": set(), "cuda": set()}
 """Unusual calls that a backend has code for."""
@@ -119,11 +113,11 @@ def failing(problem: Exception) -> Callable:
     "problem", [CudaError("pack: cudaErrorNoKernelImageForDevice (209)"), OSError("no ptxas"), RuntimeError("compile")]
 )
 def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
-    ops = {"adam_fold_": failing(problem)}
+    ops = {"adam_step_": failing(problem)}
     monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS})
-    op = dispatch.use(None, "cpu").ops["adam_fold_"][1]
+    op = dispatch.use(None, "cpu").ops["adam_step_"][1]
     with pytest.raises(
-        RuntimeError, match=r'adam_fold_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
+        RuntimeError, match=r'adam_step_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
     ) as told:
         op(normal(2, 3))
     assert told.value.__cause__ is problem and str(problem) in str(told.value)
@@ -132,7 +126,7 @@ def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
 @pytest.mark.parametrize("problem", [ValueError("shapes"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()])
 def test_wrong_arguments_and_full_memory_are_no_fault_of_the_backend(problem):
     with pytest.raises(type(problem)) as told:
-        guarded("fake", "adam_fold_", failing(problem))()
+        guarded("fake", "adam_step_", failing(problem))()
     assert told.value is problem
 
 
@@ -186,7 +180,7 @@ def test_a_gpu_gets_the_best_of_both(monkeypatch):
     ops = dict.fromkeys(backend.MODULES, math.hypot)
     monkeypatch.setitem(dispatch.BACKENDS, "triton", Backend("cuda", lambda: ops))
     chosen = {op: name for op, (name, _) in dispatch.use(None, "cuda").ops.items()}
-    assert chosen["syrk_accumulate_"] == chosen["adam_scale_"] == "triton"
+    assert chosen["syrk_accumulate_"] == chosen["adam_step_"] == "triton"
     assert chosen["ema_update_"] == chosen["symmetric_pack_into_"] == "cuda"
     assert not set(CudaOps.OPS) & set(ops)
 

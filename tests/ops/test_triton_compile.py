@@ -22,13 +22,12 @@ TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 REGISTERS = 65536
 
 
-def scale(n: int, rows: int, columns: int, waits: torch.dtype) -> None:
+def scale(n: int, rows: int, columns: int, result: torch.dtype) -> None:
     several, vector, flags = torch.empty(n, rows, columns), torch.empty(n), torch.empty(n, dtype=torch.bool)
-    waiting, betas = torch.empty(several.shape, dtype=waits), (0.9, 0.99)
-    scales.adam_scale_(several, waiting, *[several] * 3, vector, flags, torch.empty(()), betas=betas, eps=1e-8)
-    scales.adam_fold_(several, several, vector, waiting, flags, betas=betas)
+    out = torch.empty(several.shape, dtype=result)
+    scales.adam_step_(*[several] * 4, vector, flags, betas=(0.9, 0.99), eps=1e-8)
     for size in (None, vector):
-        scales.finish_direction_(waiting, several, vector, size, *[vector] * 4, 0.5)
+        scales.finish_direction_(out, several, vector, size, vector, vector, flags)
 
 
 SCALE = {"wide": lambda: scale(1, 768, 769, torch.float32), "narrow": lambda: scale(2, 64, 3072, torch.bfloat16)}
@@ -116,7 +115,7 @@ def test_every_side_has_a_configuration():
 @pytest.mark.parametrize(("arch", "case"), [(80, "wide"), (90, "wide"), (90, "narrow"), (100, "narrow")])
 def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tmp_path):
     done = compile_one(arch, SCALE[case])
-    assert len(done) == 4
+    assert len(done) == 3
     for compiled in done:  # two programs of 8 warps: loads of one while the other divides
         assert registers_of(compiled, tmp_path) <= 128
 

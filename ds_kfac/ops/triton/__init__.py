@@ -9,8 +9,7 @@ from typing import Any
 
 from ds_kfac.ops import check
 
-MODULES = dict.fromkeys(("adam_scale_", "adam_fold_", "finish_direction_"), "scale")
-MODULES["syrk_accumulate_"] = "syrk"
+MODULES = {"adam_step_": "scale", "finish_direction_": "scale", "syrk_accumulate_": "syrk"}
 """Op -> the module of this folder that has it."""
 
 
