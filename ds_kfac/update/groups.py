@@ -88,9 +88,10 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 class LayerGroup:
     """Layers of one shape, and all that their gradient worker keeps of them.
 
-    The tensors below exist from attach on and change in place: what reads them at their addresses, as a recorded step
-    does, goes on. Only the eigenbases come later, with the first refresh. Several layers have one stacked tensor of
-    each kind. A layer that is alone keeps its decompositions as they came, so that layers with a common A share it.
+    The group allocates terms and moments at attach and changes them in place, so that a recorded step finds them where
+    they were. Several layers have one stacked tensor of each kind. Their eigenvectors are allocated when the first layer
+    gets its basis; new ones are copied there. A layer that is alone keeps its decompositions as they came: layers with
+    a common A share it.
 
     Args:
         moments: kind of the moments; None if the update rule keeps none.
@@ -102,8 +103,8 @@ class LayerGroup:
         moments: of all matrices, [n, O, I] and [n]; None if the update rule keeps none.
         rotation: into the eigenbases in use. None until a layer has both sides, and with a method that has none. A
             layer without a basis, beside others that have one, is rotated by the identity.
-        stays: whether the eigenbases of a layer that is alone must keep their addresses, too. They are copies then.
-            Set it before the first refresh.
+        stays: whether the eigenbases of a layer that is alone must keep their addresses, too, because a recorded step
+            reads them. The group then copies them as those of several layers. Set it before the first refresh.
     """
 
     def __init__(
