@@ -89,9 +89,9 @@ class LayerGroup:
     """Layers of one shape, and all that their gradient worker keeps of them.
 
     The group allocates terms and moments at attach and changes them in place, so that a recorded step finds them where
-    they were. Several layers have one stacked tensor of each kind. Their eigenvectors are allocated when the first layer
-    gets its basis; new ones are copied there. A layer that is alone keeps its decompositions as they came: layers with
-    a common A share it.
+    they were. Several layers have one stacked tensor of each kind. Their eigenvectors are allocated when the first
+    layer gets its basis; new ones are copied there. A layer that is alone keeps its decompositions as they came: layers
+    with a common A share it.
 
     Args:
         moments: kind of the moments; None if the update rule keeps none.
