@@ -5,7 +5,7 @@ Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], th
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision
+from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.update.rotation import Rotation, chunk_budget, repeated
-from ds_kfac.update.state import LayerState
+from ds_kfac.update.state import LayerState, Moments
 
 S = TypeVar("S", bound=Any)
 
@@ -84,106 +86,137 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 
 
 class LayerGroup:
-    """Layers of one shape and what they keep: one tensor of each kind for all of them, of which a layer's state has a
-    slice. A layer that is alone is a group, too, whose tensors are views of the layer's own.
+    """Layers of one shape, and all that their gradient worker keeps of them.
+
+    The group allocates terms and moments at attach and changes them in place, so that a recorded step finds them where
+    they were. Several layers have one stacked tensor of each kind. Their eigenvectors are allocated when the first
+    layer gets its basis; new ones are copied there. A layer that is alone keeps its decompositions as they came: layers
+    with a common A share it.
+
+    Args:
+        moments: kind of the moments; None if the update rule keeps none.
 
     Attributes:
         layers, names: the layers.
         maps: matrices of a layer, n in all: the groups of a grouped convolution, else 1.
-        rotation: into the eigenbases of this step. None until a layer has one, and with a method that has none; a
-            layer that has none yet, beside others that have, is rotated by the identity.
-        stays: whether eigenbases of applied steps must stay in their places, where a recorded step reads them.
-        moments: of all matrices, [n, ..]; None if the update rule keeps none.
+        terms: fp32 [layers], loss terms of the last captured batch, see :class:`LayerState`.
+        moments: of all matrices, [n, O, I] and [n]; None if the update rule keeps none.
+        rotation: into the eigenbases in use. None until a layer has both sides, and with a method that has none. A
+            layer without a basis, beside others that have one, is rotated by the identity.
+        stays: whether the eigenbases of a layer that is alone must keep their addresses, too, because a recorded step
+            reads them. The group then copies them as those of several layers. Set it before the first refresh.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], precision: Precision = HIGHEST) -> None:
-        self.layers, self.names, self.precision = tuple(layers), tuple(layer.name for layer in layers), precision
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        method: Method = EIGEN,
+        moments: type[Moments] | None = None,
+        precision: Precision = HIGHEST,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layers, self.names = tuple(layers), tuple(layer.name for layer in layers)
         self.maps, self.n = layers[0].groups, len(layers) * layers[0].groups
+        self.method, self.precision, self.device = method, precision, torch.device(device)
         self.stays = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Take everything from the layers' states again, at the next :meth:`load`."""
-        self.rotation: Rotation | None = None
-        self._home: Rotation | None = None  # its tensors have the eigenbases of applied steps
+        self.terms = torch.ones(len(layers), device=device, dtype=torch.float32)
         self.moments: Any = None
-        self._sides: tuple[Eigenbasis, ...] = ()  # of the layers that have a basis, whose indices are _based
-        self._based: tuple[int, ...] = ()
-        self._slices: list[Any] = []
+        self._moments_of: list[Any] = [None] * len(layers)
+        if moments is not None:
+            self.moments = moments.empty((self.n, *layers[0].shape[-2:]), device)
+            self._moments_of = self._views(self.moments)
+        self.rotation: Rotation | None = None
+        self._stacked: Rotation | None = None  # rotation, if it has places for each layer
+        self._places: list[LayerBasis] = []  # of each layer in it
+        self._sides: list[tuple[Any, Any]] = [(None, None)] * len(layers)  # A and G
+        for index in range(len(layers)):
+            self._keep(index, *self._at_attach(index))
+
+    def _views(self, moments: Any) -> list[Any]:
+        """Those of each layer."""
+        count, shape = len(self.layers), self.layers[0].shape
+        shapes = [(count, *(shape if x.ndim > 1 else shape[:-2])) for x in vars(moments).values()]
+        parts = (x.view(shape).unbind() for x, shape in zip(vars(moments).values(), shapes, strict=True))
+        return [type(moments)(*of_layer) for of_layer in zip(*parts, strict=True)]
+
+    def _at_attach(self, index: int) -> tuple[Any, Any]:
+        """A side that is the identity never gets a decomposition, so it has one from the start."""
+        layer = self.layers[index]
+        A, G = (None if side.block else self.method.identity(side, self.device) for side in (layer.A, layer.G))
+        return A, G
 
     @property
-    def at_home(self) -> bool:
-        """Whether :attr:`rotation` reads the eigenbases of applied steps, not fresh ones beside them."""
-        return self.rotation is self._home
+    def prepared(self) -> list[bool]:
+        """Of each layer, whether both sides have an eigenbasis or inverse."""
+        return [A is not None and G is not None for A, G in self._sides]
 
-    def load(self, states: dict[str, LayerState], *, fresh: Collection[str]) -> None:
-        """Take in the layers' states of this step. What others have put there since the last call, after a refresh
-        eigenbases, after a checkpoint was loaded moments too, is copied to the group's tensors, and slices of these
-        take its place in ``states``: nothing is in memory twice, once the step was applied.
+    def state(self, index: int) -> LayerState:
+        """What is kept of a layer: a view, which sees what steps change, but for a decomposition in place of another
+        one. Take it anew after a refresh."""
+        return LayerState(self.terms[index], self.method, *self._sides[index], self._moments_of[index])
+
+    def preconditioner(self, index: int) -> Any:
+        """Of a layer, see ``Method.of_layer``; None while a side is missing."""
+        return self.state(index).preconditioner
+
+    def rebase(self, index: int, A: Decomposition | None = None, G: Decomposition | None = None) -> None:
+        """Use new decompositions of one or both sides of a layer from now on. Its moments are turned into them."""
+        before = self.state(index)
+        after = replace(before, A=before.A if A is None else A, G=before.G if G is None else G)
+        if before.moments is not None and after.basis is not None:
+            before.moments.change_basis_(before.basis, after.basis)
+        self._keep(index, after.A, after.G)
+
+    def leave_basis(self, index: int) -> None:
+        """Let a layer go on without curvature. Its moments leave the eigenbasis, as far as a diagonal can."""
+        state = self.state(index)
+        if state.basis is not None and state.moments is not None:
+            _copy_(state.moments, state.moments.unrotated(state.basis))
+        self._keep(index, *self._at_attach(index))
+
+    def load(self, index: int, state: LayerState | None) -> None:
+        """Continue a layer from a saved state. Terms and moments are copied; moments that it lacks begin at zero.
 
         Args:
-            fresh: layers with eigenbases that came in this step: if it is skipped they go, so that the old ones must
-                not be overwritten.
+            state: None: that of attach.
         """
-        moments = [states[name].moments for name in self.names]
-        if moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
-            self.moments, self._slices = None, []  # their memory first
-            kind, shape, n = type(moments[0]), self.layers[0].shape, len(self.layers)
-            parts = zip(*(vars(of_layer).values() for of_layer in moments), strict=True)
-            self.moments = kind(*(self.matrices(part) for part in parts))
-            views = (x.view(n, *(shape if x.ndim > 1 else shape[:-2])).unbind() for x in vars(self.moments).values())
-            self._slices = [kind(*slices) for slices in zip(*views, strict=True)]
-            for name, old, new in zip(self.names, moments, self._slices, strict=True):
-                states[name] = replace(states[name], moments=new)
-                for part, same in zip(vars(old).values(), vars(new).values(), strict=True):
-                    part.set_(same)  # equal: who has the old ones frees their memory
-        bases = [states[name].basis for name in self.names]
-        sides = tuple(side for basis in bases if basis for side in (basis.G, basis.A))
-        based = tuple(index for index, basis in enumerate(bases) if basis)
-        self.rotation = self._home
-        if [*map(id, sides)] == [*map(id, self._sides)]:
-            return
-        if self._home is not None and based == self._based and same_form(self._sides, sides):
-            if not any(name in fresh for name in self.names):
-                self._replace_bases(self._home, states)
-                return
-            if self.stays:
-                self.rotation = self._rotation(bases)
-                return
-        self.rotation = self._home = None  # its memory first
-        self._sides, self._based = (), based
-        if sides:
-            self._load_bases(states, bases)
+        A, G = self._at_attach(index)
+        state = LayerState(torch.ones_like(self.terms[index]), self.method) if state is None else state
+        self.terms[index].copy_(state.terms)
+        if self.moments is not None:
+            moments = self._moments_of[index]
+            _copy_(moments, state.moments or moments.empty(self.layers[index].shape, self.device))
+        self._keep(index, A if state.A is None else state.A, G if state.G is None else state.G)
 
-    def _replace_bases(self, rotation: Rotation, states: dict[str, LayerState]) -> None:
-        """New eigenbases where the old ones of the same layers were: who reads them by their places goes on."""
-        old, new = list[Tensor](), list[Tensor]()
-        for place, index in enumerate(self._based):
-            state, (G, A) = states[self.names[index]], self._sides[2 * place : 2 * place + 2]
-            for before, now in ((G, state.G), (A, state.A)):
-                if isinstance(now, Eigenbasis) and now is not before:
-                    old += [*before.vectors, before.values]
-                    new += [*now.vectors, now.values]
-            states[self.names[index]] = replace(state, G=G, A=A)
-        torch._foreach_copy_(old, new)
-        rotation.follow()
+    def _keep(self, index: int, A: Any, G: Any) -> None:
+        """Keep a layer's decompositions, its eigenbases in their places if it has any."""
+        ready = self.method.rotates and A is not None and G is not None
+        placed = self.method.rotates and (len(self.layers) > 1 or self.stays)
+        if placed and ready:
+            place = self._place(index)
+            _copy_basis_(place.A, A)
+            _copy_basis_(place.G, G)
+            A, G = place.A, place.G
+        elif placed and self.prepared[index]:  # it has left its basis
+            place = self._place(index)
+            _copy_basis_(place.A, None)
+            _copy_basis_(place.G, None)
+        self._sides[index] = A, G
+        if not placed:
+            self.rotation = Rotation.of([LayerBasis(G, A)], self.precision, maps=self.maps) if ready else None
+        elif self._stacked is not None:
+            self._stacked.follow()
+            self.rotation = self._stacked if any(self.prepared) else None
 
-    def _load_bases(self, states: dict[str, LayerState], bases: Sequence[LayerBasis | None]) -> None:
-        self.rotation = self._home = rotation = self._rotation(bases)
-        if len(bases) > 1:
-            halves = ((rotation.G, rotation.values_G), (rotation.A, rotation.values_A))
-            for index, name in enumerate(self.names):
-                if bases[index]:
-                    G, A = (Eigenbasis(tuple(v[index : index + 1] for v in vectors), values[index])
-                            for vectors, values in halves)  # fmt: skip
-                    states[name] = replace(states[name], G=G, A=A)
-        ready = [basis for name in self.names if (basis := states[name].basis)]
-        self._sides = tuple(side for basis in ready for side in (basis.G, basis.A))
-
-    def _rotation(self, bases: Sequence[LayerBasis | None]) -> Rotation:
-        some = next(basis for basis in bases if basis)
-        whole = [basis or LayerBasis(*(_identity_like(side) for side in (some.G, some.A))) for basis in bases]
-        return Rotation.of(whole, self.precision, maps=self.maps)
+    def _place(self, index: int) -> LayerBasis:
+        """Where a layer's eigenbases are, from the group's first one on."""
+        if self._stacked is None:
+            layer, count = self.layers[0], len(self.layers)
+            identity = LayerBasis(_identity(layer.G, self.device), _identity(layer.A, self.device))
+            self._stacked = Rotation.of([identity] * count, self.precision, maps=self.maps)
+            self._places = self._stacked.by_layer() if count > 1 else [identity]
+        return self._places[index]
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
         """[n, ..] of one tensor of each layer, gradients or moments: of several layers a copy, of one layer a view."""
@@ -219,13 +252,23 @@ def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(parts), *first.shape), (apart, *first.stride()), starts[0])
 
 
-def same_form(old: Sequence[Eigenbasis], new: Sequence[Eigenbasis]) -> bool:
-    """Whether each new basis fits into the memory of the old one. A side that had no data since a checkpoint of other
-    settings was loaded has no eigenvectors, and gets some."""
-    shapes = [[[v.shape for v in basis.vectors] for basis in bases] for bases in (old, new)]
-    return shapes[0] == shapes[1]
+def _identity(side: Side, device: torch.device) -> Eigenbasis:
+    """With the eigenvectors that a decomposition of the side will have."""
+    groups = side.groups if side.block > 1 else ()
+    eyes = (torch.eye(width, device=device, dtype=torch.float32).repeat(count, 1, 1) for count, width in groups)
+    return Eigenbasis(tuple(eyes), torch.ones(side.dim, device=device, dtype=torch.float32))
 
 
-def _identity_like(side: Eigenbasis) -> Eigenbasis:
-    eye = tuple(torch.eye(v.shape[-1], device=v.device, dtype=torch.float32).expand_as(v) for v in side.vectors)
-    return Eigenbasis(eye, torch.ones_like(side.values))
+def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
+    """Overwrite an eigenbasis. None: by the identity, which eigenvectors that are not there stand for, too: a side has
+    none that was the identity when a checkpoint was saved."""
+    if new is place:
+        return
+    eyes = (torch.eye(v.shape[-1], device=v.device, dtype=v.dtype).expand_as(v) for v in place.vectors)
+    vectors = new.vectors if new is not None and new.vectors else eyes
+    values = torch.ones_like(place.values) if new is None else new.values
+    torch._foreach_copy_([*place.vectors, place.values], [*vectors, values])
+
+
+def _copy_(moments: Moments, new: Moments) -> None:
+    torch._foreach_copy_([*vars(moments).values()], [*vars(new).values()])

@@ -87,6 +87,14 @@ class Rotation:
         matrices = len(bases) * maps
         return cls(G, A, values_G.view(matrices, -1), values_A.view(matrices, -1), precision, maps)
 
+    def by_layer(self) -> list[LayerBasis]:
+        """Views: the eigenbases of several layers with one matrix each."""
+        halves = ((self.G, self.values_G), (self.A, self.values_A))
+        return [
+            LayerBasis(*(Eigenbasis(tuple(v[index : index + 1] for v in Q), values[index]) for Q, values in halves))
+            for index in range(len(self.values_G))
+        ]
+
     def whitening(self, power: float, *, repeats: int = 1) -> Tensor:
         """s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power as it is in the eigenbasis, and 0 in A's
         null space. fp32 [n * repeats, 2, I]: whether s is above 0, as a number, and s.

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
-from ds_kfac.curvature.factor import Side, excess
+from ds_kfac.curvature.factor import excess
 from ds_kfac.curvature.methods import EIGEN, Decomposition, Method
-from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import adam_fold_
 from ds_kfac.update.rotation import change_basis_, is_large, row_chunks
 
 
@@ -67,7 +65,7 @@ class CorrectedEigenvalues(Moments):
     second_OI: Tensor
     updates: Tensor
 
-    def divide(
+    def divide_(
         self,
         rotated_nOI: Tensor,
         *,
@@ -76,60 +74,46 @@ class CorrectedEigenvalues(Moments):
         decay: float,
         damping: Tensor | float,
         layer_mean: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, "PendingEigenvalues", Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates, decay), as for factors,
         and divide it by the new S + damping, in one pass. As a batch in a factor, a gradient counts in S
         for at most :data:`ds_kfac.curvature.factor.SPIKE` times the average.
 
         Args:
             rotated_nOI: overwritten if it is large: the quotient takes its place.
-            norm_n: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
+            norm_n: of the gradient, rotated or not. Where its square times ``terms`` is not finite S stays as it is.
             terms_n: brings a squared gradient to the units of the Fisher.
             damping: what is added to all eigenvalues.
             layer_mean: of the matrices' mean eigenvalues [n] those of their layers, the units of ``damping``; None: it
                 has none.
 
-        Returns the quotient, its inner product with ``rotated_nOI`` [n], the new S, which waits for the commit, and
-        whether the gradient was scaled down for it, bool [n].
+        Returns the quotient, its inner product with ``rotated_nOI`` [n], and whether the gradient was scaled down for
+        S, bool [n].
         """
         size = terms_n * norm_n.square()
         usable = torch.isfinite(size)
         over = excess(size, self.second_OI.sum(dim=(-2, -1)), self.updates)
         terms, size = terms_n / over, size / over
-        updates = self.updates + usable.to(self.updates.dtype)
-        keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
+        self.updates.add_(usable)
+        keep = torch.clamp(1 - 1 / self.updates.clamp(min=1), max=decay)
         if layer_mean is not None:  # the mean of the new S is known before it
             old, count = self.second_OI.mean(dim=(-2, -1)), rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             mean = torch.where(usable, keep * old + (1 - keep) * (size / count), old)
             damping = damping * layer_mean(mean)[:, None, None]
         keep, weight = torch.where(usable, keep, 1.0)[:, None, None], ((1 - keep) * terms)[:, None, None]
         quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
-        second, dots = torch.empty_like(self.second_OI), []
-        parts = quotient, rotated_nOI, self.second_OI, second
-        for out, x, old, new in row_chunks(*parts) if is_large(rotated_nOI) else [parts]:
-            averaged = x.square().mul_(weight).add_(old * keep)
-            torch.where(usable[:, None, None], averaged, old, out=new)  # 0 * inf is NaN
-            divided = torch.div(x, torch.add(new, damping, out=averaged), out=averaged)
+        parts, dots = (quotient, rotated_nOI, self.second_OI), []
+        for out, x, second in row_chunks(*parts) if is_large(rotated_nOI) else [parts]:
+            averaged = x.square().mul_(weight).add_(second * keep)
+            torch.where(usable[:, None, None], averaged, second, out=second)  # 0 * inf is NaN
+            divided = torch.div(x, torch.add(second, damping, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
-        pending = PendingEigenvalues(self, CorrectedEigenvalues(second, updates))
-        return quotient, torch.stack(dots).sum(dim=0), pending, over > 1
+        return quotient, torch.stack(dots).sum(dim=0), over > 1
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
         return replace(self, second_OI=basis.squared().restore(self.second_OI).contiguous())
-
-
-@dataclass(frozen=True)
-class PendingEigenvalues:
-    """New eigenvalues that take the old ones' places once their step was applied."""
-
-    moments: CorrectedEigenvalues
-    new: CorrectedEigenvalues
-
-    def commit(self) -> None:
-        """Change the moments, in place. Call it once."""
-        torch._foreach_copy_([*vars(self.moments).values()], [*vars(self.new).values()])
 
 
 @dataclass(frozen=True)
@@ -161,34 +145,8 @@ class AdamMoments(Moments):
 
 
 @dataclass(frozen=True)
-class PendingMoments:
-    """A gradient that Adam's moments take in once its step was applied. It needs half of the memory of new moments, or
-    a quarter.
-
-    Attributes:
-        moments: of n matrices.
-        gradient_nOI: rotated, fp32 or rounded.
-        usable_n: bool.
-    """
-
-    moments: AdamMoments
-    gradient_nOI: Tensor
-    usable_n: Tensor
-    betas: tuple[float, float]
-
-    def commit(self) -> None:
-        """Change the moments, in place. Call it once."""
-        moments = self.moments
-        adam_fold_(
-            moments.first_OI, moments.second_OI, moments.updates, self.gradient_nOI, self.usable_n, betas=self.betas
-        )
-
-
-@dataclass(frozen=True)
 class LayerState:
-    """Everything that is kept for one layer. A step makes another one, which is dropped if it is skipped. Moments, and
-    eigenvectors of a layer that is stepped together with others, are slices of what its group has (``groups.py``).
-    Moments change in place once a step was applied, and never before: with a gradient, and into new eigenbases.
+    """What is kept of one layer: slices of what its group has (``groups.py``), or what a checkpoint has of it.
 
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
@@ -205,20 +163,6 @@ class LayerState:
     G: Decomposition | None = None
     moments: Any = None
 
-    @classmethod
-    def empty(
-        cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, method: Method = EIGEN
-    ) -> "LayerState":
-        """Before anything was seen. An identity side never gets anything, so it has its basis or inverse already."""
-
-        def identity(side: Side) -> Decomposition | None:
-            return None if side.block else method.identity(side, device)
-
-        zeros = None if moments is None else moments.empty(layer.shape, device)
-        return cls(
-            torch.ones((), device=device, dtype=torch.float32), method, identity(layer.A), identity(layer.G), zeros
-        )
-
     @cached_property
     def preconditioner(self) -> Any:
         """Of the layer, see ``Method.of_layer``; None while a side is missing: gradients pass as they are."""
@@ -228,24 +172,6 @@ class LayerState:
     def basis(self) -> LayerBasis | None:
         """Of the layer's Fisher; None while a side is missing, and with a method that has none."""
         return self.preconditioner if self.method.rotates else None
-
-    @property
-    def moments_begun(self) -> bool:
-        """Whether they have anything of any gradient. Waits for the device."""
-        return self.moments is not None and any(bool(part.any()) for part in vars(self.moments).values())
-
-    @property
-    def moments_rotate(self) -> bool:
-        """Whether moments go with the eigenbases."""
-        return self.moments is not None and self.moments.ROTATES and self.method.rotates
-
-    def rebased(self, *, A: Decomposition | None = None, G: Decomposition | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides, to which moments change, in place: if they do
-        (:attr:`moments_rotate`), call it once the step was applied."""
-        new = replace(self, A=A or self.A, G=G or self.G)
-        if self.moments_rotate and new.basis is not None:
-            self.moments.change_basis_(self.basis, new.basis)
-        return new
 
     def without(self, *, A: Decomposition | None, G: Decomposition | None) -> "LayerState":
         """This state, its moments rotated out of A and G: the old bases of sides that are identities from now on; None

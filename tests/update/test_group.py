@@ -1,205 +1,271 @@
-"""What layers of one shape keep together is there once, and each layer has a slice of it."""
+"""A group owns what is kept of its layers: every tensor is there once, stays where it is, and changes in place."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.inverse import DampedInverse
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.update.groups import LayerGroup
-from ds_kfac.update.rotation import Rotation, repeated
-from ds_kfac.update.state import AdamMoments, LayerState
+from ds_kfac.update.rotation import repeated
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
 from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 3, 5
 LAYERS = tuple(linear_layer(name, COLUMNS, ROWS) for name in "abc")
-CPU = torch.device("cpu")
+IN_GROUPS = replace(LAYERS[0], groups=2, G=Side(2 * ROWS, ROWS), A=Side(2 * COLUMNS, COLUMNS))
+SIZES = pytest.mark.parametrize("count", [1, 3])
+TURNED = 4 * (ROWS + COLUMNS)
 
 
-def state(seed: int, *, basis: bool = True) -> LayerState:
-    found = LayerState.empty(LAYERS[seed], CPU, moments=AdamMoments)
-    moments = AdamMoments(torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS), torch.tensor(float(seed)))
-    sides = random_basis(ROWS, COLUMNS, seed=seed)
-    return replace(found, moments=moments, **({"A": sides.A, "G": sides.G} if basis else {}))
+def basis(seed: int) -> LayerBasis:
+    return random_basis(ROWS, COLUMNS, seed=seed)
 
 
-@pytest.fixture
-def states() -> dict[str, LayerState]:
-    torch.manual_seed(0)
-    return {layer.name: state(index) for index, layer in enumerate(LAYERS)}
+def begun(count: int = 3, **options) -> LayerGroup:
+    """With random moments, in each layer's own coordinates."""
+    group = LayerGroup(LAYERS[:count], **{"moments": AdamMoments, **options})
+    generator = torch.Generator().manual_seed(0)
+    for part in vars(group.moments).values():
+        part.copy_(torch.rand(part.shape, generator=generator) + 0.5)
+    return group
 
 
-def load(group: LayerGroup, states: dict[str, LayerState]) -> None:
-    group.load(states, fresh=group.names)
+def based(count: int = 3) -> LayerGroup:
+    """:func:`begun`, with eigenbases of every layer."""
+    group = begun(count)
+    for index in range(count):
+        group.rebase(index, A=basis(index).A, G=basis(index).G)
+    return group
 
 
-def test_states_become_slices_with_the_same_values(states):
-    before, group = dict(states), LayerGroup(LAYERS)
-    load(group, states)
-    for index, (name, now) in enumerate(states.items()):
-        for mine, old in ((now.moments, before[name].moments), (now.A, before[name].A), (now.G, before[name].G)):
-            exact(list(vars(mine).values()), list(vars(old).values()))
-        assert now.moments.first_OI.data_ptr() == group.moments.first_OI[index].data_ptr()
-        assert now.A.vectors[0].data_ptr() == group.rotation.A[0][index].data_ptr()
-        x_OI = torch.randn(ROWS, COLUMNS)
-        close(group.rotation.rotate(x_OI.expand(3, -1, -1))[index], before[name].basis.rotate(x_OI), sums=8)
+def tensors(state: LayerState) -> list[torch.Tensor]:
+    sides = [x for side in (state.A, state.G) if side is not None for x in (*side.vectors, side.values)]
+    return [state.terms, *sides, *vars(state.moments).values()]
 
 
-def test_nothing_is_copied_again_until_something_is_another_one(states, monkeypatch):
-    group, made, of = LayerGroup(LAYERS), [], Rotation.of
-    load(group, states)
-    moments, rotation = group.moments, group.rotation
-    monkeypatch.setattr(Rotation, "of", lambda *args, **more: made.append(old() is not None) or of(*args, **more))
-    load(group, states)
-    states["b"] = replace(states["b"], terms=torch.tensor(2.0))
-    load(group, states)
-    assert group.moments is moments and group.rotation is rotation and not made
-    old = weakref.ref(rotation)
-    del rotation
-    new = random_basis(ROWS, COLUMNS, seed=7)
-    states["b"] = states["b"].rebased(A=new.A)
-    load(group, states)
-    assert made == [False], "what was turned with is freed before another one is made"
-    assert group.moments is moments and states["b"].moments.first_OI.data_ptr() == moments.first_OI[1].data_ptr()
-    exact(group.rotation.A[0][1], new.A.vectors[0][0])
-    states["c"] = state(2)
-    load(group, states)
-    assert group.moments is not moments
-    exact(group.moments.first_OI[2], states["c"].moments.first_OI)
+def copied(state: LayerState) -> LayerState:
+    A, G = (x and Eigenbasis(tuple(v.clone() for v in x.vectors), x.values.clone()) for x in (state.A, state.G))
+    return LayerState(
+        state.terms.clone(), state.method, A, G, AdamMoments(*(x.clone() for x in vars(state.moments).values()))
+    )
 
 
-def test_what_a_skipped_step_drops_is_put_together_again(states):
-    """States of before the step are what goes on."""
-    group = LayerGroup(LAYERS)
-    load(group, states)
-    kept = dict(states)
-    new = random_basis(ROWS, COLUMNS, seed=7)
-    states["a"] = replace(states["a"], A=new.A, G=new.G)
-    load(group, states)
-    load(group, kept)
-    exact(group.rotation.A[0][0], kept["a"].A.vectors[0][0])
-    assert (group.rotation.A[0][0] - new.A.vectors[0][0]).norm() > 0.1
+def addresses(group: LayerGroup) -> list[int]:
+    turn, moments = group.rotation, vars(group.moments).values()
+    return [x.data_ptr() for x in (group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments)]
+
+
+@SIZES
+def test_a_group_begins_without_eigenbases_and_with_zero_moments(count):
+    group = LayerGroup(LAYERS[:count], moments=AdamMoments)
+    assert group.rotation is None and group.prepared == [False] * count and group.preconditioner(0) is None
+    exact(group.terms, torch.ones(count))
+    exact(group.moments.first_OI, torch.zeros(count, ROWS, COLUMNS))
+    exact(group.moments.updates, torch.zeros(count))
+    state = group.state(count - 1)
+    assert state.A is None and state.G is None and state.moments.second_OI.shape == (ROWS, COLUMNS)
+    assert LayerGroup(LAYERS[:count]).state(0).moments is None
+
+
+@SIZES
+def test_a_layers_state_is_a_view_that_sees_what_a_step_changes(count):
+    group = based(count)
+    state, last = group.state(count - 1), count - 1
+    group.terms.fill_(7.0)
+    for part in vars(group.moments).values():
+        part.mul_(2.0)
+    assert state.terms == 7.0 and state.terms.ndim == 0
+    exact(list(vars(state.moments).values()), [part[last] for part in vars(group.moments).values()])
+    assert state.A.vectors[0].data_ptr() == group.rotation.A[0][last].data_ptr()
+    assert state.G.values.data_ptr() == group.rotation.values_G[last].data_ptr()
+    x_nOI = torch.randn(count, ROWS, COLUMNS)
+    close(group.rotation.rotate(x_nOI)[last], state.basis.rotate(x_nOI[last]), sums=ROWS + COLUMNS)
+    close(state.basis.rotate(x_nOI[last]), basis(last).rotate(x_nOI[last]), sums=ROWS + COLUMNS)
+
+
+@pytest.mark.parametrize("count, stays", [(3, False), (1, True)])
+def test_after_the_first_basis_no_address_changes_and_what_is_derived_follows(count, stays):
+    group = begun(count)
+    group.stays = stays
+    group.rebase(0, A=basis(0).A, G=basis(0).G)
+    rotation, places = group.rotation, addresses(group)
+    derived, view = (rotation.whitening(0.25), rotation.range_A, rotation.range_G), group.state(0)
+    null = replace(basis(7).A, values=basis(7).A.values * torch.tensor([0.0, 1, 1, 1, 1]))
+    for index in range(count):
+        group.rebase(index, A=null, G=basis(8 + index).G)
+    assert group.rotation is rotation and addresses(group) == places and group.prepared == [True] * count
+    exact(rotation.A[0], null.vectors[0].expand(count, -1, -1))
+    exact(view.A.values, null.values), exact(view.G.vectors[0], basis(8).G.vectors[0])
+    fresh = begun(count)
+    for index in range(count):
+        fresh.rebase(index, A=null, G=basis(8 + index).G)
+    exact(derived, (fresh.rotation.whitening(0.25), fresh.rotation.range_A, fresh.rotation.range_G))
+    assert derived[1][0].tolist() == [0, 1, 1, 1, 1] and rotation.whitening(0.25) is derived[0]
+
+
+@SIZES
+@pytest.mark.parametrize("sides", ["A", "G", "AG"])
+def test_new_eigenbases_turn_the_first_moment_so_that_it_stands_for_the_same(sides, count):
+    group, new = based(count), basis(9)
+    state = copied(group.state(0))
+    others = [copied(group.state(index)) for index in range(1, count)]
+    group.rebase(0, **{side: getattr(new, side) for side in sides})
+    after = group.state(0)
+    for side in "AG":
+        exact(getattr(after, side).vectors, getattr(new if side in sides else state, side).vectors)
+    first, before = after.moments.first_OI, state.moments.first_OI
+    close(after.basis.restore(first), state.basis.restore(before), sums=TURNED)
+    assert (first - before).norm() > 0.1 * before.norm(), "it was turned"
+    exact(after.moments.second_OI, state.moments.second_OI)
+    exact([tensors(group.state(index)) for index in range(1, count)], [tensors(other) for other in others])
+
+
+@SIZES
+def test_both_moments_go_into_the_first_basis_once_both_sides_are_there(count):
+    group, new = begun(count), basis(1)
+    own = copied(group.state(0))
+    group.rebase(0, A=new.A)
+    assert group.rotation is None and not any(group.prepared)
+    exact(tensors(group.state(0)), tensors(replace(own, A=new.A)))
+    group.rebase(0, G=new.G)
+    assert group.prepared == [True] + [False] * (count - 1)
+    Q_G, Q_A = new.G.vectors[0][0], new.A.vectors[0][0]
+    moments = group.state(0).moments
+    close(moments.first_OI, Q_G.T @ own.moments.first_OI @ Q_A, sums=TURNED)
+    close(moments.second_OI, Q_G.T.square() @ own.moments.second_OI @ Q_A.square(), sums=TURNED)
+
+
+def test_a_layer_without_a_basis_is_rotated_by_the_identity_until_it_has_one():
+    group, x_nOI = begun(), torch.randn(3, ROWS, COLUMNS)
+    own = copied(group.state(1))
+    group.rebase(0, A=basis(0).A, G=basis(0).G)
+    group.rebase(1, A=basis(1).A)
+    exact(group.rotation.rotate(x_nOI)[1:], x_nOI[1:])
+    exact(group.rotation.values_A[1], torch.ones(COLUMNS))
+    assert group.prepared == [True, False, False]
+    group.rebase(1, G=basis(1).G)
+    close(group.rotation.rotate(x_nOI)[1], basis(1).rotate(x_nOI[1]), sums=ROWS + COLUMNS)
+    close(basis(1).restore(group.state(1).moments.first_OI), own.moments.first_OI, sums=TURNED)
+
+
+def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
+    groups, old, new = [LayerGroup([layer], moments=AdamMoments) for layer in LAYERS], basis(0), basis(1)
+    for group in groups:
+        group.rebase(0, A=old.A, G=old.G)
+        group.moments.first_OI.fill_(1.0)
+    for group in groups:
+        group.rebase(0, A=new.A)
+        assert group.rotation.A is new.A.vectors
+        state = group.state(0)
+        close(state.basis.restore(state.moments.first_OI), old.restore(torch.ones(ROWS, COLUMNS)), sums=TURNED)
+
+
+@SIZES
+def test_a_layer_can_leave_its_basis_and_find_another_one(count):
+    group = based(count)
+    places, rotation, old, moments = addresses(group), group.rotation, basis(0), group.state(0).moments
+    first, second = old.restore(moments.first_OI), old.squared().restore(moments.second_OI)
+    for index in range(count):
+        assert group.rotation is rotation, "layers that are left still have their bases"
+        group.leave_basis(index)
+    assert group.rotation is None and not any(group.prepared)
+    assert group.state(0).A is None and group.state(0).G is None
+    close([moments.first_OI, moments.second_OI], [first, second], sums=TURNED)
+    group.rebase(0, A=basis(5).A, G=basis(5).G)
+    close(basis(5).restore(moments.first_OI), first, sums=2 * TURNED)
+    if count > 1:
+        assert group.rotation is rotation and addresses(group) == places
+        exact(rotation.A[0][1:], torch.eye(COLUMNS).expand(count - 1, -1, -1))
+
+
+@SIZES
+def test_a_saved_state_is_loaded_in_place(count):
+    source, group = based(count), begun(count)
+    source.terms.fill_(3.0)
+    saved, own = copied(source.state(0)), [x.data_ptr() for x in (group.terms, *vars(group.moments).values())]
+    others = [copied(group.state(index)) for index in range(1, count)]
+    group.load(0, saved)
+    exact(tensors(group.state(0)), tensors(saved))
+    saved.moments.first_OI.zero_()
+    exact(tensors(group.state(0)), tensors(source.state(0)))
+    exact([tensors(group.state(index)) for index in range(1, count)], [tensors(other) for other in others])
+    assert [x.data_ptr() for x in (group.terms, *vars(group.moments).values())] == own
+    group.load(0, replace(saved, G=None, moments=None))
+    assert group.rotation is None and group.state(0).A is not None
+    exact(list(vars(group.state(0).moments).values()), [torch.zeros(ROWS, COLUMNS)] * 2 + [torch.zeros(())])
+    group.load(0, None)
+    exact(tensors(group.state(0)), tensors(LayerGroup(LAYERS[:1], moments=AdamMoments).state(0)))
+
+
+def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
+    group, new = based(), basis(4)
+    plain = Eigenbasis((), torch.ones(COLUMNS))
+    group.load(0, replace(copied(group.state(0)), A=plain))
+    exact(group.rotation.A[0][0], torch.eye(COLUMNS)), exact(group.rotation.values_A[0], torch.ones(COLUMNS))
+    assert group.prepared[0]
+    momentum = LayerBasis(basis(0).G, plain).restore(group.state(0).moments.first_OI)
+    group.rebase(0, A=new.A)
+    close(group.state(0).basis.restore(group.state(0).moments.first_OI), momentum, sums=TURNED)
+
+
+@SIZES
+def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors(count):
+    group = LayerGroup([replace(layer, G=Side.identity(ROWS)) for layer in LAYERS[:count]])
+    exact(group.state(0).G.values, torch.ones(ROWS))
+    group.rebase(0, A=basis(0).A)
+    assert group.prepared[0] and group.rotation.G == () and group.state(0).G.vectors == ()
+    group.leave_basis(0)
+    assert group.state(0).G is not None and group.state(0).A is None
+    both = [replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]]
+    assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_new_eigenbases_take_the_places_of_old_ones_once_their_step_was_applied(states, stays):
-    group = LayerGroup(LAYERS)
+def test_a_layer_in_groups_has_a_matrix_for_each(stays):
+    group, moments = LayerGroup([IN_GROUPS], moments=AdamMoments), AdamMoments.empty((2, ROWS, COLUMNS))
     group.stays = stays
-    group.load(states, fresh=group.names)
-    applied, home = dict(states), group.rotation
-    old, new = home.A[0].clone(), random_basis(ROWS, COLUMNS, seed=7)
-    states["b"] = replace(states["b"], A=new.A)
-    group.load(states, fresh={"b"})
-    assert group.at_home is not stays and group.rotation is not home
-    exact(group.rotation.A[0][1], new.A.vectors[0][0])
-    exact(home.A[0], old)
-    if not stays:
-        return
-    skipped = dict(applied)
-    group.load(skipped, fresh=())
-    assert group.at_home and group.rotation is home
-    exact(home.A[0], old)
-    group.load(states, fresh=())
-    assert group.at_home and group.rotation is home
-    exact(home.A[0][1], new.A.vectors[0][0])
-    assert states["b"].A.vectors[0].data_ptr() == home.A[0][1].data_ptr()
-
-
-def test_a_layer_alone_is_a_group_of_views_of_its_own(states):
-    before, group = dict(states), LayerGroup(LAYERS[:1])
-    load(group, states)
-    state = states["a"]
-    assert group.rotation.A is state.A.vectors is before["a"].A.vectors
-    assert group.moments.first_OI.shape == (1, ROWS, COLUMNS) and state.moments.first_OI.shape == (ROWS, COLUMNS)
-    for part, old in zip(vars(state.moments).values(), vars(before["a"].moments).values(), strict=True):
-        assert part.data_ptr() == old.data_ptr() and part.shape == old.shape
-    moments, rotation = group.moments, group.rotation
-    load(group, states)
-    assert group.moments is moments and group.rotation is rotation
-
-
-def test_a_layer_in_groups_has_a_matrix_for_each():
-    layer = replace(LAYERS[0], groups=2, G=Side(2 * ROWS, ROWS), A=Side(2 * COLUMNS, COLUMNS))
-    moments = AdamMoments(torch.randn(2, ROWS, COLUMNS), torch.rand(2, ROWS, COLUMNS), torch.tensor([1.0, 2.0]))
-    states = {"a": replace(LayerState.empty(LAYERS[0], CPU), moments=moments)}
-    group = LayerGroup([layer])
-    load(group, states)
-    state = states["a"]
-    assert (group.n, group.maps) == (2, 2) and group.rotation is None
-    exact(list(vars(group.moments).values()), list(vars(moments).values()))
+    assert (group.n, group.maps) == (2, 2) and group.moments.first_OI.shape == (2, ROWS, COLUMNS)
+    moments.first_OI.copy_(torch.randn(2, ROWS, COLUMNS))
+    group.load(0, LayerState(torch.ones(()), moments=moments))
+    state = group.state(0)
     exact(list(vars(state.moments).values()), list(vars(moments).values()))
+    parts = [basis(0), basis(1)]
+    sides = (
+        Eigenbasis((torch.cat([side.vectors[0] for side in of_maps]),), torch.cat([side.values for side in of_maps]))
+        for of_maps in ([part.A for part in parts], [part.G for part in parts])
+    )
+    group.rebase(0, *sides)
+    for part, turned, own in zip(parts, state.moments.first_OI, moments.first_OI, strict=True):
+        close(part.restore(turned), own, sums=TURNED)
     x = torch.randn(2, ROWS, COLUMNS)
+    close(group.rotation.rotate(x)[1], parts[1].rotate(x[1]), sums=ROWS + COLUMNS)
     exact(group.by_layer(group.matrices([x]))[0], x)
     exact(repeated(torch.tensor([3.0, 4.0]), 2), torch.tensor([3.0, 3.0, 4.0, 4.0]))
     assert group.any_map(torch.tensor([False, True])).tolist() == [True]
 
 
-def test_moments_of_the_group_are_its_layers(states):
-    group = LayerGroup(LAYERS)
-    load(group, states)
-    own, moments = states["c"], group.moments
-    moments.second_OI.copy_(torch.rand_like(moments.second_OI))
-    exact(own.moments.second_OI, moments.second_OI[2])
-    load(group, states)
-    assert states["c"] is own and group.moments is moments
+def test_inverses_are_kept_as_they_come():
+    group = LayerGroup(LAYERS[:1], method=METHODS["inverse"])
+    A, G = DampedInverse((torch.eye(COLUMNS)[None],)), DampedInverse((torch.eye(ROWS)[None],))
+    group.rebase(0, A=A)
+    assert group.preconditioner(0) is None and group.prepared == [False]
+    group.rebase(0, G=G)
+    assert group.rotation is None and group.prepared == [True]
+    assert group.preconditioner(0).A is A and group.preconditioner(0).G is G
 
 
-def test_a_layer_that_has_no_basis_yet_is_rotated_by_the_identity(states):
-    states["b"] = state(1, basis=False)
-    group = LayerGroup(LAYERS)
-    load(group, states)
-    layers = list(states.values())
-    assert [one.basis is None for one in layers] == [False, True, False] and states["b"].A is None
-    x = torch.randn(3, ROWS, COLUMNS)
-    exact(group.rotation.rotate(x)[1], x[1])
-    exact(group.rotation.values_A[1], torch.ones(COLUMNS))
-    close(group.rotation.rotate(x)[2], layers[2].basis.rotate(x[2]), sums=8)
-    rotation = group.rotation
-    load(group, states)
-    assert group.rotation is rotation
-    new = random_basis(ROWS, COLUMNS, seed=7)
-    states["b"] = states["b"].rebased(A=new.A, G=new.G)
-    load(group, states)
-    close(group.rotation.rotate(x)[1], new.rotate(x[1]), sums=8)
-    without = {name: state(index, basis=False) for index, name in enumerate("abc")}
-    load(group, without)
-    assert group.rotation is None
-
-
-def test_identity_sides_have_no_vectors(states):
-    for name in states:
-        states[name] = replace(states[name], G=Eigenbasis((), torch.ones(ROWS)))
-    group = LayerGroup(LAYERS)
-    load(group, states)
-    assert group.rotation.G == () and all(one.G.vectors == () for one in states.values())
-
-
-@pytest.mark.parametrize("without", ["", "b"])
-def test_a_new_basis_takes_the_old_ones_place_also_beside_a_layer_that_has_none(states, without):
-    """Whatever was derived from eigenvalues follows, and a basis of another form makes new places."""
-    if without:
-        states[without] = state("abc".index(without), basis=False)
-    group = LayerGroup(LAYERS)
-    load(group, states)
-    rotation = group.rotation
-    whitening, place = rotation.whitening(0.25), states["a"].A.vectors[0].data_ptr()
-    new = random_basis(ROWS, COLUMNS, seed=9)
-    states["a"] = replace(states["a"], A=new.A, G=new.G)
-    group.load(states, fresh=())
-    assert group.rotation is rotation and states["a"].A.vectors[0].data_ptr() == place
-    exact(rotation.A[0][0], new.A.vectors[0][0]), exact(rotation.G[0][0], new.G.vectors[0][0])
-    if without:
-        exact(rotation.A[0][1], torch.eye(COLUMNS))
-    fresh = LayerGroup(LAYERS)
-    load(fresh, dict(states))
-    assert rotation.whitening(0.25) is whitening
-    exact(whitening, fresh.rotation.whitening(0.25))
-    states["a"] = replace(states["a"], G=Eigenbasis((), torch.ones(ROWS)))
-    if not without:
-        states |= {name: replace(states[name], G=Eigenbasis((), torch.ones(ROWS))) for name in "bc"}
-        group.load(states, fresh=())
-        assert group.rotation is not rotation and not group.rotation.G
+def test_corrected_eigenvalues_stay_in_a_new_basis_and_leave_the_last_one():
+    group = begun(moments=CorrectedEigenvalues)
+    second = group.moments.second_OI.clone()
+    for seed in range(2):
+        group.rebase(0, A=basis(seed).A, G=basis(seed).G)
+    exact(group.moments.second_OI, second)
+    group.leave_basis(0)
+    close(group.moments.second_OI[0], basis(1).squared().restore(second[0]), sums=TURNED)
+    exact(group.moments.second_OI[1:], second[1:])

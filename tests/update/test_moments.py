@@ -7,8 +7,8 @@ import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
-from ds_kfac.directions.kfac_adamw.direction import adam_direction
-from ds_kfac.ops.dispatch import adam_fold_
+from ds_kfac.ops.dispatch import adam_step_
+from ds_kfac.update import rotation
 from ds_kfac.update.rotation import change_basis_
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
@@ -28,8 +28,9 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
     return LayerBasis(side(rows), side(columns))
 
 
-def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
-    return moments.divide(rotated[None], norm_n=rotated.norm()[None], terms_n=1.0, decay=decay, damping=0.1)[2].new
+def divide_(moments: CorrectedEigenvalues, rotated: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+    options = {"norm_n": rotated.norm()[None], "terms_n": 1.0, "decay": 0.9, "damping": 0.1, **options}
+    return moments.divide_(rotated[None], **options)
 
 
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
@@ -40,7 +41,7 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
     basis = random_basis(3, 5)
     moments = CorrectedEigenvalues.empty((1, 3, 5))
     for a, g in zip(inputs, gradients, strict=True):
-        moments = divided(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
+        divide_(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
     vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
     fisher = vectors.T @ vectors / 40
     Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
@@ -54,60 +55,49 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
 def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     moments = CorrectedEigenvalues.empty((1, 2, 3))
     for step in range(SETTLED - (not settled)):
-        moments = divided(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
-    usual, spike = float(moments.second_OI.sum()), 1e3 * torch.randn(2, 3)
-    options = {"norm_n": spike.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": 0.1}
-    quotient, dot, after, limited = moments.divide(spike[None], **options, layer_mean=lambda mean_n: mean_n)
-    share = SPIKE * usual / float(spike.square().sum()) if settled else 2.0
-    assert bool(limited) is settled
-    after = after.new
-    keep = min(0.9, 1 - 1 / (float(moments.updates) + 1))
-    expected = keep * moments.second_OI[0] + (1 - keep) * share * spike.square()
-    close(after.second_OI[0], expected, sums=2 * 3)
+        divide_(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
+    before, updates, spike = moments.second_OI[0].clone(), float(moments.updates), 1e3 * torch.randn(2, 3)
+    quotient, dot, limited = divide_(moments, spike, terms_n=2.0, layer_mean=lambda mean_n: mean_n)
+    share = SPIKE * float(before.sum()) / float(spike.square().sum()) if settled else 2.0
+    assert bool(limited) is settled and moments.updates == updates + 1
+    keep = min(0.9, 1 - 1 / (updates + 1))
+    expected = keep * before + (1 - keep) * share * spike.square()
+    close(moments.second_OI[0], expected, sums=2 * 3)
     close(quotient[0], spike / (expected + 0.1 * expected.mean()), sums=2 * 3)
     close(dot[0], (quotient[0] * spike).sum(), sums=2 * 3)
 
 
-def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8, usable=YES) -> torch.Tensor:
-    """The direction, with the gradient in the moments."""
-    direction, pending = adam_direction(moments, gradient.clone()[None], betas=betas, eps=eps, usable_n=usable)
-    pending.commit()
+def test_a_large_matrix_meets_its_eigenvalues_some_rows_at_a_time(monkeypatch):
+    whole, by_rows = (CorrectedEigenvalues.empty((1, 7, 5)) for _ in range(2))
+    for step in range(2):
+        x_OI = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
+        expected = divide_(whole, x_OI)
+        with monkeypatch.context() as patch:
+            patch.setattr(rotation, "AT_ONCE", 2 * 5)
+            given = x_OI.clone()
+            found = divide_(by_rows, given)
+        assert found[0].data_ptr() == given.data_ptr(), "in place"
+        close(found[:2], expected[:2], sums=7 * 5)
+        exact(list(vars(by_rows).values()), list(vars(whole).values()))
+
+
+def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8) -> torch.Tensor:
+    """Adam's direction, with the gradient in the moments."""
+    direction = gradient.clone()[None]
+    adam_step_(direction, direction, *vars(moments).values(), YES, betas=betas, eps=eps)
     return direction[0]
 
 
-def test_adams_moments_change_at_the_commit():
-    moments, x = AdamMoments.empty((2, 3, 4)), torch.randn(2, 3, 4)
-    usable = torch.tensor([True, False])
-    for step in range(3):
-        before = [part.clone() for part in vars(moments).values()]
-        pending = adam_direction(moments, x.clone(), betas=(0.9, 0.99), eps=1e-8, usable_n=usable)[1]
-        assert all(torch.equal(*pair) for pair in zip(before, vars(moments).values(), strict=True))
-        first, second, updates = before
-        adam_fold_(first, second, updates, x, usable, betas=(0.9, 0.99))
-        pending.commit()
-        exact([moments.first_OI, moments.second_OI, moments.updates], before)
-        assert moments.updates.tolist() == [step + 1, 0] and not moments.first_OI[1].any()
-
-
-def test_corrected_eigenvalues_change_at_the_commit():
-    moments = CorrectedEigenvalues.empty((1, 2, 3))
-    options = {"norm_n": torch.ones(1), "terms_n": 1.0, "decay": 0.9, "damping": 0.1}
-    pending = moments.divide(torch.ones(1, 2, 3), **options)[2]
-    assert not moments.second_OI.any() and not moments.updates
-    pending.commit()
-    exact(moments.second_OI, torch.ones(1, 2, 3))
-    assert moments.updates == 1
-
-
-def test_what_is_not_usable_changes_nothing():
-    no, bad = torch.tensor([False]), torch.full((2, 3), float("nan"))
-    corrected = divided(CorrectedEigenvalues.empty((1, 2, 3)), torch.ones(2, 3))
-    adam, unchanged = (AdamMoments.empty((1, 2, 3)) for _ in range(2))
-    for moments in (adam, unchanged):
-        folded(moments, torch.ones(2, 3), betas=(0.9, 0.99))
-    folded(adam, bad, betas=(0.9, 0.99), usable=no)
-    for before, after in ((corrected, divided(corrected, bad)), (unchanged, adam)):
-        assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_a_gradient_whose_size_is_not_finite_changes_no_eigenvalues(bad):
+    moments = CorrectedEigenvalues.empty((2, 2, 3))
+    moments.divide_(torch.ones(2, 2, 3), norm_n=torch.full((2,), 6**0.5), terms_n=1.0, decay=0.9, damping=0.1)
+    exact([moments.second_OI, moments.updates], [torch.ones(2, 2, 3), torch.ones(2)])
+    x_nOI = torch.stack([torch.full((2, 3), bad), torch.full((2, 3), 3.0)])
+    norm_n = x_nOI.flatten(1).norm(dim=1)
+    moments.divide_(x_nOI, norm_n=norm_n, terms_n=1.0, decay=0.9, damping=0.1)
+    exact(moments.updates, torch.tensor([1.0, 2.0]))
+    exact(moments.second_OI, torch.tensor([1.0, 5.0])[:, None, None].expand(2, 2, 3))
 
 
 @pytest.mark.parametrize("b1", [0.0, 0.8])
@@ -121,7 +111,7 @@ def test_the_direction_is_adams_with_nesterovs_momentum(b1):
         before = parameter.detach().clone()
         parameter.grad = gradient.clone()
         adam.step()
-        actual = folded(moments, gradient, betas=(b1, 0.9), eps=1e-3, usable=YES)
+        actual = folded(moments, gradient, betas=(b1, 0.9), eps=1e-3)
         if not b1:
             close(actual, before - parameter.detach(), sums=10, condition=1 / (1 - 0.9), scale=before.abs().max() + 1)
         ahead = b1 * moments.first_OI[0] / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (1 - b1**step)

@@ -1,4 +1,4 @@
-"""Large matrices are rotated, and meet Adam's moments, some rows at a time."""
+"""Into eigenbases and back, large matrices some rows at a time, and what lies in null spaces."""
 
 from dataclasses import replace
 
@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
-from ds_kfac.directions.kfac_adamw.direction import adam_direction
-from ds_kfac.directions.kfac_gradient import precondition_corrected
 from ds_kfac.update import rotation
 from ds_kfac.update.rotation import Rotation, change_basis_, range_mask
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
-from tests.close import close, exact, near
+from tests.close import close, exact
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 7, 5
-HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8}
-"""What rounding from fp32 to this format changes at most, relatively."""
 
 
 @pytest.mark.parametrize("side", ["A alone", "both"])
@@ -49,19 +44,6 @@ def test_moments_are_turned_by_rows_in_place(side, monkeypatch):
     assert (given - x_OI).norm() > 0.1 * x_OI.norm()
 
 
-def test_moments_take_a_transposed_gradient_in():
-    """As a basis in blocks leaves it."""
-    x_OI, options = (
-        torch.randn(1, COLUMNS, ROWS).mT,
-        {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])},
-    )
-    moments = AdamMoments.empty((1, ROWS, COLUMNS))
-    direction, pending = adam_direction(moments, x_OI, **options)
-    assert pending.gradient_nOI.is_contiguous() and direction.is_contiguous()
-    nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
-    near(direction, nesterov * x_OI.sign(), 2e-8 / x_OI.abs() + 2e-6, "Adam's eps, and fp32")
-
-
 def test_several_layers_are_rotated_at_once(monkeypatch):
     bases = [LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A) for seed in range(2)]
     turn, x_nOI = Rotation.of(bases, HIGHEST), torch.randn(2, 3, 3)
@@ -69,49 +51,12 @@ def test_several_layers_are_rotated_at_once(monkeypatch):
     assert torch.equal(turn.rotate(x_nOI.clone(), overwrite=True), turn.rotate(x_nOI))
 
 
-@pytest.mark.parametrize("pending_dtype", [torch.float32, torch.bfloat16])
-def test_moments_of_rows_at_a_time_are_as_of_the_whole(pending_dtype, monkeypatch):
-    x_OI, options = torch.randn(1, ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable_n": torch.tensor([True])}
-    whole, by_rows, reference = (AdamMoments.empty((1, ROWS, COLUMNS)) for _ in range(3))
-    for _ in range(2):
-        of_rounded, pending = adam_direction(whole, x_OI.clone(), **options, pending_dtype=pending_dtype)
-        assert pending.gradient_nOI.dtype is pending_dtype
-        pending.commit()
-        of_exact, pending = adam_direction(reference, x_OI.clone(), **options)
-        pending.commit()
-        near(of_rounded, of_exact, HALF_ULP[pending_dtype] * of_exact.abs(), "one rounding")
-        with monkeypatch.context() as patch:
-            patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
-            given = x_OI.clone()
-            found, pending = adam_direction(by_rows, given, **options, pending_dtype=pending_dtype)
-            assert torch.equal(found, of_rounded)
-            assert (found is given) == (pending_dtype is torch.bfloat16), "no third matrix"
-            pending.commit()
-    for kept in (by_rows, whole):
-        near(kept.first_OI, reference.first_OI, HALF_ULP[torch.bfloat16] * reference.first_OI.abs(), "of rounded rows")
-        near(kept.second_OI, reference.second_OI, 2 * HALF_ULP[torch.bfloat16] * reference.second_OI, "their squares")
-    assert torch.equal(by_rows.second_OI, whole.second_OI) and torch.equal(by_rows.first_OI, whole.first_OI)
-
-
-@pytest.mark.parametrize("side", ["A alone", "both"])
-def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
-    basis, x_OI = random_basis(ROWS, COLUMNS), torch.randn(1, ROWS, COLUMNS)
-    if side == "A alone":
-        basis = LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A)
-    turn, kept = Rotation.of([basis], HIGHEST), CorrectedEigenvalues.empty((1, ROWS, COLUMNS))
-    options = {"norm_n": x_OI.norm()[None], "terms_n": 2.0, "decay": 0.9, "damping": 0.1}
-    for _ in range(2):
-        expected = precondition_corrected(x_OI, turn, kept, **options)
-        monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
-        given = x_OI.clone()
-        found = precondition_corrected(given, turn, kept, **options)
-        monkeypatch.undo()
-        assert torch.equal(given, x_OI), "the raw gradient is still needed"
-        for actual, whole in zip(
-            (*found[:2], found[2].new.second_OI), (*expected[:2], expected[2].new.second_OI), strict=True
-        ):
-            close(actual, whole, sums=2 * (ROWS + COLUMNS))
-        kept = expected[2].new
+def test_the_eigenbases_of_each_layer_are_views():
+    bases = [LayerBasis(Eigenbasis((), torch.rand(3)), random_basis(3, 4, seed=seed).A) for seed in range(2)]
+    turn = Rotation.of(bases)
+    for index, (view, one) in enumerate(zip(turn.by_layer(), bases, strict=True)):
+        exact([*view.A.vectors, view.A.values, view.G.values], [*one.A.vectors, one.A.values, one.G.values])
+        assert view.G.vectors == () and view.A.vectors[0].data_ptr() == turn.A[0][index].data_ptr()
 
 
 EPS = torch.finfo(torch.float32).eps

@@ -8,7 +8,7 @@ from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update import rotation
 from ds_kfac.update.groups import LayerGroup, basis_bytes, chunks, evenly_spaced, group_by_shape
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
@@ -89,30 +89,24 @@ def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are(
 
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
-    device = torch.device("cpu")
-    states = {layer.name: LayerState.empty(layer, device, moments=CorrectedEigenvalues) for layer in LAYERS[:3:2]}
-    for seed, (name, state) in enumerate(states.items()):
-        basis = random_basis(5, 7, seed=seed)
-        states[name] = state.rebased(A=basis.A, G=basis.G)
-    before = states["c"].moments
-    LayerGroup(LAYERS[:3:2]).load(states, fresh=states)
-    own = states["a"]
-    assert before.second_OI.data_ptr() == states["c"].moments.second_OI.data_ptr(), "the last step's state has it, too"
-    assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
-    assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
-    saved = layer_payload(own)
-    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved["moments"].items()} == {
-        "second_OI": 4 * 35, "updates": 4,
-    }  # fmt: skip
-    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved["A"].items()} == {
-        "eigenvectors": 4 * 49, "eigenvalues": 4 * 7,
-    }  # fmt: skip
+    group = LayerGroup(LAYERS[:3:2], moments=CorrectedEigenvalues)
+    for index in range(2):
+        basis = random_basis(5, 7, seed=index)
+        group.rebase(index, A=basis.A, G=basis.G)
+    group.terms.copy_(torch.tensor([2.0, 3.0]))
+    saved = layer_payload(group.state(1))
+    group.terms.zero_()
+    assert saved["terms"] == 3.0, "later steps change the group"
+    for part in (saved["A"], saved["G"], saved["moments"]):
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in part.values())
+    basis = random_basis(5, 7, seed=1)
+    exact(saved["A"]["eigenvectors"], basis.A.vectors[0].flatten()), exact(saved["A"]["eigenvalues"], basis.A.values)
 
 
 def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
-    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
-    state = LayerState.empty(linear_layer("a", 5, 3), torch.device("cpu"), moments=AdamMoments)
-    momentum = torch.randn(3, 5)
-    state = replace(state, moments=replace(state.moments, first_OI=old.rotate(momentum)), A=old.A, G=old.G)
-    saved = layer_payload(state.rebased(A=new.A, G=new.G))
-    close(new.restore(saved["moments"]["first_OI"]), momentum, sums=4 * (3 + 5))
+    group, momentum, new = LayerGroup(LAYERS[:1], moments=AdamMoments), torch.randn(5, 7), random_basis(5, 7, seed=1)
+    group.moments.first_OI.copy_(momentum)
+    for basis in (random_basis(5, 7, seed=0), new):
+        group.rebase(0, A=basis.A, G=basis.G)
+    saved = layer_payload(group.state(0))
+    close(new.restore(saved["moments"]["first_OI"]), momentum, sums=8 * (5 + 7))
