@@ -37,9 +37,7 @@ def _without_compilers(monkeypatch):
         parameter.sub_(lr * gradient)
 
     fused = SimpleNamespace(multi_tensor_adam=fused_step)
-    cpu = SimpleNamespace(
-        create_adam=lambda *_: None, destroy_adam=lambda *_: None, adam_update=cpu_step
-    )
+    cpu = SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None, adam_update=cpu_step)
     monkeypatch.setattr(fused_adam.FusedAdamBuilder, "load", lambda self: fused)
     monkeypatch.setattr(cpu_adam.CPUAdamBuilder, "load", lambda self: cpu)
 
