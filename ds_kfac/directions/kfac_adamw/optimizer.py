@@ -200,15 +200,25 @@ class KFACAdamWStep:
             self._used_by_device[device] = self._used.to(device)
         return self._used_by_device[device]
 
-    def check_parts(self, *, here: bool) -> None:
-        """Warn once, on a rank that says it ``here``, if parts of one of the user's groups have come to have different
-        rates, as by a program that sets those of ``param_groups[0]``, which were all parameters' before the split."""
-        for numbers in () if self._told else [group.taken[1] for group in getattr(self.users, "param_groups", ())]:
-            parts = [self.param_groups[number] for number in numbers]
+    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Warn once if parts of one of the user's groups have come to have different rates, as by a program that sets
+        those of ``param_groups[0]``, which were all parameters' before the split.
+
+        Args:
+            here: whether this rank is the one that says it.
+            groups: all parameter groups, where DeepSpeed is presenting one at a time; None: ``param_groups``.
+        """
+        if self._told:
+            return
+        groups = self.param_groups if groups is None else groups
+        for users_group in getattr(self.users, "param_groups", ()):
+            _, numbers = users_group.taken
+            parts = [groups[number] for number in numbers]
             for key in ("lr", "weight_decay"):
-                if any(not isinstance(part[key], Tensor) and part[key] != parts[0][key] for part in parts[1:]):
+                numeric = all(not isinstance(part[key], Tensor) for part in parts)
+                if numeric and any(part[key] != parts[0][key] for part in parts):
                     self._told = True
-                    warn(APART.format(key=key, values=[group[key] for group in self.param_groups]), here=here)
+                    warn(APART.format(key=key, values=[group[key] for group in groups]), here=here)
                     return
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
