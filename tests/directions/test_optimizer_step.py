@@ -158,17 +158,19 @@ def test_layers_decay_as_adamw_decays_them():
     exact(ours.detach(), theirs.detach())
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device):
-    """CUDA rounds a tensor without dimensions to the other tensor's dtype: 0.99 would be 0.988."""
+def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device, rate):
+    """CUDA rounds a tensor without dimensions to the other tensor's dtype, and CPUs the alpha of a sum: 0.99 would be
+    0.988, and 0.1 would be 0.1001."""
     torch.manual_seed(0)
-    weight, direction = (torch.randn(1000, dtype=torch.bfloat16, device=device) for _ in range(2))
-    master = parameter(weight, direction)
+    weight, direction = (torch.randn(1000).bfloat16() for _ in range(2))
+    master = parameter(weight.to(device), direction.to(device))
     optimizer = KFACTorchAdamW([{"params": [master], FLAG: True}], lr=0.1, weight_decay=0.1)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device=device)
+    optimizer.param_groups[0]["lr"] = rate
     attached(optimizer, {master: [(0, 1000, 0)]}, torch.ones(1, device=device)).step()
-    decayed = weight.mul(1 - 0.1 * 0.1)
-    exact(master.detach().cpu(), decayed.add(direction, alpha=-0.1).cpu())
+    decayed = (weight.double() * (1 - 0.1 * 0.1)).bfloat16()
+    exact(master.detach().cpu(), (decayed.double() - 0.1 * direction.double()).bfloat16())
 
 
 def test_parts_of_a_channels_last_parameter_are_its_rows():

@@ -167,11 +167,11 @@ class KFACAdamWStep:
         self._decay(group, parameters)
         directions = [parameter.grad for parameter in parameters]
         rate = group["lr"]
-        if isinstance(rate, Tensor):
+        if not isinstance(rate, Tensor) and all(parameter.dtype is torch.float32 for parameter in parameters):
+            torch._foreach_add_(parameters, directions, alpha=-rate)
+        else:  # alpha is a number, and on CPUs one in the parameters' dtype
             rates = [_vector(rate, parameters[0].device)] * len(parameters)
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
-        else:
-            torch._foreach_add_(parameters, directions, alpha=-rate)
 
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Decay the parts of layers in use as AdamW does, W <- (1 - lr weight_decay) W."""
@@ -249,10 +249,12 @@ class KFACAdamWStep:
         self.marked = 0
 
 
-def _vector(number: Tensor, device: torch.device) -> Tensor:
+def _vector(number: Tensor | float, device: torch.device) -> Tensor:
     """Return a number as fp32 of shape [1]. With a tensor without dimensions CUDA would compute in the parameter's
     dtype: in bf16 a factor of 0.999 is 1."""
-    return number.to(device, torch.float32).view(1)
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float32).view(1)
+    return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
 class KFACTorchAdamW(KFACAdamWStep, torch.optim.AdamW):
