@@ -1,21 +1,23 @@
 """KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for parameters whose direction K-FAC has computed.
 
 DeepSpeed's optimizers see flat slices of parameters, no matrices. So every parameter group is split before the engine
-exists. In groups marked :data:`FLAG` the gradient that arrives here is the finished direction (``direction.py``): only
-weight decay and the learning rate are left to apply, without any state. All others get plain AdamW, by the class that
-DeepSpeed would take for it.
+exists. In groups marked :data:`FLAG` the gradient that arrives here is the finished direction U (``direction.py``), and
 
-A layer that a step did not use must not decay, and a flat slice does not show layers. So each entry decides: where the
-direction is +0 nothing happens, as wherever DeepSpeed fills in zeros for a missing gradient. A direction that is zero
-in a layer in use, such as that of an input that was always zero, is :data:`IN_USE` instead, or the negative zero that
-casts leave of it. Should something lose the sign, that entry does not decay.
+    W <- W - lr (U + weight_decay W)
+
+is left to do, without any state. All others get plain AdamW, by the class that DeepSpeed would take for it.
+
+A layer that a step did not use must not decay, and a flat slice does not show layers. So K-FAC says once which part of
+a parameter belongs to which layer (``slices``), and in every step which layers were used (``used``).
 """
 
 import difflib
+import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -40,16 +42,17 @@ PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if nam
 """The other parameters of the optimizer block and what leaving one out means, as in AdamW."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
-IN_USE = -1e-30
-"""Added to every entry of a direction of a layer in use: a zero becomes negative. In fp32 only an entry below about
-1e-23 changes with it, by no more than this."""
+IN_USE = -1e-30  # not used here any more: goes with its import in direction.py
 GROWS = f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
 APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
     "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not meant, set it for every "
     "group, not only for the first (docs/troubleshooting.md)"
 )
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+DETACHED = (
+    "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its layers; build "
+    "an engine with another optimizer to train on without it"
+)
 
 
 def no_state(key: str) -> NoReturn:
@@ -69,56 +72,153 @@ class NoStates(dict[str, Any]):
         no_state(key)
 
 
+def without_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's bound ``step`` as its class defines it, without running step hooks.
+
+    torch puts the hooks into the ``step`` of each class of which an instance was made. Where a class calls the ``step``
+    of the class that it is derived from, they would run twice as soon as the process has made one of those, too.
+    """
+    bound: Any = step
+    defined = inspect.unwrap(bound.__func__, stop=lambda function: not hasattr(function, "hooked"))
+    return MethodType(defined, bound.__self__)
+
+
+def part_of(parameter: Tensor, start: int, numel: int) -> Tensor:
+    """Return a view of ``numel`` elements of a parameter, from element ``start`` on.
+
+    Of a parameter that is stored in another order than its shape, such as a channels_last convolution's at stage 0,
+    they must be whole rows.
+    """
+    if parameter.is_contiguous():
+        return parameter.view(-1).narrow(0, start, numel)
+    row = parameter[0].numel()
+    return parameter.narrow(0, start // row, numel // row)
+
+
 class KFACAdamWStep:
     """What the three classes below add to their Adam.
 
     Attributes:
-        direction_scale: gives what undoes the scale at which a direction was put into the gradient; None while no
-            K-FAC is attached.
+        slices: the layers of a parameter that is stepped, which may be flat: id(parameter) -> (start, numel, layer) for
+            each part, in elements. A parameter that is not there does not decay. Empty before K-FAC is attached, when
+            DeepSpeed steps with zeros to allocate states; None once it was detached.
+        used: fp32 [layers], 1 where a step uses the layer, else 0. Set it anew before each step.
         adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set one rate for all.
         marked: how many :class:`NoStates` there were in the last step.
         users: the optimizer with the groups as the user knows them.
     """
 
-    direction_scale: Callable[[], Tensor | float] | None = staticmethod(lambda: 1.0)
+    slices: Mapping[int, Sequence[tuple[int, int, int]]] | None = MappingProxyType({})
     adam_ratio: float = 1.0
     marked = 0
     users: Any = None
     param_groups: list[dict[str, Any]]
     _told = False
+    _used: Tensor
+    _used_by_device: dict[torch.device, Tensor]
+
+    @property
+    def used(self) -> Tensor:
+        return self._used
+
+    @used.setter
+    def used(self, used: Tensor) -> None:
+        self._used = used
+        self._used_by_device = {used.device: used}
 
     @torch.no_grad()
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """One step over ``param_groups``, of which DeepSpeed may present one at a time."""
-        groups, loss = self.param_groups, None
-        others = [group for group in groups if not group.get(FLAG)]
-        before = [(group["lr"], group["weight_decay"]) for group in others]
-        if others:
-            self.param_groups = others
-            # parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still
-            for group, (rate, decay) in zip(others, before, strict=True):
-                ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
-                group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
-            try:
-                loss = super().step(*arguments, **keywords)  # type: ignore[misc]
-            finally:
-                self.param_groups = groups
-                for group, (rate, decay) in zip(others, before, strict=True):
-                    group["lr"], group["weight_decay"] = rate, decay
-        for group in groups:
-            if group.get(FLAG):
-                self._apply(group)
+        """Step ``param_groups``, of which DeepSpeed may present one at a time."""
+        preconditioned = [group for group in self.param_groups if group.get(FLAG)]
+        others = [group for group in self.param_groups if not group.get(FLAG)]
+        if preconditioned and self.slices is None:
+            raise RuntimeError(DETACHED)
+        loss = self._step_by_adam(others, *arguments, **keywords) if others else None
+        for group in preconditioned:
+            self._apply(group)
         return loss
 
-    def check_parts(self, *, here: bool) -> None:
-        """Warn once, on a rank that says it ``here``, if parts of one of the user's groups have come to have different
-        rates, as by a program that sets those of ``param_groups[0]``, which were all parameters' before the split."""
-        for numbers in () if self._told else [group.taken[1] for group in getattr(self.users, "param_groups", ())]:
-            parts = [self.param_groups[number] for number in numbers]
+    def _step_by_adam(self, groups: list[dict[str, Any]], *arguments: Any, **keywords: Any) -> Any:
+        """Step these groups by the class that ours is made of: matrices at lr, all else at adam_lr."""
+        presented = self.param_groups
+        schedules = [(group["lr"], group["weight_decay"]) for group in groups]
+        self.param_groups = groups
+        try:
+            for group, (rate, decay) in zip(groups, schedules, strict=True):
+                ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
+                group["lr"] = rate * ratio
+                # parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still
+                group["weight_decay"] = decay / ratio if ratio else 0.0
+            return without_step_hooks(super().step)(*arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self.param_groups = presented
+            for group, (rate, decay) in zip(groups, schedules, strict=True):
+                group["lr"] = rate
+                group["weight_decay"] = decay
+
+    def _apply(self, group: dict[str, Any]) -> None:
+        """Step a group of K-FAC's along the directions that its gradients are."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            # also in place of zeros that DeepSpeed has read from a universal checkpoint
+            self.state[parameter] = NoStates()  # type: ignore[attr-defined]
+        if not parameters:
+            return
+        self._decay(group, parameters)
+        directions = [parameter.grad for parameter in parameters]
+        rate = group["lr"]
+        if not isinstance(rate, Tensor) and all(parameter.dtype is torch.float32 for parameter in parameters):
+            torch._foreach_add_(parameters, directions, alpha=-rate)
+        else:  # alpha is a number, and on CPUs one in the parameters' dtype
+            rates = [_vector(rate, parameters[0].device)] * len(parameters)
+            torch._foreach_addcmul_(parameters, directions, rates, value=-1)
+
+    def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Decay the parts of layers in use as AdamW does, W <- (1 - lr weight_decay) W."""
+        amount = group["lr"] * group["weight_decay"]
+        if not isinstance(amount, Tensor) and amount == 0:
+            return
+        assert self.slices is not None
+        parts = []
+        layers = []
+        for parameter in parameters:
+            for start, numel, layer in self.slices.get(id(parameter), ()):
+                parts.append(part_of(parameter, start, numel))
+                layers.append(layer)
+        if not parts:
+            return
+        used = self._used_on(parameters[0].device)
+        if isinstance(amount, Tensor):
+            amount = _vector(amount, used.device)
+        factors = torch.where(used > 0, 1 - amount, torch.ones_like(used)).split(1)
+        torch._foreach_mul_(parts, [factors[layer] for layer in layers])
+
+    def _used_on(self, device: torch.device) -> Tensor:
+        """Return ``used`` on the device of parameters, which may be offloaded. It is moved once for all groups of a
+        step."""
+        if device not in self._used_by_device:
+            self._used_by_device[device] = self._used.to(device)
+        return self._used_by_device[device]
+
+    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Warn once if parts of one of the user's groups have come to have different rates, as by a program that sets
+        those of ``param_groups[0]``, which were all parameters' before the split.
+
+        Args:
+            here: whether this rank is the one that says it.
+            groups: all parameter groups, where DeepSpeed is presenting one at a time; None: ``param_groups``.
+        """
+        if self._told:
+            return
+        groups = self.param_groups if groups is None else groups
+        for users_group in getattr(self.users, "param_groups", ()):
+            _, numbers = users_group.taken
+            parts = [groups[number] for number in numbers]
             for key in ("lr", "weight_decay"):
-                if any(not isinstance(part[key], Tensor) and part[key] != parts[0][key] for part in parts[1:]):
+                numeric = all(not isinstance(part[key], Tensor) for part in parts)
+                if numeric and any(part[key] != parts[0][key] for part in parts):
                     self._told = True
-                    warn(APART.format(key=key, values=[group[key] for group in self.param_groups]), here=here)
+                    warn(APART.format(key=key, values=[group[key] for group in groups]), here=here)
                     return
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -148,30 +248,13 @@ class KFACAdamWStep:
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
         self.marked = 0
 
-    def _apply(self, group: dict[str, Any]) -> None:
-        if self.direction_scale is None:
-            raise RuntimeError(
-                "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its layers; build "
-                "an engine with another optimizer to train on without it"
-            )
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            # also in place of zeros that DeepSpeed has read from a universal checkpoint
-            self.state[parameter] = NoStates()  # type: ignore[attr-defined]
-        if parameters:
-            gradients, amount = [parameter.grad for parameter in parameters], group["lr"] * group["weight_decay"]
-            if isinstance(amount, Tensor) or amount:
-                # 1 where the layer is in use, else 0: only +0 has no bit set
-                bits = [gradient.view(_BITS[gradient.itemsize]) for gradient in gradients]
-                in_use = [torch.ne(x, 0, out=torch.empty_like(y)) for x, y in zip(bits, parameters, strict=True)]
-                if isinstance(amount, Tensor):
-                    torch._foreach_mul_(in_use, amount)
-                    amount = 1.0
-                torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
-            scale, device = self.direction_scale(), parameters[0].device  # which may be offloaded
-            rate = group["lr"] * torch.as_tensor(scale, dtype=torch.float32, device=device)
-            steps = torch._foreach_mul([x.to(y.dtype) for x, y in zip(gradients, parameters, strict=True)], rate)
-            torch._foreach_sub_(parameters, steps)
+
+def _vector(number: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as fp32 of shape [1]. With a tensor without dimensions CUDA would compute in the parameter's
+    dtype: in bf16 a factor of 0.999 is 1."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float32).view(1)
+    return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
 class KFACTorchAdamW(KFACAdamWStep, torch.optim.AdamW):

@@ -183,4 +183,4 @@ class KFACAdamWRule(UpdateRule):
                     )
 
     def release(self, optimizer: Any) -> None:
-        optimizer.direction_scale = None
+        optimizer.slices = None

@@ -1,0 +1,259 @@
+"""One step of each optimizer class that DeepSpeed gets in place of KFACAdamW, without an engine."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, cpu_adam, fused_adam
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ds_kfac.directions.kfac_adamw.optimizer import (
+    FLAG,
+    MATRIX,
+    KFACAdamWStep,
+    KFACCPUAdamW,
+    KFACFusedAdamW,
+    KFACTorchAdamW,
+    NoStates,
+    build,
+)
+from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
+from tests.close import close, exact
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PLAIN = {
+    KFACTorchAdamW: torch.optim.AdamW,
+    KFACFusedAdamW: FusedAdam,
+    KFACCPUAdamW: DeepSpeedCPUAdam,
+}
+"""Our class -> the optimizer that it is made of."""
+
+
+@pytest.fixture
+def _without_compilers(monkeypatch):
+    """Let DeepSpeed's two Adams step by ``W <- W - lr gradient``, since compiling their kernels takes minutes."""
+
+    def fused_step(chunk, overflow, tensors, lr, *_):
+        gradients, parameters, *_ = tensors
+        torch._foreach_sub_(parameters, torch._foreach_mul(gradients, lr))
+
+    def cpu_step(optimizer, step, lr, beta1, beta2, eps, decay, correction, parameter, gradient, *_):
+        parameter.sub_(lr * gradient)
+
+    fused = SimpleNamespace(multi_tensor_adam=fused_step)
+    cpu = SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None, adam_update=cpu_step)
+    monkeypatch.setattr(fused_adam.FusedAdamBuilder, "load", lambda self: fused)
+    monkeypatch.setattr(cpu_adam.CPUAdamBuilder, "load", lambda self: cpu)
+
+
+def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(values.clone())
+    made.grad = gradient.clone()
+    return made
+
+
+def attached(optimizer: KFACAdamWStep, slices: dict[torch.nn.Parameter, list], used: Tensor) -> KFACAdamWStep:
+    """The optimizer as K-FAC leaves it before a step."""
+    optimizer.slices = {id(parameter): entries for parameter, entries in slices.items()}
+    optimizer.used = used
+    return optimizer
+
+
+@pytest.mark.usefixtures("_without_compilers")
+@pytest.mark.parametrize("plain_was_made", [False, True])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch):
+    """K-FAC's own, which writes the direction, and a user's, such as an EMA of the weights; also in a process that has
+    made an optimizer of the class below ours, into whose ``step`` torch then puts hooks of its own."""
+    without_hooks = inspect.unwrap(PLAIN[kind].step, stop=lambda step: not hasattr(step, "hooked"))
+    monkeypatch.setattr(PLAIN[kind], "step", without_hooks)
+    if plain_was_made:
+        PLAIN[kind]([torch.nn.Parameter(torch.zeros(1))])
+        assert PLAIN[kind].step.hooked, "torch has put hooks into it"
+    layer, other = (parameter(torch.ones(4), torch.zeros(4)) for _ in range(2))
+    groups = [{"params": [layer], FLAG: True}, {"params": [other], FLAG: False}]
+    optimizer = attached(kind(groups, lr=0.5, weight_decay=0.0), {layer: [(0, 4, 0)]}, torch.ones(1))
+    calls = []
+
+    def kfac(optimizer, arguments, keywords):
+        calls.append("kfac")
+        for each in (layer, other):
+            each.grad.fill_(1.0)
+
+    def before(optimizer, arguments, keywords):
+        calls.append("before")
+
+    def after(optimizer, arguments, keywords):
+        calls.append("after")
+        averages.append([layer.detach().clone(), other.detach().clone()])
+
+    averages = []
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_pre_hook(kfac)
+    optimizer.register_step_post_hook(after)
+    everywhere = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
+    try:
+        optimizer.step()
+    finally:
+        for hook in everywhere:
+            hook.remove()
+    assert calls == ["before", "before", "kfac", "after", "after"]
+    assert len(averages) == 2
+    for of_layer, of_other in averages:
+        assert of_layer.equal(layer.detach()) and of_other.equal(other.detach())
+    exact(layer.detach(), torch.full((4,), 0.5))
+    close(other.detach(), torch.full((4,), 0.5), sums=8)
+
+
+FLAT = [(0, 6, 2), (6, 10, 0), (20, 7, 1), (27, 1, 2)]
+"""Parts of a flat parameter of 40 elements: two of layer 2, some elements of no layer, and padding at the end."""
+
+
+def stepped_part_by_part(
+    weight: Tensor, direction: Tensor, parts: list, used: list, rate: float, decay: float
+) -> Tensor:
+    flat = weight.clone().flatten()
+    for start, numel, layer in parts:
+        if used[layer]:
+            flat[start : start + numel].mul_(1 - rate * decay)
+    return flat.view_as(weight).add_(direction, alpha=-rate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)])
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+@pytest.mark.parametrize("used", [[1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])
+def test_only_parts_of_layers_in_use_decay(used, decay, rate, dtype):
+    """Of a flat parameter; of a stack of matrices, which is several layers; and nothing of one without layers."""
+    torch.manual_seed(0)
+    layers = {(40,): FLAT, (3, 4, 2): [(0, 8, 0), (8, 8, 1), (16, 8, 2)], (5,): []}
+    weights = [torch.randn(shape).to(dtype) for shape in layers]
+    directions = [torch.randn(shape).to(dtype) for shape in layers]
+    parameters = [parameter(*pair) for pair in zip(weights, directions, strict=True)]
+    groups = [{"params": parameters, FLAG: True}]
+    optimizer = KFACTorchAdamW(groups, lr=0.25, weight_decay=decay)
+    optimizer.param_groups[0]["lr"] = rate
+    slices = {p: parts for p, parts in zip(parameters, layers.values(), strict=True) if parts}
+    attached(optimizer, slices, torch.tensor(used, dtype=torch.float32)).step()
+    for p, weight, direction, parts in zip(parameters, weights, directions, layers.values(), strict=True):
+        exact(p.detach(), stepped_part_by_part(weight, direction, parts, used, 0.25, decay))
+        exact(p.grad, direction)
+        assert type(optimizer.state[p]) is NoStates
+
+
+def test_layers_decay_as_adamw_decays_them():
+    torch.manual_seed(0)
+    weight = torch.randn(1000)
+    ours = parameter(weight, torch.zeros(1000))
+    theirs = parameter(weight, torch.zeros(1000))
+    options = {"lr": 3e-4, "weight_decay": 0.1}
+    optimizer = KFACTorchAdamW([{"params": [ours], FLAG: True}], **options)
+    attached(optimizer, {ours: [(0, 1000, 0)]}, torch.ones(1)).step()
+    torch.optim.AdamW([theirs], **options).step()
+    exact(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device, rate):
+    """CUDA rounds a tensor without dimensions to the other tensor's dtype, and CPUs the alpha of a sum: 0.99 would be
+    0.988, and 0.1 would be 0.1001."""
+    torch.manual_seed(0)
+    weight, direction = (torch.randn(1000).bfloat16() for _ in range(2))
+    master = parameter(weight.to(device), direction.to(device))
+    optimizer = KFACTorchAdamW([{"params": [master], FLAG: True}], lr=0.1, weight_decay=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    attached(optimizer, {master: [(0, 1000, 0)]}, torch.ones(1, device=device)).step()
+    decayed = (weight.double() * (1 - 0.1 * 0.1)).bfloat16()
+    exact(master.detach().cpu(), (decayed.double() - 0.1 * direction.double()).bfloat16())
+
+
+def test_parts_of_a_channels_last_parameter_are_its_rows():
+    torch.manual_seed(0)
+    weight = torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    kernel = parameter(weight, torch.zeros_like(weight))
+    optimizer = KFACTorchAdamW([{"params": [kernel], FLAG: True}], lr=0.5, weight_decay=0.5)
+    attached(optimizer, {kernel: [(0, 36, 0), (36, 36, 1)]}, torch.tensor([0.0, 1.0])).step()
+    exact(kernel.detach(), torch.cat([weight[:2], 0.75 * weight[2:]]))
+
+
+def test_what_was_used_is_moved_once_for_all_groups_of_a_step():
+    """As with offload, where DeepSpeed calls ``step`` with one parameter group after another."""
+
+    class OnAnotherDevice:
+        device = torch.device("meta")
+        moved = 0
+
+        def to(self, device: torch.device) -> Tensor:
+            self.moved += 1
+            return torch.ones(2)
+
+    masters = [parameter(torch.ones(4), torch.zeros(4)) for _ in range(2)]
+    groups = [{"params": [master], FLAG: True} for master in masters]
+    optimizer = KFACTorchAdamW(groups, lr=0.5, weight_decay=0.5)
+    slices = {master: [(0, 4, layer)] for layer, master in enumerate(masters)}
+    every_group = optimizer.param_groups
+    for step in range(1, 3):
+        used = OnAnotherDevice()
+        attached(optimizer, slices, used)
+        for group in every_group:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        optimizer.param_groups = every_group
+        assert used.moved == 1
+        for master in masters:
+            exact(master.detach(), torch.full((4,), 0.75**step))
+
+
+def test_the_users_groups_set_the_rates_of_what_was_split_from_them(caplog):
+    """Also where DeepSpeed presents one group at a time; parts that have come to differ are warned of once."""
+    fast, slow = ([parameter(torch.zeros(2), torch.ones(2)) for _ in range(2)] for _ in range(2))
+    users = KFACAdamW([{"params": fast}, {"params": slow, "lr": 1e-3}], lr=1e-2, adam_lr=4e-2, weight_decay=0.0)
+    split = [
+        {**group, "params": [p], FLAG: preconditioned, MATRIX: False}
+        for group in users.param_groups
+        for p, preconditioned in zip(group["params"], (True, False), strict=True)
+    ]
+    optimizer = build(split, {**users.options, "torch_adam": True}, offload=False)
+    for index, group in enumerate(users.param_groups):
+        group.taken = optimizer, (2 * index, 2 * index + 1)
+    optimizer.users = users
+    attached(optimizer, {fast[0]: [(0, 2, 0)], slow[0]: [(0, 2, 1)]}, torch.ones(2))
+    for group in users.param_groups:
+        group["lr"] *= 0.5
+    every_group = optimizer.param_groups
+    for group in every_group:
+        optimizer.param_groups = [group]
+        optimizer.step()
+        optimizer.check_parts(here=True, groups=every_group)
+    optimizer.param_groups = every_group
+    assert not caplog.messages
+    for parts, rate in ((fast, 0.5e-2), (slow, 0.5e-3)):
+        exact(parts[0].detach(), torch.full((2,), -rate))
+        close(parts[1].detach(), torch.full((2,), -4 * rate), sums=8)
+    assert [group["lr"] for group in every_group] == [0.5e-2, 0.5e-2, 0.5e-3, 0.5e-3]
+    every_group[0]["lr"] = 1.0
+    for _ in range(2):
+        optimizer.check_parts(here=True)
+    assert len(caplog.messages) == 1 and "Their lr is not one any more" in caplog.text
+
+
+def test_nothing_is_stepped_once_kfac_was_detached():
+    layer, other = (parameter(torch.ones(2), torch.ones(2)) for _ in range(2))
+    groups = [{"params": [other], FLAG: False}, {"params": [layer], FLAG: True}]
+    optimizer = KFACTorchAdamW(groups, lr=0.5)
+    optimizer.slices = None
+    with pytest.raises(RuntimeError, match="K-FAC was detached"):
+        optimizer.step()
+    exact([layer.detach(), other.detach()], [torch.ones(2)] * 2)
+
+
+def test_deepspeeds_step_with_zeros_before_kfac_is_attached_changes_nothing():
+    layer = parameter(torch.ones(2), torch.zeros(2))
+    KFACTorchAdamW([{"params": [layer], FLAG: True}], lr=0.5, weight_decay=0.5).step()
+    exact(layer.detach(), torch.ones(2))
