@@ -20,9 +20,9 @@ from torch import Tensor
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.direction import Direction, Outcome, StepContext
-from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, kept_bytes, recorded_step
+from ds_kfac.directions.kfac_gradient_facts import KFACGradientFacts
+from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, recorded_step
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
@@ -322,6 +322,7 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
+    facts = KFACGradientFacts()
     needs_basis = False
     blocks = ("damping", "preconditioner")
     numbers = 1
@@ -336,21 +337,6 @@ class KFACGradientRule(UpdateRule):
 
     def asks_prepared(self, config: KFACConfig) -> bool:
         return config.preconditioner.kl_clip != Value.constant(0)  # nu is of preconditioned layers only
-
-    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
-        config, method = plan.config, plan.method
-        options, damping = config.preconditioner, config.damping
-        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
-        damped = f"{damping.kind} damping {damping.value}"
-        how = f"{options.eigenvalues} eigenvalues, {damped}"
-        if not method.rotates:
-            how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
-        return f"{how}, kl-clip {clip}; then {optimizer}"
-
-    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
-        """With the new eigenvalues of a recorded step, beside those of one whose eigenbases are new."""
-        kept = kept_bytes(plan, layers, device, in_place=in_place)
-        return kept and kept + 4 * self.moments_count(plan.config) * sum(layer.numel for layer in layers)
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

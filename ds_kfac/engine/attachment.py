@@ -306,8 +306,8 @@ class Attachment:
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
                 f"the rows that were seen of these layers do not make up their gradients, so until they do "
-                f"{kfacs[0].rule.without_curvature}: {layers}. With curvature are {left:.0%} of the trained matrix "
-                f"parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
+                f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are {left:.0%} of the trained "
+                f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

@@ -61,7 +61,7 @@ class Asked:
 
     def text(self) -> str:
         kfac, layer, schedule = self.kfac, self.layer, self.kfac.plan.schedule
-        state = self.has() or f"no {self.what}: {self.missing()}; {kfac.rule.without_curvature}"
+        state = self.has() or f"no {self.what}: {self.missing()}; {kfac.rule.facts.without_curvature}"
         lines = [
             f"{layer.name or '(model)'} ({layer.kind}, {list(layer.shape)}) after {kfac.steps} applied steps, seen "
             f"from rank {self.ranks([kfac.rank])}:",

@@ -12,6 +12,7 @@ from torch import nn
 from ds_kfac.comm.reduce import payloads
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.facts import RuleFacts
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.recipes import far_from_recipes
 from ds_kfac.log import columns, fitted, folded, number, say
@@ -39,7 +40,7 @@ def report(kfacs: Sequence[KFACPreconditioner], found: Scan, given: KFACConfig) 
     where = f", {first.engine_view.domain.name}" if first.engine_view.domain.name else ""
     mode, plans, inner = f"{_mode(first)}{where}", [kfac.plan for kfac in kfacs], first.engine_view.inner
     optimizer, ratio = type(inner).__name__, getattr(inner, "adam_ratio", 1.0)
-    brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings, ratio)
+    brief = summary(layout.engine.module, found, plans, first.rule.facts, optimizer, mode, warnings, ratio)
     skipped = skipped_lines(found, whole=first.config.report == "full")
     details = [line for kfac in kfacs for line in (*_details(kfac), *(skipped if kfac is first else []))]
     # of a summary that is too long, the rest of its warnings
@@ -50,7 +51,7 @@ def report(kfacs: Sequence[KFACPreconditioner], found: Scan, given: KFACConfig) 
 
 
 def summary(
-    model: nn.Module, scan: Scan, plans: Sequence[Plan], rule: UpdateRule, optimizer: str, mode: str,
+    model: nn.Module, scan: Scan, plans: Sequence[Plan], facts: RuleFacts, optimizer: str, mode: str,
     warnings: Sequence[str], ratio: float,
 ) -> list[str]:  # fmt: skip
     """What a run does, in :data:`LINES` lines at most; it describes plans, not measurements.
@@ -62,12 +63,12 @@ def summary(
         ratio: rate of what is in no layer, over the optimizer's lr.
     """
     plan, share = plans[0], share_of(model, scan)
-    rest = rule.others(optimizer, ratio, share.matrices - share.stepped)
+    rest = facts.others(optimizer, ratio, share.matrices - share.stepped)
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",
         *([f"  all other trained parameters ({share.others:,}): {rest}"] if share.others else []),
-        f"  step: {rule.described(plan, optimizer, ratio)}",
+        f"  step: {facts.described(plan, optimizer, ratio)}",
         f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
         f"{_interval(plan.schedule.refresh)}",
         f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.method.words}, moments)",
@@ -85,7 +86,7 @@ def summary(
 
 def _details(kfac: KFACPreconditioner) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
-    config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
+    config, plan, whole = kfac.config, kfac.plan, kfac.config.report == "full"
     ours, precision = sum(layer.numel for layer in kfac.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     nbytes = (sum(part.values()) for bucket in buckets for part in payloads(bucket, plan.wire.itemsize))
@@ -117,7 +118,7 @@ def _details(kfac: KFACPreconditioner) -> list[str]:
         *(["  chosen: " + ", ".join(plan.answers)] if plan.answers else []),
         *(f"  plan: {reason}" for reason in plan.reasons),
         "",
-        *layer_lines(kfac.layers, config, rule, where),
+        *layer_lines(kfac.layers, config, kfac.rule.facts, where),
     ]
 
 
@@ -133,7 +134,7 @@ def _memory(kfac: KFACPreconditioner) -> str:
         moments = sum(state.moments.nbytes for state in kfac.state.values() if state.moments is not None)
         text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
     device, in_place = kfac.device.type, kfac.layout.in_place
-    if kept := kfac.rule.kept(kfac.plan, kfac.owned, device, in_place=in_place):
+    if kept := kfac.rule.facts.kept(kfac.plan, kfac.owned, device, in_place=in_place):
         text += f"; {kept:,} for steps as one CUDA graph, and what a step takes stays reserved"
     return text
 
@@ -154,11 +155,11 @@ def _mode(kfac: KFACPreconditioner) -> str:
 
 
 def layer_lines(
-    layers: Sequence[LayerSpec], config: KFACConfig, rule: UpdateRule, where: Mapping[str, Sequence[str]] | None = None
+    layers: Sequence[LayerSpec], config: KFACConfig, facts: RuleFacts, where: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """The preconditioned layers. ``where``: layer name -> gradient workers and eigen workers, for a row for each layer;
     None: equal layers in a row."""
-    choices = [rule.choice(config, layer) for layer in layers]
+    choices = [facts.choice(config, layer) for layer in layers]
     step = any(choice is not None for choice in choices)
     rows = []
     for layer, choice in zip(layers, choices, strict=True):
@@ -230,7 +231,7 @@ def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerS
     others = {block for other in DIRECTIONS for block in other.blocks} - set(rule.blocks)
     given = [(b, key) for b in sorted(others) for key in sorted(getattr(config, b).model_fields_set)]
     keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "method")]
-    keys += rule.idle(config, layers)
+    keys += rule.facts.idle(config, layers)
     return [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"] if keys else []
 
 

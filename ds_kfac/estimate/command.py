@@ -301,8 +301,9 @@ def check(arguments: argparse.Namespace) -> str:
     texts += config_far_from_recipes(rule.optimizer_params(ds_config) or {}, scheduler, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]
     lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
-    lines += summary(model, scanned, [plan], rule, optimizer, f"{subject}, world size {arguments.world}", warnings,
-                     rule.ratio(ds_config))  # fmt: skip
+    mode = f"{subject}, world size {arguments.world}"
+    ratio = rule.facts.ratio(ds_config)
+    lines += summary(model, scanned, [plan], rule.facts, optimizer, mode, warnings, ratio)
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
-    return "\n".join([*lines, "", *layer_lines(scanned.layers, config, rule), *skipped_lines(scanned)])
+    return "\n".join([*lines, "", *layer_lines(scanned.layers, config, rule.facts), *skipped_lines(scanned)])

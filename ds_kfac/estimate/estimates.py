@@ -236,7 +236,7 @@ class Estimate:
         """Bytes [W] that recorded steps keep."""
         device, in_place = "cuda" if self.costs.gpu else "cpu", self.subject.in_place
         owned = [[layer for group in groups for layer in group] for groups in self._layer_groups]
-        return [self.rule.kept(self.plan, layers, device, in_place=in_place) for layers in owned]
+        return [self.rule.facts.kept(self.plan, layers, device, in_place=in_place) for layers in owned]
 
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W] of the messages with
@@ -280,7 +280,7 @@ class Estimate:
             missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
             memory[2, rank] = left = sum(missing.values())
             done, waiting, most, kept = 0, 0, 0, 0
-            for chunk, nbytes in self.rule.workspace(plan, self._layer_groups[rank]):
+            for chunk, nbytes in self.rule.facts.workspace(plan, self._layer_groups[rank]):
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
                 waiting += sum(pending * layer.numel for layer in chunk)
                 most, kept = max(most, left + done + waiting + nbytes), max(kept, waiting + nbytes)
@@ -325,8 +325,8 @@ class Estimate:
         unless ``kfac.preconditioner.precision`` is "highest"."""
         costs = self.costs
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
-        passes = costs.elementwise(FP32 * self.rule.passes * layer.numel)
-        own = self.rule.flops(self.plan.config, layer, half=self._half) / rate
+        passes = costs.elementwise(FP32 * self.rule.facts.passes * layer.numel)
+        own = self.rule.facts.flops(self.plan.config, layer, half=self._half) / rate
         return costs.precondition(layer, self.plan.method) + own + passes
 
     @property
@@ -336,12 +336,12 @@ class Estimate:
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
         """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to precondition a step."""
-        method, config, rule, half = self.plan.method, self.plan.config, self.rule, self._half
+        method, config, facts, half = self.plan.method, self.plan.config, self.rule.facts, self._half
         return {
             "capture": self._captures(self.every),
             "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
             "precondition": self._on_workers(
-                lambda x: rates.precondition_flops(x, method) + rule.flops(config, x, half=half)
+                lambda x: rates.precondition_flops(x, method) + facts.flops(config, x, half=half)
             ),
         }
 

@@ -54,7 +54,7 @@ def selected(job: Job) -> dict[str, float]:
 def constants(job: Job) -> dict[str, float]:
     """Numbers that hold for a whole run: "lr_<kind>", a kind of parameters' rate over the optimizer's, if not 1."""
     kfac = job.preconditioners[0]
-    rates = kfac.rule.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
+    rates = kfac.rule.facts.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
 
 

@@ -664,7 +664,7 @@ _ROWS = {
     ("engine/entry.py", "tests/deepspeed/test_not_attached.py::test_a_block_without_effect_is_said_once"): [
         ("initialize: no K-FAC and no word",
          "if not (without_optimizer(engine) or (enabled() and _unattached is None)):", "if False:")],
-    ("directions/kfac_adamw/rule.py", "tests/directions/test_adam_choice.py"): [
+    ("directions/kfac_adamw/facts.py", "tests/directions/test_adam_choice.py"): [
         ("report: the identity whitens", " and layer.A.block > 0", "")],
     ("factors/convert.py", "tests/factors/test_convert.py"): [
         ("factors: the 1 of a bias among the inputs", "A[:-1, :-1]", "A"),

@@ -19,7 +19,8 @@ from tests.choices import chosen
 from tests.close import close
 from tests.deepspeed.modes import CLIPPED, KFAC, LR, OFFLOAD, SCALE, STEPS, Mode
 from tests.deepspeed.runs import expected, patched, train, weights
-from tests.deepspeed.toys import ROOT, ToyRule, ToySGD
+from tests.deepspeed.toy_method import ROOT
+from tests.deepspeed.toys import ToyRule, ToySGD
 from tests.models import make_net
 from tests.oracle import ReferenceKFAC, _seen
 from tests.ranks import run_ranks
@@ -117,7 +118,8 @@ def test_a_toy_rule_and_a_toy_method_train():
         for (toy, name), (off, bound, counters, report) in of_rank.items():
             complaints += within(f"{toy}, {name}", off, bound)
             assert counters["steps"] == STEPS and not counters["not_finite_layers"], f"{toy}, {name}"
-            assert ("roots every" if toy == "method" else "soft sign") in report
+            step = "roots every" if toy == "method" else "step: the update rule's direction, applied by ToySGD"
+            assert step in report, "a rule need not say anything about itself"
     assert not complaints, "\n".join(complaints)
 
 
@@ -181,4 +183,4 @@ def test_a_rule_that_needs_a_basis_refuses_a_method_that_keeps_none():
 
 def test_a_rule_says_which_method_it_lacks():
     with pytest.raises(TypeError, match="direction"):
-        type("Half", (UpdateRule,), {"claims": ToyRule.claims, "described": ToyRule.described})()
+        type("Half", (UpdateRule,), {"claims": ToyRule.claims})()

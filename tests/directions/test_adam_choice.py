@@ -8,6 +8,7 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config.keys import AdamConfig, parse
 from ds_kfac.curvature.factor import Side
+from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
@@ -136,7 +137,7 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
     """A head, and one among layers that have them."""
     body = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
     config = parse({"adam": {"blocks": {"lm_head": 2, "up|lm_head": 2, "gone": 2}}})
-    said = KFACAdamWRule().idle(config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers)
+    said = KFACAdamWFacts().idle(config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers)
     assert said == [
         "kfac.adam.blocks 'gone', which no layer's name ends with",
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
@@ -146,20 +147,20 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
 
 def test_a_layer_whose_a_is_the_identity_is_said_to_be_orthogonalized_alone():
     """As PEFT's lora_A with a long side is."""
-    rule, config = KFACAdamWRule(), parse({})
-    config, _ = rule.resolved(config)
+    rule_facts = KFACAdamWFacts()
+    config, _ = KFACAdamWRule().resolved(parse({}))
     layer = linear_layer("blocks.0.mlp.lora_A.default", 5, 4)
-    assert rule.choice(config, layer) == "whitened and orthogonalized"
+    assert rule_facts.choice(config, layer) == "whitened and orthogonalized"
     diagonal = replace(layer, A=Side.diagonal(5))  # which whitens, too
-    assert rule.choice(config, diagonal) == "whitened and orthogonalized"
+    assert rule_facts.choice(config, diagonal) == "whitened and orthogonalized"
     plain = replace(layer, A=Side.identity(5), G=Side.identity(4))
-    assert rule.choice(config, plain) == "orthogonalized"
-    assert rule.choice(config, replace(plain, blocks=(2, 2))) == "orthogonalized in blocks of 2 + 2 rows"
+    assert rule_facts.choice(config, plain) == "orthogonalized"
+    assert rule_facts.choice(config, replace(plain, blocks=(2, 2))) == "orthogonalized in blocks of 2 + 2 rows"
     layers = [layer, plain, replace(plain, name="blocks.1", module="blocks.1", weight="blocks.1.weight")]
     facts = EngineFacts(1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu"))
     plan = make_plan(layers, facts, config, BUILTIN["cpu"])
-    said = rule.described(plan, "KFACAdamW", 8.0)
+    said = rule_facts.described(plan, "KFACAdamW", 8.0)
     assert "3 layers orthogonalized at lr" in said and said.endswith(
         "; 2 have no factors: neither rotated nor whitened"
     )
-    assert "no factors" not in rule.described(make_plan([layer], facts, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)
+    assert "no factors" not in rule_facts.described(make_plan([layer], facts, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)

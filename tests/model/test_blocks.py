@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import row_blocks
-from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import block_sizes, blocks_text
 from ds_kfac.model.scan import LayerChoice, scan
 
@@ -106,12 +106,12 @@ def test_known_names_have_blocks_where_the_module_tells_them(model, expected):
 def test_where_nothing_shows_the_parts_the_matrix_is_one_map_and_that_is_said(model):
     (layer,) = scan(model).layers
     assert layer.blocks == ()
-    assert "orthogonalized, as one map: nothing shows its parts" in KFACAdamWRule().choice(KFACConfig(), layer)
+    assert "orthogonalized, as one map: nothing shows its parts" in KFACAdamWFacts().choice(KFACConfig(), layer)
 
 
 def test_what_was_taken_by_its_name_is_said():
     (layer,) = scan(Holder("query_key_value", 72, num_heads=4)).layers
-    assert "4 x (6 + 6 + 6) rows, by its name" in KFACAdamWRule().choice(KFACConfig(), layer)
+    assert "4 x (6 + 6 + 6) rows, by its name" in KFACAdamWFacts().choice(KFACConfig(), layer)
 
 
 def test_a_module_of_a_list_has_the_lists_name():

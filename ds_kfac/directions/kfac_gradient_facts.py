@@ -1,0 +1,47 @@
+"""What the report and the estimate want to know about the K-FAC gradient."""
+
+from collections.abc import Sequence
+
+from ds_kfac.directions.facts import RuleFacts, stepped_by_rows
+from ds_kfac.directions.step_tensors import kept_bytes
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.timetable import Value
+from ds_kfac.update.groups import in_order
+
+
+class KFACGradientFacts(RuleFacts):
+    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
+        config, method = plan.config, plan.method
+        options, damping = config.preconditioner, config.damping
+        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
+        damped = f"{damping.kind} damping {damping.value}"
+        how = f"{options.eigenvalues} eigenvalues, {damped}"
+        if not method.rotates:
+            how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
+        return f"{how}, kl-clip {clip}; then {optimizer}"
+
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+        """What recorded steps keep: gradients and results, and a second copy of corrected eigenvalues, since those of
+        a layer with a new eigenbasis are there, too."""
+        nbytes = kept_bytes(plan, layers, device, in_place=in_place)
+        if nbytes and _corrected(plan):
+            nbytes += 4 * sum(layer.numel for layer in layers)
+        return nbytes
+
+    def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+        corrected = _corrected(plan)
+
+        def copies(group: Sequence[LayerSpec]) -> int:
+            """Number of fp32 copies of the group's gradient that are in memory at the same time."""
+            if corrected and stepped_by_rows(group):
+                return 2  # clipped, and rotated in place
+            if corrected:
+                return 5  # clipped; rotated; divided; on the way back; and back
+            return 4  # clipped; rotated and divided; on the way back; and back
+
+        return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
+
+
+def _corrected(plan: Plan) -> bool:
+    return plan.config.preconditioner.eigenvalues == "corrected"
