@@ -150,7 +150,7 @@ def layer_payload(state: LayerState) -> dict[str, Any]:
         for basis in (state.A, state.G)
     )
     return {
-        "terms": state.terms,
+        "terms": state.terms.clone(),  # a view of those of several layers
         "A": A,
         "G": G,
         # copies: a layer's may be views of several layers', all of which would be saved

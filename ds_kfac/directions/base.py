@@ -1,28 +1,25 @@
-"""What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
+"""What an update rule is: a line of ``DIRECTIONS``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.resolve import adaptive, resolve
-from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.methods import METHODS
+from ds_kfac.directions.direction import Direction
 from ds_kfac.directions.facts import RuleFacts
-from ds_kfac.directions.step_tensors import RecordedStep
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
-from ds_kfac.update.state import LayerState, Moments, PendingEigenvalues, PendingMoments
-from ds_kfac.zero.exchange import GradientExchange, Outbox
+from ds_kfac.update.state import Moments
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -37,10 +34,9 @@ class UpdateRule(ABC):
         needs_basis: whether the rule steps in an eigenbasis. A ``preconditioner.method`` that keeps none is refused.
         blocks: blocks of the "kfac" config that only this rule reads.
         fisher: where G comes from if the config does not say.
-        numbers: how many scalars of a step are summed over all ranks (``LocalResult.numbers``).
-        optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``. DeepSpeed then clips,
-            and checks for overflow, what the rule has made. None: the rule works in front of any optimizer. It clips
-            gradients itself where the engine would, and its steps depend on learning rates.
+        numbers: how many scalars of a step are summed over all ranks (``Outcome.numbers``).
+        optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``. None: the rule works in
+            front of any optimizer, and its steps depend on learning rates.
         marks: keys that the rule's own optimizer adds to its parameter groups to tell those of K-FAC from others.
     """
 
@@ -59,9 +55,7 @@ class UpdateRule(ABC):
         """Whether an engine with this innermost optimizer follows the rule."""
 
     @abstractmethod
-    def direction(
-        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
-    ) -> Direction:
+    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
         """Make what steps this rank's layers.
 
         Args:
@@ -74,9 +68,9 @@ class UpdateRule(ABC):
         """Return what gradient workers keep of a layer's gradients between steps; None if they keep nothing."""
         return None
 
-    def asks_prepared(self, config: KFACConfig) -> bool:
-        """Whether :meth:`Direction.finish` asks which layers have eigenbases. A flag for each layer is then sent to
-        all ranks in every step."""
+    def flags(self, config: KFACConfig) -> bool:
+        """Whether :meth:`Direction.finish` asks for ``Outcome.flags``. A flag for each layer is then sent to all ranks
+        in every step."""
         return False
 
     def check(self, config: KFACConfig) -> None:  # noqa: B027  a rule may accept every config

@@ -29,7 +29,6 @@ from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, Moments
 from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
-from ds_kfac.zero.layout import ShardLayout
 
 DECAY = 0.95
 """Weight of the past in corrected eigenvalues, per step."""
@@ -330,12 +329,10 @@ class KFACGradientRule(UpdateRule):
     def claims(self, optimizer: Any) -> bool:
         return True
 
-    def direction(
-        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
-    ) -> Direction:
-        return KFACGradient(plan, layout, exchange, metrics)
+    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
+        return KFACGradient(plan, exchange, self.moments(plan.config), metrics)
 
-    def asks_prepared(self, config: KFACConfig) -> bool:
+    def flags(self, config: KFACConfig) -> bool:
         return config.preconditioner.kl_clip != Value.constant(0)  # nu is of preconditioned layers only
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:

@@ -22,11 +22,13 @@ from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
-from ds_kfac.step.draft import EngineView
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.step.view import EngineView
 from ds_kfac.zero.layout import parameter_groups
-from ds_kfac.zero.registry import Domain, check_names, domains, self_test, shard_layout
+from ds_kfac.zero.registry import Domain, check_names, domains, shard_layout
+from ds_kfac.zero.seam import Seam
+from ds_kfac.zero.self_test import self_test
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 
@@ -35,7 +37,7 @@ def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: U
     ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
-    several = bool(parts[0].name)
+    several, seam = bool(parts[0].name), Seam(engine)
     _choose_backend(engine, config)
     costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
     # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
@@ -45,7 +47,7 @@ def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: U
     with agreeing():
         scanned = scan(engine.module, rule.scanned(config), optimized=optimized)
         of_domains = _by_domain(rule.cut(config, scanned.layers), parts)
-        views = [_engine_view(engine, domain, layers, rule) for domain, layers in of_domains]
+        views = [_engine_view(engine, domain, layers, rule, seam) for domain, layers in of_domains]
         plans = [
             make_plan(view.layers, _engine_facts(view, config, sequence), budget, costs, answers)
             for view, budget in zip(views, _budgets(views, config), strict=True)
@@ -83,7 +85,9 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         warn(f"plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _engine_view(engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule) -> EngineView:
+def _engine_view(
+    engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rule: UpdateRule, seam: Seam
+) -> EngineView:
     """A domain's layers, and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(layers)]
@@ -91,11 +95,12 @@ def _engine_view(engine: Any, domain: Domain, layers: tuple[LayerSpec, ...], rul
     return EngineView(
         model=engine.module,
         layers=layers,
-        layout=shard_layout(engine, ours, domain.group, pieces_of(layers)),
-        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group),
+        layout=shard_layout(engine, ours, domain.group, pieces_of(layers), seam),
+        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group, seam=seam),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,
+        seam=seam,
     )
 
 

@@ -209,10 +209,10 @@ class Proof:
         total_LN: Tensor,
         gradients: Mapping[str, Tensor],
         *,
-        divisor: float,
+        divisor: float | Tensor,
         world: int,
         eps: float | Tensor,
-        floor: float,
+        floor: float | Tensor,
     ) -> Tensor:
         """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are not in ``gradients``.
 

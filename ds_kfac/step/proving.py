@@ -114,22 +114,26 @@ class Proving:
         gradients: Mapping[str, Tensor],
         plan: Plan,
         used: Callable[[str], str],
+        factor: Tensor | None = None,
     ) -> Verdict:
         """Compare each layer's numbers with its gradient. Collective; waits for the device.
 
         Args:
             numbers: see :meth:`numbers`.
-            gradients: layer name -> gradient as stored, [O, I], for this rank's layers.
+            gradients: layer name -> gradient as it will be applied, [O, I], for this rank's layers.
             used: layer name -> text that says where its weight is used.
+            factor: what DeepSpeed has multiplied gradients by, or will; None: nothing.
         """
         layout, workers = self.layout, plan.assignment.workers
         dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
         eps = QUANTIZED if layout.quantized else max(map(eps_of, dtypes))
+        floor = max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes)
+        applied: Tensor | float = 1.0 if factor is None else factor.double().to(numbers.device)
         limits: dict[str, Any] = {
-            "divisor": layout.divisor,
+            "divisor": layout.divisor / applied,
             "world": layout.world,
             "eps": eps,
-            "floor": max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes),
+            "floor": floor * applied,
         }
         names = [layer.name for layer in proof.layers]
         own = {name: gradients[name] for name in names if workers[name][0] == layout.rank}

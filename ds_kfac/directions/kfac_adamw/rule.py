@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.base import Direction, UpdateRule
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.direction import Direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import keeps_direction
@@ -27,7 +28,7 @@ class KFACAdamWRule(UpdateRule):
     optimizer_type = NAME
     blocks = ("adam",)
     fisher = "activations_only"
-    numbers = 3
+    numbers = 1
     marks = (FLAG, MATRIX)
 
     optimizer_params = staticmethod(params_in)
@@ -39,11 +40,12 @@ class KFACAdamWRule(UpdateRule):
     def given(self, optimizer: Any) -> bool:
         return given_groups(optimizer) is not None
 
-    def direction(
-        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
-    ) -> Direction:
-        layout.guard_states(no_state)
-        return AdamDirection(plan, layout, exchange, optimizer)
+    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
+        exchange.layout.guard_states(no_state)
+        return AdamDirection(plan, exchange, optimizer)
+
+    def flags(self, config: KFACConfig) -> bool:
+        return True
 
     def moments(self, config: KFACConfig) -> type[AdamMoments]:
         return AdamMoments
