@@ -375,6 +375,5 @@ def take_adamws(job: Job, saved: OfParameter) -> None:
 
             steps = torch.full(layer.shape[:-2], float(values[0][STEP]), dtype=torch.float32, device=kfac.device)
             moments = AdamMoments(matrix(FIRST), matrix(SECOND), steps)
-            kfac.state[layer.name] = replace(kfac.state[layer.name], moments=moments)
-            kfac.begins.discard(layer.name)
-    kfac.direction.forget()
+            group, place = kfac.places[layer.name]
+            group.load(place, replace(group.state(place), moments=moments))

@@ -370,7 +370,5 @@ class Scalars:
         # copies: a view would keep the whole message
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {
-            name: number
-            for rank in sorted(sent)
-            for name, number in zip(self.names[rank], sent[rank], strict=True)
+            name: number for rank in sorted(sent) for name, number in zip(self.names[rank], sent[rank], strict=True)
         }

@@ -91,7 +91,7 @@ class Direction:
         """Layers of one shape with equal keys may be stepped in one batch."""
         return layer.copies
 
-    def loaded(self) -> None:  # noqa: B027
+    def loaded(self) -> None:
         """The layers' states were loaded from a checkpoint."""
 
     def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:

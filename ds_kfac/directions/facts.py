@@ -79,7 +79,7 @@ class RuleFacts:
         """
         return 0
 
-    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
         """Return the bytes that a gradient worker of these layers keeps between steps, beyond the layers' state and
         :meth:`workspace`.
 

@@ -38,9 +38,7 @@ class KFACGradient(Direction):
     """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in the order of
     ``layer_groups``."""
 
-    def __init__(
-        self, plan: Plan, exchange: GradientExchange, moments: type[Moments] | None, metrics: Metrics
-    ) -> None:
+    def __init__(self, plan: Plan, exchange: GradientExchange, moments: type[Moments] | None, metrics: Metrics) -> None:
         super().__init__(plan, exchange, moments)
         self.plan, self.clip_lr, self.metrics = plan, plan.clip_lr, metrics
         one = torch.ones((), dtype=torch.float32, device=exchange.device)

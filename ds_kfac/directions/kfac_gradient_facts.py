@@ -21,10 +21,10 @@ class KFACGradientFacts(RuleFacts):
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, kl-clip {clip}; then {optimizer}"
 
-    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
         """What recorded steps keep: gradients and results, and a second copy of corrected eigenvalues, since those of
         a layer with a new eigenbasis are there, too."""
-        nbytes = kept_bytes(plan, layers, device, in_place=in_place)
+        nbytes = kept_bytes(plan, layers, device)
         if nbytes and _corrected(plan):
             nbytes += 4 * sum(layer.numel for layer in layers)
         return nbytes

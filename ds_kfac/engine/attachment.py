@@ -1,6 +1,6 @@
-"""K-FAC at work in one engine: six wrapped attributes of the instance, and module hooks. No class is patched.
+"""K-FAC at work in one engine: wrapped attributes of the instance, and hooks. No class is patched.
 
-- ``_take_model_step``: in every ZeRO stage gradients are averaged here, but not yet checked, clipped or stepped.
+- The step of its optimizer is watched by :class:`ds_kfac.zero.seam.Seam`.
 - ``backward`` announces the engine's own backward passes.
 - ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in a loop of torch's
   own, after which torch leaves the module uncompiled for good. All other steps run the same graphs as without K-FAC.
@@ -9,8 +9,8 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,9 @@ from ds_kfac.model.masks import ReadMask
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
-from ds_kfac.step.draft import StepDraft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, norm_of_stored, restore, set_gradient_norm
-from ds_kfac.zero.layout import scaler_scale
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, restore
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
@@ -49,6 +47,10 @@ NEW = (
     "later, add before (docs/frameworks.md): "
 )
 BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
+BROKEN = (
+    "the step raised an error, so parameters, moments and factors are those of no step, as with any optimizer: load a "
+    "checkpoint before training goes on"
+)
 OUTSIDE = "gradients of other backwards"
 """What the user was warned of, once."""
 HANDLE = "kfac"
@@ -83,7 +85,7 @@ class Attachment:
         self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = groups_of(engine, job)
-        self._wrap(STEP, torch.inference_mode(False)(self._take_model_step))  # what it keeps is changed in hooks
+        self._captured = False
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
         if config.checkpoint.grams:
@@ -103,6 +105,7 @@ class Attachment:
             self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
+        kfac.seam.open(self)
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self.report = report(job.preconditioners, found, given)
@@ -208,6 +211,7 @@ class Attachment:
             # if someone has wrapped ours since, it stays in their chain and only passes calls through
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
+        self.preconditioner.seam.close()
         delattr(self.engine, HANDLE)
         self._loads.close()
         timers = self.engine.engine_timers.global_timers
@@ -226,7 +230,7 @@ class Attachment:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         load(self.job, Path(load_dir) / str(tag))
 
-    # the six wrapped attributes
+    # the wrapped attributes
 
     def _put(self, name: str, ours: Any) -> None:
         self._previous[name] = ours, vars(self.engine).get(name)
@@ -241,39 +245,47 @@ class Attachment:
 
         self._put(name, wrapped)
 
-    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kfac, engine = self.preconditioner, self.engine
-        captures = any(capture.active for capture in self._captures)
-        monitored = captures and engine.monitor.enabled and engine.global_rank == 0
+    # what the seam calls
+
+    def begin(self) -> None:
+        """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
         if self.sampling is not None:
             self.sampling.check()
-        if captures or not kfac.curvature.specs:
+        if self.job.active or not self.preconditioner.curvature.specs:
             self._warn()
+        self.job.begin()
+
+    def step(self) -> None:
+        """The step is certain. Collective."""
+        self._captured = self.job.active
+        if self.preconditioner.seam.outer is None:  # nothing else begins a step
+            self.begin()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
-            drafts = self.job.step()
-        scaler = kfac.layout.grad_scaler
-        scale = scaler_scale(scaler) if scaler else 0.0
-        scale = scale.clone() if isinstance(scale, torch.Tensor) else scale
-        engine._step_applied, whole = False, False  # as DeepSpeed's step() sets it, but a pipeline's does not
-        try:
-            with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
-                result = original(*args, **kwargs)
-            whole = True
-        finally:  # a scheduler may raise when weights have been stepped
-            # a GradScaler, which has synchronised, skips steps without telling the engine: its scale falls
-            skipped = bool(scaler) and bool(scaler_scale(scaler) < scale)
-            applied = engine.was_step_applied() and not skipped
-            with telling(lambda: "K-FAC's commit of a step"):
-                self.job.commit(drafts, applied=applied, whole=whole)
-        if applied and any(draft.verdict is not None for draft in drafts):
+            self.job.step()
+
+    def end(self, *, applied: bool) -> None:
+        """DeepSpeed has applied or skipped the step. Collective."""
+        with telling(lambda: "K-FAC's preparation of the next step"):
+            self.job.end(applied=applied)
+        if not applied:
+            return
+        if any(kfac.judged for kfac in self.job.preconditioners):
             self._tell()
-        for rescale in self._rescalings if applied else ():
+        for rescale in self._rescalings:
             rescale()
-        if monitored:
+        engine = self.engine
+        if self._captured and engine.monitor.enabled and engine.global_rank == 0:
             known, self._monitored = self._constants() if self._monitored else {}, True
             shown = {PREFIX + name: value for name, value in self.counters().items() if name not in known}
-            engine.monitor.write_events([(name, value, engine.global_samples) for name, value in shown.items()])
-        return result
+            samples = engine.global_samples + engine.train_batch_size()
+            engine.monitor.write_events([(name, value, samples) for name, value in shown.items()])
+
+    def raised(self) -> None:
+        """The step raised an error: K-FAC's state, and the optimizer's, are those of no step."""
+        self.job.raised()
+        if BROKEN not in self._warned:
+            self._warned.add(BROKEN)
+            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")
 
     def _warn(self) -> None:
         """At a captured step, or at any if nothing is captured; each warning once. Gradients that came only in other
@@ -327,6 +339,7 @@ class Attachment:
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.push(self.job.raised)  # as by a batch that is too large
+            self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
             if any(capture.active for capture in self._captures):  # what checkpointing recomputes, as its forward ran
@@ -334,23 +347,3 @@ class Attachment:
             for capture in self._captures:
                 stack.enter_context(capture.own_backward())
             return original(loss, *args, **kwargs)
-
-
-@contextmanager
-def clipped(kfac: KFACPreconditioner, draft: StepDraft) -> Iterator[None]:
-    """Wraps DeepSpeed's step, which then neither clips preconditioned gradients nor reports their norm.
-
-    For rules that clip raw gradients by the user's "gradient_clipping", a bound on the norm of all: K-FAC has
-    preconditioned clipped ones, and kl-clip bounds its step; other parameters' are clipped here, by the same factor.
-    """
-    engine = kfac.layout.engine
-    if draft.norm is None or draft.clip is None:
-        with norm_of_stored(engine.optimizer):
-            yield
-        return
-    kfac.engine_view.other_params.multiply(draft.clip)
-    norm = (draft.norm / kfac.layout.grad_scale()).float()  # before the step, which may change the scale
-    with kfac.layout.unclipped(), norm_of_stored(engine.optimizer):
-        yield
-    if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
-        set_gradient_norm(engine, norm)

@@ -112,7 +112,7 @@ class LossSampling:
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
         # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
-        scale = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=loss.device).reshape(())
+        scale = torch.as_tensor(self.kfac.layout.loss_scale(), dtype=torch.float32, device=loss.device).reshape(())
         predictions = [prediction_tensor(self._predictions.pop(forward)) for forward in forwards]
         true = self._gradients(loss, predictions, scale)
         drawn = [self._sampled(*pair) for pair in zip(predictions, true, strict=True)]

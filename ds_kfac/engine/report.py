@@ -133,8 +133,8 @@ def _memory(kfac: KFACPreconditioner) -> str:
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
         moments = sum(state.moments.nbytes for state in kfac.state.values() if state.moments is not None)
         text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
-    device, in_place = kfac.device.type, kfac.layout.in_place
-    if kept := kfac.rule.facts.kept(kfac.plan, kfac.owned, device, in_place=in_place):
+    device = kfac.device.type
+    if kept := kfac.rule.facts.kept(kfac.plan, kfac.owned, device):
         text += f"; {kept:,} for steps as one CUDA graph, and what a step takes stays reserved"
     return text
 

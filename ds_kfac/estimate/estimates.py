@@ -162,7 +162,7 @@ class Estimate:
     def _scatter(self) -> Message:
         """The message from gradient workers: results, and the scalars that are summed over a row of ranks: the
         direction's, the metrics', and a flag per layer if the rule needs it."""
-        flags = len(self.plan.layers) if self.rule.asks_prepared(self.plan.config) else 0
+        flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
         return [("results", self._moved(results, self.plan.gradient_dtypes[1])), ("numbers", numbers)]

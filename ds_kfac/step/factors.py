@@ -284,9 +284,7 @@ class FactorUpdates:
                 f"{step}); the last one's result stays"
             )
 
-    def _decomposed(
-        self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None
-    ) -> list[Refreshed]:
+    def _decomposed(self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None) -> list[Refreshed]:
         """Decompositions of these factors, in this order."""
         method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:

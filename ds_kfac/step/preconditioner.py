@@ -43,6 +43,7 @@ class KFACPreconditioner:
         curvature: the factors.
         direction: the rule's steps, and what is kept of this rank's layers for them.
         observations: what the first captured batch has shown.
+        moments: what is kept of gradients; None: nothing.
         names: layer name -> its name in checkpoints.
         left_out: see :meth:`LayerWarner.step`.
         saved: names of layers that this domain writes to checkpoints.
@@ -64,6 +65,7 @@ class KFACPreconditioner:
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
         self.rule = engine_view.rule
+        self.moments = self.rule.moments(self.config)
         self.direction = self.rule.direction(plan, self.exchange, engine_view.inner, self.metrics)
         self.places = {
             name: (group, index) for group in self.direction.layer_groups for index, name in enumerate(group.names)
@@ -90,6 +92,7 @@ class KFACPreconditioner:
         self.judged = False
         self.outcome: Any = None
         self._results: Any = None
+        self._numbers: Tensor | None = None
         self._context: Any = None
         self._with_flags = self.rule.flags(self.config)
         place = {layer.name: index for index, layer in enumerate(self.layers)}
@@ -290,7 +293,7 @@ class KFACPreconditioner:
     def resume(self, *, whole: bool = True) -> None:
         """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step that raised
         (``whole`` False) it is local, and drops what that step's hooks have seen."""
-        self._numbers: Tensor | None = None
+        self._numbers = None
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)

@@ -13,6 +13,7 @@ from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.proof import HOOKED, LEFT_OUT, Proof, RowCheck, eps_of, row_checks
 from ds_kfac.plan.plan import Plan
+from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
@@ -111,10 +112,10 @@ class Proving:
         self,
         proof: Proof,
         numbers: Tensor,
-        gradients: Mapping[str, Tensor],
+        gradients: Gradients | Mapping[str, Tensor],
         plan: Plan,
         used: Callable[[str], str],
-        factor: Tensor | None = None,
+        times: Tensor | None = None,
     ) -> Verdict:
         """Compare each layer's numbers with its gradient. Collective; waits for the device.
 
@@ -122,13 +123,13 @@ class Proving:
             numbers: see :meth:`numbers`.
             gradients: layer name -> gradient as it will be applied, [O, I], for this rank's layers.
             used: layer name -> text that says where its weight is used.
-            factor: what DeepSpeed has multiplied gradients by, or will; None: nothing.
+            times: what DeepSpeed has multiplied gradients by, or will; None: nothing.
         """
         layout, workers = self.layout, plan.assignment.workers
         dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
         eps = QUANTIZED if layout.quantized else max(map(eps_of, dtypes))
         floor = max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes)
-        applied: Tensor | float = 1.0 if factor is None else factor.double().to(numbers.device)
+        applied: Tensor | float = 1.0 if times is None else times.double().to(numbers.device)
         limits: dict[str, Any] = {
             "divisor": layout.divisor / applied,
             "world": layout.world,

@@ -281,7 +281,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
-            if hasattr(optimizer, name):
+            if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))
         try:
             yield

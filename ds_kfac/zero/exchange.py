@@ -61,8 +61,9 @@ class Gradients:
         return matrix_OI
 
 
-def times(x: Tensor, factor: Tensor) -> Tensor:
-    """fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """In fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
+    assert factor is not None
     return x * factor.view(1)
 
 
@@ -226,7 +227,8 @@ class Results:
         exchange, layout = self.exchange, self.exchange.layout
         shards = []
         for layer in layers:
-            (param, *bias), (parameter, *_) = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
+            param, *bias = exchange.plan.of_layer[layer.name]
+            parameter = exchange.params[layer.name][0]
             here = exchange.shards.get(param, ())
             whole = len(here) == 1 and here[0].numel == layout.shards.numels[param]
             if bias or not whole or param in exchange.sent or not parameter.requires_grad or layer.copies > 1:

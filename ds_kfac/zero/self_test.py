@@ -31,7 +31,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
     """
-    layout, engine = exchange.layout, exchange.layout.engine
+    layout = exchange.layout
     headline = (
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
         "ds_kfac expects; training was not started. Use a DeepSpeed version that docs/supported.md names."

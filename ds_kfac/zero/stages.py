@@ -11,7 +11,6 @@ not hold lies there in fp32: DeepSpeed's concatenation promotes types and keeps 
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any

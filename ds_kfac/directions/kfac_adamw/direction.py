@@ -79,7 +79,9 @@ class AdamDirection(Direction):
         each = iter(self.steps)  # chunks are of groups in the same order
         taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
         self.chunks = [[next(each) for _ in chunk] for chunk in taken]
-        self.moves = vector([adam_factor(options, layer, optimizer.adam_ratio) > 0 for layer in layers], dtype=torch.bool)
+        self.moves = vector(
+            [adam_factor(options, layer, optimizer.adam_ratio) > 0 for layer in layers], dtype=torch.bool
+        )
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
@@ -90,7 +92,7 @@ class AdamDirection(Direction):
         domain's in the plan's order."""
         exchange, optimizer = self.exchange, self.optimizer
         place = {layer.name: index for index, layer in enumerate(plan.layers)}
-        slices = {} if optimizer.slices is None else optimizer.slices
+        slices = dict(optimizer.slices or {})
         self.first = first = len(optimizer.used) if slices else 0
         layout = exchange.layout
         for name, params in exchange.plan.of_layer.items():
@@ -104,7 +106,7 @@ class AdamDirection(Direction):
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
     def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
-        self.optimizer.check_parts(here=self.exchange.layout.rank == 0)
+        self.optimizer.check_parts(here=self.exchange.layout.rank == 0, groups=context.groups)
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
             return Outcome((none,), self.moves.float())
@@ -253,5 +255,7 @@ class AdamDirection(Direction):
     ) -> Mapping[str, Tensor] | None:
         assert flags is not None
         self.last = totals[0], context.groups[0]["lr"]
-        self.optimizer.used[self.first : self.first + len(flags)].copy_(flags)
+        used = self.optimizer.used
+        used[self.first : self.first + len(flags)].copy_(flags)
+        self.optimizer.used = used
         return None

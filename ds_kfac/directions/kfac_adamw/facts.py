@@ -84,8 +84,8 @@ class KFACAdamWFacts(RuleFacts):
             return 0
         return sum(newton_schulz.flops(*sides, half=half) for sides in layer.maps)
 
-    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str, *, in_place: bool) -> int:
-        return kept_bytes(plan, layers, device, in_place=in_place)
+    def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
+        return kept_bytes(plan, layers, device)
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         taken = chunks(groups, batched=plan.batched)
@@ -105,7 +105,7 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
     - The Newton-Schulz stage works on all maps with the same sides together.
     """
     width = 2 if plan.precision.products == "tf32" else 4
-    copies = 3 + (plan.pending_dtype is not torch.float32)
+    copies = 3
     directions = 0
     adam = 0
     iterated = 0

@@ -42,7 +42,6 @@ PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if nam
 """The other parameters of the optimizer block and what leaving one out means, as in AdamW."""
 PARAMS["betas"] = tuple(PARAMS["betas"])
 
-IN_USE = -1e-30  # not used here any more: goes with its import in direction.py
 GROWS = f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
 APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
