@@ -96,7 +96,8 @@ class KFACPreconditioner:
         self._context: Any = None
         self._with_flags = self.rule.flags(self.config)
         place = {layer.name: index for index, layer in enumerate(self.layers)}
-        self._flag_places = torch.tensor([place[name] for name in self.direction.names], device=self.device)
+        places = [place[name] for name in self.direction.names]
+        self._flag_places = torch.tensor(places, dtype=torch.long, device=self.device)
         totals = self.rule.numbers + len(SUMMARY) + len(self.layers) * self._with_flags
         self._totals = SummedVector(totals, self.channel.world, self.rank, plan.rows)
         self.peak_lr: dict[int, Tensor | float] = {}

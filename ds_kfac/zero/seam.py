@@ -163,10 +163,12 @@ class Seam:
             with self._whole_groups():
                 steps.begin()
                 result = original(*arguments, **keywords)
+            steps.end(applied=self._ran)
         except BaseException:
             steps.raised()
             raise
-        steps.end(applied=self._ran)
+        finally:
+            self.factor = None
         return result
 
     @contextmanager

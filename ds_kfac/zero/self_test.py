@@ -54,6 +54,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             layout.install(test.known)
             layout.begin()
             step()
+        layout.clear()
         return noted
 
     try:

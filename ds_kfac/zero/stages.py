@@ -53,10 +53,17 @@ class BF16(ShardLayout):
         for group, params in enumerate(self.groups):
             for param, gradient in zip(params, self.optimizer.fp32_groups_gradients[group], strict=True):
                 gradient.view(-1).copy_(known(param))
+        self._mark(True)
+
+    def _mark(self, has_gradients: bool) -> None:
+        """Tell DeepSpeed whether its buffers have gradients."""
+        for flags in self.optimizer.fp32_groups_has_gradients:
+            flags[:] = [has_gradients] * len(flags)
 
     def clear(self) -> None:
         for flat in self.optimizer.fp32_groups_gradients_flat:
             flat.zero_()
+        self._mark(False)
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
@@ -158,6 +165,10 @@ class ZeroLayout(ShardLayout):
 
     # self-test: filled by DeepSpeed's own functions
 
+    def _note_norm(self, param: Any, known: KnownGradient) -> None:
+        """As DeepSpeed does with offload in a backward pass: it clips by these norms."""
+        self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = known(param).double().norm()
+
     def clear(self) -> None:
         if not self.offloads:
             self.optimizer.averaged_gradients.clear()  # the dict itself: DeepSpeed has linked parameters to it
@@ -235,6 +246,7 @@ class Stage12(ZeroLayout):
                 for param in params:
                     setattr(param, attribute, known(param).view(param.shape).to(param.device, param.dtype))
                     optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
+                    self._note_norm(param, known)
                 deepspeed_versions.wait_for_offload(optimizer)
             elif (buffer := deepspeed_versions.compact_buffer(optimizer, group)) is not None:
                 self._install_compact(group, known, buffer)
@@ -325,6 +337,8 @@ class Stage3(ZeroLayout):
                 size, full = param.partition_numel(), known(param)
                 part = full[self.rank * size : (self.rank + 1) * size].to(self.dtype)
                 chunks.append(torch.nn.functional.pad(part, (0, size - len(part))))
+                if self.offloads:
+                    self._note_norm(param, known)
             if self.offloads:
                 self.masters[group].grad.copy_(optimizer.flatten(chunks))
             else:

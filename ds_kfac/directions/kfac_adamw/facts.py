@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ds_kfac.config.keys import AdamConfig, KFACConfig
 from ds_kfac.directions.facts import RuleFacts, stepped_by_rows
 from ds_kfac.directions.kfac_adamw.group_step import adam_factor, keeps_direction
