@@ -13,7 +13,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
 from ds_kfac.update.state import Moments
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Direction:
     def loaded(self) -> None:
         """The layers' states were loaded from a checkpoint."""
 
-    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
+    def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         """The first half, of this rank's layers: each gradient is taken, each result put, once; moments change in place.
         Here one by one: :meth:`layer` steps those that have a basis, the others keep their gradients. A layer whose
         gradient or result is not finite stands still: its result is 0, its moments stay, and it counts as replaced."""
@@ -112,7 +112,7 @@ class Direction:
                 if new is not moments:
                     for old, now in zip(vars(moments).values(), vars(new).values(), strict=True):
                         torch.where(finite, now, old, out=old)
-                results.put([layer], [torch.where(finite, result, 0.0)])
+                self.exchange.put([layer], [torch.where(finite, result, 0.0)])
         return outcome
 
     def layer(

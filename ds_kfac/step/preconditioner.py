@@ -31,7 +31,7 @@ from ds_kfac.step.proving import Proving, Verdict
 from ds_kfac.step.view import EngineView
 from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 
 class KFACPreconditioner:
@@ -91,7 +91,6 @@ class KFACPreconditioner:
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.judged = False
         self.outcome: Any = None
-        self._results: Any = None
         self._numbers: Tensor | None = None
         self._context: Any = None
         self._with_flags = self.rule.flags(self.config)
@@ -129,8 +128,7 @@ class KFACPreconditioner:
                 self._rebase(update, self.proving.unfit if verdict is None else verdict.unfit)
             with self.metrics.stage("precondition"):
                 self._context = StepContext(self.steps, self.seam.groups, self._peak_rates())
-                self._results = Results(self.exchange)
-                self.outcome = self.direction.step(self._context, gradients, self._results)
+                self.outcome = self.direction.step(self._context, gradients)
             self._update, self._verdict = update, verdict
 
     def scatter(self, sums: Tensor | None = None) -> None:
@@ -140,15 +138,15 @@ class KFACPreconditioner:
         Args:
             sums: of the direction's numbers over the layers of all domains, if there are several.
         """
-        outcome, results = self.outcome, self._results
+        outcome, exchange = self.outcome, self.exchange
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
-            parts = results.part, self._totals.part(self._own_totals(outcome))
-            arrived, received = deliver(parts, self.channel, self.device, results.release)
+            parts = exchange.scatter_part(), self._totals.part(self._own_totals(outcome))
+            arrived, received = deliver(parts, self.channel, self.device, exchange.sent_off)
             counts = self.rule.numbers, self.rule.numbers + len(SUMMARY)
             numbers, summary, flags = self._totals.total(received).tensor_split(counts)
             totals = (numbers if sums is None else sums).unbind()
             scales = self.direction.finish(self._context, outcome, totals, flags > 0 if self._with_flags else None)
-            self.exchange.write(results, arrived, scales)
+            exchange.write(arrived, scales)
         self._end_step(summary)
 
     def _captured_sums(self) -> dict[str, Any]:
@@ -183,6 +181,7 @@ class KFACPreconditioner:
 
     def _gather(self, update: FactorStep | None) -> Gradients:
         """Fetch whole gradients of this rank's layers. New eigenbases and scalars travel in the same message."""
+        self.exchange.begin()
         part = self.exchange.gather_part
         if update is None:
             (arrived,) = deliver((part,), self.channel, self.device)
@@ -271,7 +270,7 @@ class KFACPreconditioner:
             self.curvature.decompose_soon(self.proving.record(self._verdict))
         if update is not None:
             self._end_update(update, summary)
-        self.outcome = self._results = self._update = self._verdict = self._numbers = None
+        self.outcome = self._update = self._verdict = self._numbers = None
         self.steps += 1
 
     def _end_update(self, update: FactorStep, summary: Tensor) -> None:

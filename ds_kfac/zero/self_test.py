@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, deliver, failing_together
 from ds_kfac.zero.deepspeed_versions import replaced
-from ds_kfac.zero.exchange import GradientExchange, Results
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
@@ -99,10 +99,10 @@ class _Test:
         """Gradients go to their workers and results back. Returns what is wrong. Collective."""
         exchange, layout = self.exchange, self.layout
         problems: list[str] = []
+        exchange.begin()
         (arrived,) = deliver([exchange.gather_part], channel, exchange.device)
         gradients = exchange.gathered(arrived)
         with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
-            results = Results(exchange)
             for layer in exchange.owned:
                 matrix = gradients.pop(layer.name)
                 factor = 1.0 if layout.seam.factor is None else layout.seam.factor
@@ -112,9 +112,9 @@ class _Test:
                     expected = self.known(param).narrow(0, *layout.span(piece))
                     if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
                         problems.append(f"the gradient of {self.names[id(param)]} did not arrive at its worker")
-                results.put([layer], [matrix + ADDED * factor])
-            (returned,) = deliver([results.part], channel, exchange.device, results.release)
-            exchange.write(results, returned)
+                exchange.put([layer], [matrix + ADDED * factor])
+            (returned,) = deliver([exchange.scatter_part()], channel, exchange.device, exchange.sent_off)
+            exchange.write(returned)
         return problems
 
 

@@ -120,48 +120,32 @@ class ZeroLayout(ShardLayout):
                 raise RuntimeError(NO_GRADIENTS)
             return
         deepspeed_versions.wait_for_offload(self.optimizer)
-        for shard in self.whole.on(self.rank):
-            if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
-                self.gradient(shard).zero_()
+        for shard in self.own:
+            param = self.params[self.pieces[shard.param].param]
+            if self.optimizer.get_param_id(param) not in self.optimizer.norm_for_param_grads:
+                self._gradient(shard).zero_()
 
     def master(self, shard: Shard) -> Any:
         return self.masters[shard.group]
 
-    def factor(self, shard: Shard) -> Tensor | None:
-        return None if shard.group < self.seam.prepared else self.seam.factor
+    def raw(self, shard: Shard) -> bool:
+        return self.seam.factor is not None and shard.group >= self.seam.prepared
 
-    def gradient(self, shard: Shard) -> Tensor:
+    def _gradient(self, shard: Shard) -> Tensor:
         if self.offloads or shard.group < self.seam.prepared:
-            return super().gradient(shard)
+            return super()._gradient(shard)
         entries, place, start = self._entry(shard)
+        if entries[place].dtype is torch.float16:
+            entries[place] = entries[place].float()
         return entries[place].view(-1).narrow(0, start, shard.numel)
-
-    def writable(self, shard: Shard) -> Tensor:
-        gradient = self.gradient(shard)
-        if gradient.dtype is not torch.float16:
-            return gradient
-        entries, place, _ = self._entry(shard)
-        entries[place] = entries[place].float()
-        return self.gradient(shard)
 
     @abstractmethod
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         """Where a raw gradient lies: a list, the place in it, and the first element there."""
 
     @cached_property
-    def _halves(self) -> bool:
-        """Whether gradients travel in 16 bits: raw then, as they were rounded."""
+    def sends_raw(self) -> bool:  # type: ignore[override]
         return self.dtype.itemsize == 2 and not self.offloads
-
-    def to_wire(self, shard: Shard) -> Tensor:
-        if not self._halves:
-            return super().to_wire(shard)
-        gradient, inverse = self.gradient(shard), self.seam.inverse
-        return gradient if inverse is None or self.factor(shard) is not None else gradient * inverse
-
-    @property
-    def wire_factor(self) -> Tensor | None:
-        return self.seam.factor if self._halves else None
 
     # self-test: filled by DeepSpeed's own functions
 

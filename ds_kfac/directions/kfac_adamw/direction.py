@@ -53,7 +53,7 @@ from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.rotation import repeated
 from ds_kfac.update.state import AdamMoments
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 LARGEST = 1e15
 """Largest entry of a gradient that goes into moments: far from where its square leaves fp32."""
@@ -105,7 +105,7 @@ class AdamDirection(Direction):
         orthogonal = keeps_direction(self.config.adam, layer) is None
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
-    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
+    def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         self.optimizer.check_parts(here=self.exchange.layout.rank == 0, groups=context.groups)
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
@@ -118,8 +118,8 @@ class AdamDirection(Direction):
             index: (tuple(own["betas"]), own["eps"]) for index, own in zip(self.groups_in_use, options, strict=True)
         }
         if self.recorded is None:
-            return self._directions(StepTensors(gradients, results))
-        return self.recorded.step(self._directions, gradients, results, {}, [*self.betas_and_eps.values()])
+            return self._directions(StepTensors(gradients, self.exchange))
+        return self.recorded.step(self._directions, gradients, {}, [*self.betas_and_eps.values()])
 
     def _directions(self, tensors: StepTensors | RecordedTensors) -> Outcome:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here."""
