@@ -258,8 +258,6 @@ class Attachment:
     def step(self) -> None:
         """The step is certain. Collective."""
         self._captured = self.job.active
-        if self.preconditioner.seam.outer is None:  # nothing else begins a step
-            self.begin()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             self.job.step()
 
@@ -283,6 +281,8 @@ class Attachment:
     def raised(self) -> None:
         """The step raised an error: K-FAC's state, and the optimizer's, are those of no step."""
         self.job.raised()
+        for kfac in self.job.preconditioners:
+            kfac.layout.clear()  # to gradients that ZeRO has not taken it would add those of the next backward
         if BROKEN not in self._warned:
             self._warned.add(BROKEN)
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -263,6 +264,24 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
     return (optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
 
 
+def skips_by_rank(optimizer: Any) -> bool:
+    """Whether ZeRO leaves it to a GradScaler to skip a step, which it does on each rank and for each group on its own:
+    until 0.19.8. Read from its code."""
+    return "is_invalid_grad_norm" not in inspect.getsource(type(optimizer).step)
+
+
+def gives_gradients(optimizer: Any) -> bool:
+    """Whether a 16-bit optimizer calls ``step(grads=..., scale=...)``. All versions."""
+    return bool(getattr(optimizer, "fused_adam_legacy", False) or getattr(optimizer, "fused_lamb_legacy", False))
+
+
+def never_steps(optimizer: Any) -> bool:
+    """Whether FP16_Optimizer returns before its step in fp16, as in 0.17.6 and 0.18.0. Read from its code."""
+    if not isinstance(optimizer, FP16_Optimizer) or optimizer.fp16_groups[0][0].dtype is not torch.float16:
+        return False
+    return Version("0.17.1") < Version(deepspeed.__version__) < Version("0.18.1")
+
+
 def backup_optimizer(optimizer: Any) -> Any | None:
     """The second inner optimizer of ZeRO-3 whose first sub-groups are not offloaded. All versions."""
     return getattr(optimizer, "backup_optimizer", None)
@@ -279,6 +298,8 @@ def unchanged(optimizer: Any) -> Iterator[None]:
         for holder in holders
         if holder is not None
     ]
+    masks = getattr(optimizer, "flatten_grad_norm_mask_list", [])  # of FP16_Optimizer, filled by its first step
+    known_masks = [*masks]
     with ExitStack() as stack:
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
@@ -288,6 +309,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
         finally:
             for holder, values in zip(filter(None, holders), before, strict=True):
                 vars(holder).update(values)
+            masks[:] = known_masks
 
 
 # ZeRO

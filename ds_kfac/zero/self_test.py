@@ -45,7 +45,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
         def inner_step() -> None:
             if exchanges and not noted:
-                layout.seam._finish_factor()
+                layout.seam.complete_factor()
                 errors.extend(test.exchanged(channel))
             masters = [master for group in layout.seam.inner.param_groups for master in group["params"]]
             noted.extend(master.grad.float().clone().view(-1) for master in masters if master.grad is not None)
