@@ -52,6 +52,7 @@ class FactorStep:
 
     Attributes:
         due: of the factors that exist.
+        travels: whether eigenbases ever travel.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.update_`); :data:`NO_BATCH` if it stays as it was.
@@ -65,6 +66,7 @@ class FactorStep:
     """
 
     due: FactorsDue
+    travels: bool
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     unusual: Sequence[Tensor | float] = NONE_UNUSUAL
@@ -192,7 +194,7 @@ class FactorUpdates:
             step: number of applied steps before this one.
             due: may name factors that do not exist, as layers share one; these are left out.
         """
-        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()))
+        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()), self.travels)
         batches = {key: sums[key] for key in self.factors if key in update.due.capture and key in sums}
         for key, batch in batches.items() if self.plan.counts_terms else ():
             # ranks that did not contribute are assumed to have had as many rows

@@ -177,9 +177,10 @@ class GradientExchange:
         views = []
         for layer in layers:
             param, *bias = self.plan.of_layer[layer.name]
-            shards = self.shards.get(param, ())
-            is_whole = len(shards) == 1 and shards[0].numel == self.layout.shards.numels[param] and not bias
-            if not is_whole or param in self.sent or layer.copies > 1 or self.layout.raw(shards[0]):
+            shards = self.shards.get(param, [])
+            if bias or len(shards) != 1 or param in self.sent or layer.copies > 1 or self.layout.raw(shards[0]):
+                return None
+            if shards[0].numel < self.layout.shards.numels[param]:
                 return None
             if not self.params[layer.name][0].requires_grad:
                 return None
