@@ -95,9 +95,10 @@ class Direction:
         """The layers' states were loaded from a checkpoint."""
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
-        """The first half, of this rank's layers: each gradient is taken, each result put, once; moments change in place.
-        Here one by one: :meth:`layer` steps those that have a basis, the others keep their gradients. A layer whose
-        gradient or result is not finite stands still: its result is 0, its moments stay, and it counts as replaced."""
+        """The first half, of this rank's layers: each gradient is taken, each result put, once; moments
+        change in place. Here one by one: :meth:`layer` steps those that have a basis, the others keep their
+        gradients. A layer whose gradient or result is not finite stands still: its result is 0, its moments
+        stay, and it counts as replaced."""
         outcome = Outcome()
         for group in self.layer_groups:
             for index, layer in enumerate(group.layers):
@@ -141,7 +142,8 @@ class Direction:
     def finish(
         self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
     ) -> Mapping[str, Tensor] | None:
-        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; None, as here: nothing.
+        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; None, as
+        here: nothing.
 
         Args:
             outcome: what :meth:`step` gave.

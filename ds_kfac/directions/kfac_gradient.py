@@ -119,8 +119,8 @@ class KFACGradient(Direction):
         damping: float | Tensor,
         terms_n: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those; and whether
-        gradients were scaled down for the second moments, bool [n].
+        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those;
+        and whether gradients were scaled down for the second moments, bool [n].
 
         Args:
             on: bool [n]; None: all are.

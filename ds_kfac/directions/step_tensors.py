@@ -104,8 +104,8 @@ class RecordedStep(Recorded[T]):
         inputs: Mapping[str, Tensor | float],
         values: Any,
     ) -> T:
-        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and gives a result
-        for each group.
+        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and
+        gives a result for each group.
 
         Args:
             values: settings by which it computes: other ones are recorded anew.

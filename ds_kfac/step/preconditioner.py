@@ -193,8 +193,8 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep | None, verdict: Verdict | None = None) -> None:
-        """Bring layers into their new eigenbases, and take in numbers of loss terms. Layers whose rows are not what their
-        gradients are made of get none."""
+        """Bring layers into their new eigenbases, and take in numbers of loss terms. Layers whose rows are
+        not what their gradients are made of get none."""
         if update is None:
             return
         unfit = self.proving.unfit if verdict is None else verdict.unfit
@@ -246,8 +246,8 @@ class KFACPreconditioner:
         self.metrics.counts["skipped_steps"] += 1
 
     def resume(self, *, whole: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step that raised
-        (``whole`` False) it is local, and drops what that step's hooks have seen."""
+        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step
+        that raised (``whole`` False) it is local, and drops what that step's hooks have seen."""
         self._numbers = None
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
@@ -268,8 +268,8 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`. Tensors change with
-        the next step."""
+        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`.
+        Tensors change with the next step."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),

@@ -32,8 +32,8 @@ class Running:
 
 
 class Totals:
-    """A vector of each rank, fp32: the rule's numbers; counts in the order of :data:`SUMMARY`; and, if the rule asks for
-    it, a flag for each layer of the plan.
+    """A vector of each rank, fp32: the rule's numbers; counts in the order of :data:`SUMMARY`; and, if the
+    rule asks for it, a flag for each layer of the plan.
     """
 
     def __init__(

@@ -224,8 +224,8 @@ def lacks_loss_scale(optimizer: Any) -> bool:
 # an outer optimizer's step
 
 UNSCALE = "unscale_and_clip_grads"
-"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip them, in place, before
-the inner optimizer steps; once for each group. All versions."""
+"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip them, in
+place, before the inner optimizer steps; once for each group. All versions."""
 
 
 class _Probe:
@@ -242,9 +242,9 @@ class _Probe:
 
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
-    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the device; None: nothing.
-    It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get gradients, stage 3 the number of a sub-group, then
-    all the norm."""
+    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the device;
+    None: nothing. It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get gradients, stage 3 the
+    number of a sub-group, then all the norm."""
     scale = getattr(optimizer, "loss_scale_config", None)
     scale = optimizer.loss_scale if scale is None else scale.cur_scale
     if not optimizer.clip_grad and scale == 1.0:
@@ -257,7 +257,8 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
 
 
 def bf16_clipping(optimizer: Any) -> Tensor | None:
-    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All versions."""
+    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All
+    versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
     norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step (``seam.py``). Below it
-the modes in which every rank holds every averaged gradient: stage 0."""
+"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step
+(``seam.py``). Below it the modes in which every rank holds every averaged gradient: stage 0."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -22,8 +22,8 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 
 class ShardLayout(ABC):
-    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies of them, or
-    flat tensors of many. A shard is a piece of a master.
+    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies
+    of them, or flat tensors of many. A shard is a piece of a master.
 
     Args:
         engine: a DeepSpeedEngine.

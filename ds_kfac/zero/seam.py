@@ -1,9 +1,10 @@
 """Where K-FAC runs: at the first step of DeepSpeed's inner optimizer, which is called only when a step is certain.
 
-The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and may skip the step; only
-then does it call the *inner* optimizer, the user's, once or once for each parameter group. torch calls a public hook
-before an optimizer's step (``register_step_pre_hook``). So an outer step begins a step, and the first inner step in it
-runs K-FAC. At stage 0 in fp32 there is no outer optimizer: every inner step that has gradients is a step.
+The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and may skip
+the step; only then does it call the *inner* optimizer, the user's, once or once for each parameter group.
+torch calls a public hook before an optimizer's step (``register_step_pre_hook``). So an outer step begins a
+step, and the first inner step in it runs K-FAC. At stage 0 in fp32 there is no outer optimizer: every inner
+step that has gradients is a step.
 
     mode                        inner steps             gradients at the first one
     stage 0, 16-bit wrappers    one                     as they will be applied
@@ -29,7 +30,10 @@ NO_HOOKS = (
     "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's register_step_pre_hook. Let "
     "the class call torch.optim.Optimizer.__init__, or give DeepSpeed the optimizer that it wraps"
 )
-CLOSURE = "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are there, so it takes no closure"
+CLOSURE = (
+    "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are there, so it takes "
+    "no closure"
+)
 
 
 class Steps(Protocol):
@@ -171,14 +175,15 @@ class Seam:
 
     @property
     def inverse(self) -> Tensor | None:
-        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0 if that is 0, as where
-        a norm is infinite: nothing moves then."""
+        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0 if that is
+        0, as where a norm is infinite: nothing moves then."""
         if self.factor is not None and self._inverse is None:
             self._inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
         return self._inverse
 
     def complete_factor(self) -> None:
-        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method of its own for it."""
+        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method of its
+        own for it."""
         self._inverse = None
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())

@@ -1,10 +1,10 @@
 """A test at attach that this DeepSpeed keeps gradients where we read and write them: else that is an error, not a wrong
 gradient.
 
-DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner optimizer only
-notes what it would step with. It is taken twice: as it is, and with the known gradients sent to the layers' workers, who
-check them and send back each value plus :data:`ADDED`. What the inner optimizer notes must be larger by that at the
-preconditioned elements and unchanged elsewhere, in every group.
+DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner
+optimizer only notes what it would step with. It is taken twice: as it is, and with the known gradients sent
+to the layers' workers, who check them and send back each value plus :data:`ADDED`. What the inner optimizer
+notes must be larger by that at the preconditioned elements and unchanged elsewhere, in every group.
 """
 
 import zlib
@@ -22,7 +22,8 @@ MODULUS = 113
 """A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more, is exact in bf16."""
 ADDED = 2.0
 TOLERANCE = 1e-4
-"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what bf16 rounds."""
+"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what
+bf16 rounds."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:

@@ -4,9 +4,10 @@ ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in eq
 its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded, and a master is a sub-group's
 chunks on this rank.
 
-When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without offload as lists
-of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters' ``grad``. A result that fp16 does
-not hold lies there in fp32: DeepSpeed's concatenation promotes types and keeps it so.
+When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without
+offload as lists of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters'
+``grad``. A result that fp16 does not hold lies there in fp32: DeepSpeed's concatenation promotes types and
+keeps it so.
 """
 
 from abc import abstractmethod
@@ -26,7 +27,8 @@ NO_GRADIENTS = "ds_kfac: engine.step() has no gradients: call engine.backward(lo
 
 
 class BF16(ShardLayout):
-    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps its slice."""
+    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps
+    its slice."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
