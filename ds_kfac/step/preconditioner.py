@@ -163,7 +163,7 @@ class KFACPreconditioner:
         """Fetch whole gradients of this rank's layers. New eigenbases and scalars travel in the same message."""
         with self.metrics.stage("relayout"):
             self.exchange.begin()
-            arrived, *bases = self._deliver(update, self.exchange.gather_part)
+            (arrived,) = self._deliver(update, self.exchange.gather_part)
             return self.exchange.gathered(arrived)
 
     def _deliver(self, update: FactorStep | None, *others: MessagePart) -> list[Arrivals]:

@@ -125,8 +125,6 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 # engines
 
 
-STEP = "_take_model_step"
-"""The engine's method that attach wraps: gradients are averaged, and not checked, clipped or stepped. All versions."""
 INSTRUCTIONS = "_INSTRUCTION_MAP"
 """The pipeline engine's table of instructions, looked up on the instance. All versions."""
 
