@@ -43,10 +43,10 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
     parts = gathered(mine, group)
     kfac = job.preconditioners[0]
     header = {
+        "format": files.FORMAT,
         "save_id": parts[0][0],
         "steps": kfac.steps,
         "method": kfac.config.preconditioner.method,
-        "eigenbases": True,
         "moments": None if kfac.moments is None else kfac.moments.NAME,
         "kinds": files.kinds_of(kfac.config),
         **_merged([part for _, own in parts for part in own]),
