@@ -262,8 +262,8 @@ def write_header(folder: Path, header: Mapping[str, Any]) -> None:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, of another save or of another
-    version of ds_kfac."""
+    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, of another save or
+    another version of ds_kfac."""
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())

@@ -9,7 +9,8 @@ from typing import Any
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of, take_adamws
+from ds_kfac.checkpoint.moving import load_any, take_adamws
+from ds_kfac.checkpoint.order import check_order, order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
@@ -232,7 +233,7 @@ def load_checkpoint(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
-    ``groups``: of :func:`ds_kfac.checkpoint.moving.groups_of`.
+    ``groups``: of :func:`ds_kfac.checkpoint.order.groups_of`.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is
@@ -246,7 +247,7 @@ def load_checkpoint(
     marks = [{name: bool(group.get(name)) for name in names} for group in own_groups]
     engine.kfac.by_hand = False
     try:
-        path, client_state, moved = of_any_optimizer(engine, original, load_dir, *args, **kwargs)
+        path, client_state, moved = load_any(engine, original, load_dir, *args, **kwargs)
     finally:
         engine.kfac.by_hand = True
         for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import order_of
+from ds_kfac.checkpoint.order import order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.step.job import Job

@@ -248,7 +248,7 @@ def damage_worker(folder: str) -> dict:
     for name in ("plain", "missing_file", "fresh", "missing_folder", "header"):
         results[name] = load(name)
     results["module_only"] = load("module_only", load_module_only=True)
-    for name, result in results.items():
+    for result in results.values():
         fresh = result.pop("engine")
         result["steps"] = fresh.kfac.preconditioner.steps
         result["trains"] = all(loss == loss for loss in train(fresh, 1, steps=1))
