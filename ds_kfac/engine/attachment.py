@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
-from ds_kfac.checkpoint.moving import groups_of
+from ds_kfac.checkpoint.order import groups_of
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig

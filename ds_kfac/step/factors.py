@@ -164,7 +164,8 @@ class FactorUpdates:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
-        return KroneckerFactor(side, packed_P.to(self.home), updates.to(self.device), history)
+        # from the device to the host by moved(), which pins the memory: updates copy into it for the rest of the run
+        return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(self.home)
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
