@@ -125,7 +125,7 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 
 
 STEP = "_take_model_step"
-"""The engine's method that attach wraps: gradients are averaged, and not checked, clipped or stepped. All versions."""
+"""A method by which attach knows an engine. All versions."""
 INSTRUCTIONS = "_INSTRUCTION_MAP"
 """The pipeline engine's table of instructions, looked up on the instance. All versions."""
 
