@@ -271,7 +271,8 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
     """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
-    then those of before, and parameters are not linked to states that do not exist."""
+    then those of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only if they
+    were: of one that is gathered DeepSpeed does not see that a module uses another one's."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
     before = [
@@ -279,6 +280,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
         for holder in holders
         if holder is not None
     ]
+    released = [param for param in getattr(optimizer, "persistent_parameters", ()) if not is_gathered(param)]
     with ExitStack() as stack:
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
@@ -288,6 +290,13 @@ def unchanged(optimizer: Any) -> Iterator[None]:
         finally:
             for holder, values in zip(filter(None, holders), before, strict=True):
                 vars(holder).update(values)
+            if gathered := [param for param in released if is_gathered(param)]:
+                gathered[0].partition(gathered)
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Whether a parameter of ZeRO-3 is in memory as a whole. All versions."""
+    return parameter.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE
 
 
 # ZeRO

@@ -1,5 +1,5 @@
-"""Gradients on their way to a layer's worker and results on their way back: what is multiplied and divided by DeepSpeed's
-factor, what is rounded, what waits in memory, and where results come to lie."""
+"""Gradients on their way to a layer's worker and results on their way back: what is multiplied or divided by
+DeepSpeed's factor, what is rounded, what waits in memory, and where results come to lie."""
 
 from dataclasses import replace
 from types import SimpleNamespace
