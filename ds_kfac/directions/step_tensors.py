@@ -92,6 +92,8 @@ class RecordedStep(Recorded[T]):
 
     def __init__(self, groups: Sequence[LayerGroup], device: torch.device, inputs: Mapping[str, Tensor]) -> None:
         super().__init__(RECORDERS[device.type], logger.warning)
+        for group in groups:
+            group.stays = True
         self.groups, self.inputs = groups, inputs
         self.tensors = RecordedTensors(groups, device)
 
