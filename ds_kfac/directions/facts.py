@@ -85,7 +85,6 @@ class RuleFacts:
 
         Args:
             device: type of the worker's device.
-            in_place: see :attr:`ds_kfac.zero.layout.ShardLayout.in_place`.
         """
         return 0
 

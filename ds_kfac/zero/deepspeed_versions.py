@@ -289,7 +289,8 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
     """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
-    then those of before, and parameters are not linked to states that do not exist."""
+    then those of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only if they
+    were: of one that is gathered DeepSpeed does not see that a module uses another one's."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
     before = [
@@ -299,6 +300,7 @@ def unchanged(optimizer: Any) -> Iterator[None]:
     ]
     masks = getattr(optimizer, "flatten_grad_norm_mask_list", [])  # of FP16_Optimizer, filled by its first step
     known_masks = [*masks]
+    released = [param for param in getattr(optimizer, "persistent_parameters", ()) if not is_gathered(param)]
     with ExitStack() as stack:
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
@@ -309,6 +311,13 @@ def unchanged(optimizer: Any) -> Iterator[None]:
             for holder, values in zip(filter(None, holders), before, strict=True):
                 vars(holder).update(values)
             masks[:] = known_masks
+            if gathered := [param for param in released if is_gathered(param)]:
+                gathered[0].partition(gathered)
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Whether a parameter of ZeRO-3 is in memory as a whole. All versions."""
+    return parameter.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE
 
 
 # ZeRO
