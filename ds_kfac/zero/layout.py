@@ -99,7 +99,7 @@ class ShardLayout(ABC):
     @abstractmethod
     def master(self, shard: Shard) -> Any:
         """The tensor that the inner optimizer steps, of which this rank's shard is the elements from ``shard.offset``
-        on. A shard of :attr:`shards` or of :attr:`whole`."""
+        on. A shard of :attr:`shards`."""
 
     def gradient(self, shard: Shard) -> Tensor:
         """A view of this rank's gradient of a shard, flat, where it lies now: in the master's ``grad``, or where
