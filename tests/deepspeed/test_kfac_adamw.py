@@ -182,7 +182,7 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                     train(engine, 1, steps=1, first=step)
                     now = weights(engine)["middle.weight"]
                     sizes.append(float((now - before).norm()))
-                    scales.append(float(engine.kfac.preconditioner.layout.grad_scale()))
+                    scales.append(float(engine.optimizer.loss_scale))
                     before = now
             engine.destroy()
     return found
