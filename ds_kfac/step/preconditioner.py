@@ -94,6 +94,8 @@ class KFACPreconditioner:
         self._results: Any = None
         self._numbers: Tensor | None = None
         self._context: Any = None
+        self._update: FactorStep | None = None
+        self._verdict: Verdict | None = None
         self._with_flags = self.rule.flags(self.config)
         place = {layer.name: index for index, layer in enumerate(self.layers)}
         places = [place[name] for name in self.direction.names]
@@ -271,7 +273,7 @@ class KFACPreconditioner:
             self.curvature.decompose_soon(self.proving.record(self._verdict))
         if update is not None:
             self._end_update(update, summary)
-        self.outcome = self._results = self._update = self._verdict = self._numbers = None
+        self._drop()
         self.steps += 1
 
     def _end_update(self, update: FactorStep, summary: Tensor) -> None:
@@ -294,7 +296,7 @@ class KFACPreconditioner:
     def resume(self, *, whole: bool = True) -> None:
         """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step that raised
         (``whole`` False) it is local, and drops what that step's hooks have seen."""
-        self._numbers = None
+        self._drop()
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
@@ -307,6 +309,10 @@ class KFACPreconditioner:
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
             self.seam.measures = proof is not None
+
+    def _drop(self) -> None:
+        """Free what a step's two halves share."""
+        self.outcome = self._results = self._context = self._update = self._verdict = self._numbers = None
 
     def settle(self) -> None:
         """Observe what the last applied updates have shown, see :meth:`Sharing.settled`. Collective."""
@@ -340,7 +346,6 @@ class KFACPreconditioner:
         self.proving.restart(resumed=self.steps > 0)
         self.direction.loaded()
         self.sharing.updates = None
-        self._update = self._verdict = self._numbers = None
         if decompose:
             self._decompose_all()
         self.resume()

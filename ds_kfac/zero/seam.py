@@ -42,8 +42,12 @@ class Steps(Protocol):
     def end(self, *, applied: bool) -> None:
         """The step is over. Collective."""
 
-    def raised(self) -> None:
-        """The step raised an error, here or in DeepSpeed. Local."""
+    def raised(self, *, begun: bool) -> None:
+        """The step raised an error, here or in DeepSpeed. Local.
+
+        Args:
+            begun: whether :meth:`step` was called: the state is that of no step then.
+        """
 
 
 class Seam:
@@ -106,8 +110,16 @@ class Seam:
             self._removals.pop()()
 
     def forget(self) -> None:
-        """A step was interrupted: the next inner step begins a new one."""
+        """No step is going on. One that has not ended was interrupted, and the next inner step begins a new one."""
+        if self._depth:
+            self._interrupted()
+
+    def _interrupted(self) -> None:
+        assert self._steps is not None
+        begun, self._ran = self._ran, False
         self._depth = 0
+        self.factor = None
+        self._steps.raised(begun=begun)
 
     # the factor
 
@@ -165,10 +177,9 @@ class Seam:
                 result = original(*arguments, **keywords)
             steps.end(applied=self._ran)
         except BaseException:
-            steps.raised()
+            self._interrupted()
             raise
-        finally:
-            self.factor = None
+        self.factor = None
         return result
 
     @contextmanager
@@ -218,9 +229,8 @@ class Seam:
             with torch.no_grad():
                 self._steps.step()
         except BaseException:
-            self._depth = 0
             if self.outer is None:
-                self._steps.raised()
+                self._interrupted()
             raise
 
     def _after_inner(self, *_: Any) -> None:
