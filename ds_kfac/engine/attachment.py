@@ -344,7 +344,7 @@ class Attachment:
             return original(*args, **kwargs)
         except BaseException:
             self.preconditioner.seam.forget()
-            if self.job.steps == steps:  # the error came before K-FAC's step, of which the seam knows nothing at stage 0
+            if self.job.steps == steps:  # before K-FAC's step, where the seam knows nothing of it at stage 0
                 self.job.raised()
             raise
 
