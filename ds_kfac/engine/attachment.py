@@ -4,6 +4,7 @@
 - ``backward`` announces the engine's own backward passes.
 - ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in a loop of torch's
   own, after which torch leaves the module uncompiled for good. All other steps run the same graphs as without K-FAC.
+- ``step`` drops what hooks have seen if an error keeps it from the optimizer.
 - ``save_checkpoint`` and ``load_checkpoint`` carry our state; ``destroy`` detaches.
 """
 
@@ -88,6 +89,7 @@ class Attachment:
         self._captured = False
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
+        self._wrap("step", self._engine_step)
         if config.checkpoint.grams:
             safetensors()  # not when the first checkpoint is written
         grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False) if config.checkpoint.grams else None
@@ -278,12 +280,12 @@ class Attachment:
             samples = engine.global_samples + engine.train_batch_size()
             engine.monitor.write_events([(name, value, samples) for name, value in shown.items()])
 
-    def raised(self) -> None:
-        """The step raised an error: K-FAC's state, and the optimizer's, are those of no step."""
+    def raised(self, *, begun: bool) -> None:
+        """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those of no step."""
         self.job.raised()
         for kfac in self.job.preconditioners:
             kfac.layout.clear()  # to gradients that ZeRO has not taken it would add those of the next backward
-        if BROKEN not in self._warned:
+        if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")
 
@@ -335,6 +337,16 @@ class Attachment:
                 if capture.uses is not None:
                     stack.enter_context(capture.uses)
             return original(*args, **kwargs)
+
+    def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        steps = self.job.steps
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self.preconditioner.seam.forget()
+            if self.job.steps == steps:  # before K-FAC's step, where the seam knows nothing of it at stage 0
+                self.job.raised()
+            raise
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:

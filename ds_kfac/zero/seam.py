@@ -48,8 +48,12 @@ class Steps(Protocol):
     def end(self, *, applied: bool) -> None:
         """The step was applied, or skipped. Collective."""
 
-    def raised(self) -> None:
-        """The step raised an error, in K-FAC or in DeepSpeed. Local."""
+    def raised(self, *, begun: bool) -> None:
+        """The step raised an error, here or in DeepSpeed. Local.
+
+        Args:
+            begun: whether :meth:`step` was called: the state is that of no step then.
+        """
 
 
 class Seam:
@@ -104,8 +108,15 @@ class Seam:
         self._remove()
 
     def forget(self) -> None:
-        """A step was interrupted: the next inner step begins a new one."""
+        """No step is going on. One that has not ended was interrupted, and the next inner step begins a new one."""
+        if self._depth:
+            self._interrupted()
+
+    def _interrupted(self) -> None:
+        begun, self._ran = self._ran, False
         self._depth = 0
+        self.factor = None
+        self._steps.raised(begun=begun)
 
     # steps
 
@@ -116,10 +127,9 @@ class Seam:
                 result = original(*arguments, **keywords)
             self._steps.end(applied=self._ran)
         except BaseException:
-            self._steps.raised()
+            self._interrupted()
             raise
-        finally:
-            self.factor = None
+        self.factor = None
         return result
 
     @contextmanager
@@ -155,8 +165,7 @@ class Seam:
                 self._steps.begin()
                 self._run()
             except BaseException:
-                self._depth = 0
-                self._steps.raised()
+                self._interrupted()
                 raise
 
     def _after_inner(self, *_: Any) -> None:

@@ -7,7 +7,7 @@ DeepSpeed's fp32 masters and the weights that the model computes with are multip
 computes it from the norm of the whole weight, which at stage 3 is summed over the chunks of all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,60 +16,66 @@ from torch import Tensor
 
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.registry import MATRICES
-from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
-from ds_kfac.zero.shards import parameter_names
-from ds_kfac.zero.stages import Stage3, Stage12
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.shards import of_layers
+from ds_kfac.zero.stages import Stage3
 
 SMALLEST = 1e-9
 
 
 class WeightRescaling:
-    """Rescales linear and convolutional layers. ``layers``: in the order of the layout's parameters."""
+    """Rescales linear and convolutional layers.
+
+    Args:
+        layers: those that the layout's pieces are of, in their order.
+
+    Attributes:
+        weights: the layout's pieces that are rescaled.
+    """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
-        place = {name: index for index, name in enumerate(parameter_names(layers))}
         self.layout: Any = layout
-        self.weights = [place[layer.weight] for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
-        limits = [(2 * parameter_shape(layout.params[index])[0]) ** 0.5 for index in self.weights]
+        pieces = of_layers(layers)
+        whole = [layer for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
+        self.weights = [pieces[layer.name][0] for layer in whole]
+        limits = [(2 * parameter_shape(layout.param_of(piece))[0]) ** 0.5 for piece in self.weights]
         self._limits = torch.tensor(limits, dtype=torch.float32, device=layout.engine.device)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Rescale, after an applied step. Collective at stage 3."""
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
-        for index, factor in zip(self.weights, factors.unbind(), strict=True):
-            for part in {id(part): part for part in self._parts(index)}.values():
+        for piece, factor in zip(self.weights, factors.unbind(), strict=True):
+            for part in (*self._computed_with(piece), *self._masters(piece)):
                 part.mul_(factor.to(part.device))
 
     def _norms(self) -> Tensor:
         """Norms of the whole weights, fp32."""
         if not isinstance(self.layout, Stage3):
-            weights = (self.layout.params[index].detach().float() for index in self.weights)
+            weights = (self.layout.param_of(piece).detach().float() for piece in self.weights)
             return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
         squares = torch.zeros_like(self._limits)
-        for place, index in enumerate(self.weights):
-            for master in self._masters(index):
+        for place, piece in enumerate(self.weights):
+            for master in self._masters(piece):
                 squares[place] += master.float().square().sum().to(squares.device)
         dist.all_reduce(squares, group=self.layout.group)
         return squares.sqrt()
 
-    def _masters(self, index: int) -> list[Tensor]:
-        """Views of this rank's ZeRO masters of a weight."""
-        here = (shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank)
-        return [self.layout.masters[s.group].data.narrow(0, s.offset, s.numel) for s in here]
+    def _masters(self, piece: int) -> Iterator[Tensor]:
+        """Views of this rank's masters of a weight. None where the inner optimizer steps the parameter itself."""
+        layout = self.layout
+        for shard in layout.shards.of_param[piece]:
+            if shard.rank != layout.rank or layout.master(shard) is layout.param_of(piece):
+                continue
+            master = layout.master(shard).data
+            # a master of the weight alone may be stored in another order than its shape, as in channels_last
+            whole = shard.numel == master.numel()
+            yield master if whole else master.view(-1).narrow(0, shard.offset, shard.numel)
 
-    def _parts(self, index: int) -> list[Tensor]:
-        """All tensors on this rank that hold the weight or a part of it."""
-        layout, param = self.layout, self.layout.params[index]
-        if isinstance(layout, Stage3):
-            whole = [param.data] if param.data.numel() == param.ds_numel else []
-            return [param.ds_tensor.data, *whole, *self._masters(index)]
-        if isinstance(layout, Stage12):
-            return [param.data, *self._masters(index)]
-        if isinstance(layout, ReplicatedHalf):
-            (group, position), flat = layout.position[id(param)], getattr(layout.optimizer, "fp32_groups_flat", None)
-            if flat is None:  # FP16_UnfusedOptimizer
-                return [param.data, layout.optimizer.fp32_groups[group][position].data]
-            start = sum(other.numel() for other in layout.groups[group][:position])
-            return [param.data, flat[group].data.narrow(0, start, param.numel())]
-        return [param.data]
+    def _computed_with(self, piece: int) -> list[Tensor]:
+        """What the model computes with on this rank: at stage 3 a chunk, and the whole weight while it is gathered."""
+        param = self.layout.param_of(piece)
+        if not isinstance(self.layout, Stage3):
+            return [param.data]
+        gathered = [param.data] if param.data.numel() == param.ds_numel else []
+        return [param.ds_tensor.data, *gathered]

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 import ds_kfac
-from ds_kfac.engine.attachment import attached
+from ds_kfac.engine.attachment import BROKEN, attached
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, held, train, weights
+from tests.deepspeed.said import heard
 from tests.models import make_net
 from tests.ranks import run_ranks
 
@@ -249,43 +250,75 @@ def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone_also
             assert groups == [1] * 5 and same == [True] * 5 and left == 0, (name, groups, same, left)
 
 
-PLACES = ("decompose", "precondition", "write", "step", "scheduler", "no backward")
+HARMLESS = ("step", "scheduler", "no backward")
+"""Before K-FAC's part of a step, and after the step."""
+WITHIN = ("decompose", "precondition", "write", "inner")
+"""When some of the state has changed. The last one is the optimizer's own part, after K-FAC's."""
+PLACES = (*HARMLESS, *WITHIN)
 
 
-def interrupted_worker(names: list[str]) -> dict:
-    """Weights after steps, and after steps of which each is interrupted at a place of its own, its gradients dropped,
-    and done again."""
+def failing(engine, place: str):
+    """Patch by which a step raises an error at one of :data:`PLACES`."""
+    kfac = engine.kfac.preconditioner
+    holder, name = {
+        "step": (engine.optimizer, "step"),
+        "decompose": (kfac.curvature, "decompose"),
+        "precondition": (kfac.direction, "step"),
+        "write": (kfac.exchange, "write"),
+        "inner": (engine.basic_optimizer, "_init_group"),
+    }[place]
+    return patch.object(holder, name, side_effect=KeyboardInterrupt)
+
+
+def interrupt(engine, step: int, place: str, folder: str) -> None:
+    """A step that is interrupted at a place, and what a user does before it is taken again."""
+    if place == "scheduler":
+        failing_scheduler = Mock(step=Mock(side_effect=ValueError))
+        with patch.object(engine, "lr_scheduler", failing_scheduler), suppress(ValueError):
+            train(engine, 1, steps=1, first=step)
+        engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)  # which DeepSpeed leaves out
+        return
+    if place == "no backward":
+        if engine.zero_optimization():
+            with pytest.raises(RuntimeError, match="has no gradients"):  # on all ranks, not in one's collective
+                engine.step()
+        return
+    if place in WITHIN:
+        engine.save_checkpoint(folder, tag="before")
+    with failing(engine, place), suppress(KeyboardInterrupt):
+        train(engine, 1, steps=1, first=step)
+    engine.optimizer.zero_grad()
+    if place in WITHIN:
+        engine.load_checkpoint(folder, tag="before")
+
+
+def interrupted_worker(payload: tuple[str, list[str]]) -> dict:
+    """Weights after steps, and after steps of which each is interrupted at a place of its own, and taken again."""
+    folder, names = payload
     found = {}
     for turn, name in enumerate(names):
         for places in ([""] * len(PLACES), PLACES[turn:] + PLACES[:turn]):
             engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}})
-            kfac = engine.kfac.preconditioner
+            kfac, said = engine.kfac.preconditioner, []
             for step, place in enumerate(places):
-                holder = {"decompose": kfac.curvature, "precondition": kfac, "write": kfac.exchange,
-                          "step": engine.optimizer}.get(place)  # fmt: skip
-                if place == "scheduler":  # it raises when weights have been stepped
-                    failing = Mock(step=Mock(side_effect=ValueError))
-                    with patch.object(engine, "lr_scheduler", failing), suppress(ValueError):
-                        train(engine, 1, steps=1, first=step)
-                    engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)  # which DeepSpeed leaves out
-                    continue
-                if place == "no backward" and engine.zero_optimization():
-                    with pytest.raises(RuntimeError, match="has no gradients"):  # on all ranks, not in one's collective
-                        engine.step()
-                if holder is not None:
-                    with patch.object(holder, place, side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
-                        train(engine, 1, steps=1, first=step)
-                    engine.optimizer.zero_grad()
-                train(engine, 1, steps=1, first=step)
-            found[name, places[0]] = weights(engine), dict(kfac.proving.unfit), kfac.steps
+                with heard() as messages:
+                    if place:
+                        interrupt(engine, step, place, f"{folder}/{name}")
+                said.append((place, sum(BROKEN in text for text in messages)))
+                if place != "scheduler":  # that step is done
+                    train(engine, 1, steps=1, first=step)
+            found[name, places[0]] = weights(engine), dict(kfac.proving.unfit), kfac.steps, said
             engine.destroy()
     return found
 
 
-def test_a_step_that_is_interrupted_leaves_nothing_behind():
-    names = ["z0", "adam-z0", "adam-z2", "adam-z3"]
-    for found in run_ranks("tests.deepspeed.test_lifecycle:interrupted_worker", world=2, payload=names):
-        for (name, place), (actual, unfit, steps) in found.items():
+def test_a_step_that_is_interrupted_leaves_nothing_behind_or_is_undone_by_a_checkpoint(tmp_path):
+    """It is said, once, where state and weights are those of no step."""
+    payload = str(tmp_path), ["z0", "adam-z0", "adam-z2", "adam-z3"]
+    for found in run_ranks("tests.deepspeed.test_lifecycle:interrupted_worker", world=2, payload=payload):
+        for (name, place), (actual, unfit, steps, said) in found.items():
             assert not unfit and steps == len(PLACES), (name, place)
+            broken = [where for where, _ in said if where in WITHIN][:1]
+            assert [where for where, count in said if count] == broken, (name, said)
             for key, weight in found[name, ""][0].items():
                 assert torch.equal(actual[key], weight), (name, place, key)

@@ -19,7 +19,7 @@ def worker(what: str) -> None:
     train(engine, 1, steps=1)
     curvature = engine.kfac.preconditioner.curvature
 
-    def decompose(draft, bases) -> None:
+    def decompose(*ignored) -> None:
         if what == "raises":
             raise ArithmeticError("no such factor")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,4 +49,4 @@ def test_the_other_ranks_name_the_one_that_is_lost(what, words):
     logs = str(caught.value).split("--- rank ")[1:]
     for log in (logs[0], logs[2]):
         (line,) = [line for line in log.splitlines() if line.startswith("ds_kfac.comm.lost.LostRank: ")]
-        assert "gradients, numbers could not be exchanged" in line and words in line, line
+        assert "gradients could not be exchanged" in line and words in line, line

@@ -89,12 +89,12 @@ def worker(cases) -> dict:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_captured_step_holds_its_sums_two_messages_and_the_new_factors(world):
+def test_a_captured_step_holds_its_sums_and_two_messages(world):
     cases = [(0, rows) for rows in (32, 64, "all")]  # under ZeRO other buffers hide some of it
     for results in run_ranks("tests.deepspeed.test_memory:worker", world=world, payload=cases):
         for case, found in results.items():
             messages = 2 * IN_FLIGHT * BUCKET
-            bound = found["sums"] + found["own"] + messages
+            bound = found["sums"] + messages
             assert found["extra"] <= SLACK * bound, (case, found)
             if case[1] == 32:
                 assert found["sums"] == found["own"] < 0.7 * found["all"] * 2 / world, "one contributor: its own share"

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 MODES = ["z0", "z1", "z2", "z2-round_robin", "z2-offload", "z3", "z3-persistence_0", "z3-sub_groups", "z3-offload",
-         "z0-bf16", "z0-bf16-fused", "z2-bf16", "z3-bf16", "adam-z2"]  # fmt: skip
+         "z0-bf16", "z0-bf16-fused", "z1-bf16-accum32", "z2-bf16", "z3-bf16", "adam-z2"]  # fmt: skip
 WEIGHTS = ("first.weight", "middle.weight", "head.weight")
 
 
