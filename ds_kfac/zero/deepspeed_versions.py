@@ -259,7 +259,8 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
     """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
-    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)
+    device = get_accelerator().current_device_name()
+    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32, device=device)
     return (optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
 
 

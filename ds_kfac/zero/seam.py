@@ -29,6 +29,10 @@ NO_HOOKS = (
     "class call torch.optim.Optimizer.__init__, or give DeepSpeed the optimizer that it wraps"
 )
 
+OUTSIDE_INFERENCE = torch.inference_mode(False)
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a step makes,
+and tensors made in inference mode could not be changed there."""
+
 
 class Steps(Protocol):
     """What is told of an engine's steps."""
@@ -156,6 +160,7 @@ class Seam:
 
     # an outer step
 
+    @OUTSIDE_INFERENCE
     def _outer_step(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         steps = self._steps
         assert steps is not None
@@ -210,6 +215,7 @@ class Seam:
         if self._depth == 1 and any(p.grad is not None for group in self.groups for p in group["params"]):
             self._run()
 
+    @OUTSIDE_INFERENCE
     def _run(self) -> None:
         assert self._steps is not None
         self._ran = True
@@ -223,6 +229,7 @@ class Seam:
                 self._steps.raised()
             raise
 
+    @OUTSIDE_INFERENCE
     def _after_inner(self, *_: Any) -> None:
         if self.outer is not None:
             return
