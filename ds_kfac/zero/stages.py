@@ -182,7 +182,6 @@ class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
 
     OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
-    last_first = True
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
