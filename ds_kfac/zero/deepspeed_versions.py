@@ -271,24 +271,27 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
-    then those of before, and parameters are not linked to states that do not exist."""
+    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and lists are then those
+    of before, and parameters are not linked to states that do not exist."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
-    before = [
-        {name: x for name, x in vars(holder).items() if x is None or isinstance(x, (bool, int, float))}
-        for holder in holders
-        if holder is not None
-    ]
+    attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
+    lists = [(x, list(x)) for _, values in attributes for x in values.values() if type(x) is list]
+
+    def put_back() -> None:
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for each, elements in lists:
+            each[:] = elements
+
     with ExitStack() as stack:
+        stack.callback(put_back)
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))
-        try:
-            yield
-        finally:
-            for holder, values in zip(filter(None, holders), before, strict=True):
-                vars(holder).update(values)
+        yield
 
 
 # ZeRO
@@ -332,6 +335,11 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 def wait_for_offload(optimizer: Any) -> None:
     """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
+
+
+def states_are_linked(optimizer: Any) -> bool:
+    """Whether ZeRO-1/2 has linked parameters to their optimizer states, as it does in its first step. All versions."""
+    return optimizer._hp_optimizer_states_linked
 
 
 def link_states(optimizer: Any) -> bool:

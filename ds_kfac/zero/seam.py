@@ -270,6 +270,7 @@ class Seam:
             stub()
 
         installed, self._active = len(self._removals), True
+        groups = [(x, x["params"], [master.grad for master in x["params"]]) for x in self.inner.param_groups]
         self._watch_factor()
         try:
             with deepspeed_versions.unchanged(outer), self._whole_groups():
@@ -278,6 +279,10 @@ class Seam:
         finally:
             self._remove(but=installed)
             self._active = self._steps is not None
+            for group, masters, gradients in groups:
+                group["params"] = masters
+                for master, gradient in zip(masters, gradients, strict=True):
+                    master.grad = gradient
 
 
 class _Nothing:

@@ -185,7 +185,8 @@ class Stage12(ZeroLayout):
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._linked, optimizer = False, self.optimizer
+        optimizer = self.optimizer
+        self._linked = deepspeed_versions.states_are_linked(optimizer)
         self._starts: dict[int, list[int]] = {}
         if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (
