@@ -81,9 +81,8 @@ class Direction:
         self.parameter_groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.precision = plan.precision
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
-        order = -1 if exchange.layout.last_first else 1  # as gradients lie in memory: a batch of them may be a view
         kept: dict[str, Any] = {"method": plan.method, "moments": moments, "precision": plan.precision}
-        self.layer_groups = [LayerGroup(layers[::order], **kept, device=exchange.device) for layers in groups]
+        self.layer_groups = [LayerGroup(layers, **kept, device=exchange.device) for layers in groups]
         self.layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in self.layers]
 

@@ -259,7 +259,8 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
     versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
-    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)
+    device = get_accelerator().current_device_name()
+    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32, device=device)
     return (optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -288,31 +289,31 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
-    then those of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only if they
-    were: of one that is gathered DeepSpeed does not see that a module uses another one's."""
+    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and lists are then those
+    of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only if they were: of one
+    that is gathered DeepSpeed does not see that a module uses another one's."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
-    before = [
-        {name: x for name, x in vars(holder).items() if x is None or isinstance(x, (bool, int, float))}
-        for holder in holders
-        if holder is not None
-    ]
-    masks = getattr(optimizer, "flatten_grad_norm_mask_list", [])  # of FP16_Optimizer, filled by its first step
-    known_masks = [*masks]
+    attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
+    lists = [(x, list(x)) for _, values in attributes for x in values.values() if type(x) is list]
     released = [param for param in getattr(optimizer, "persistent_parameters", ()) if not is_gathered(param)]
+
+    def put_back() -> None:
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for each, elements in lists:
+            each[:] = elements
+        if gathered := [param for param in released if is_gathered(param)]:
+            gathered[0].partition(gathered)
+
     with ExitStack() as stack:
+        stack.callback(put_back)
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))
-        try:
-            yield
-        finally:
-            for holder, values in zip(filter(None, holders), before, strict=True):
-                vars(holder).update(values)
-            masks[:] = known_masks
-            if gathered := [param for param in released if is_gathered(param)]:
-                gathered[0].partition(gathered)
+        yield
 
 
 def is_gathered(parameter: Any) -> bool:
@@ -361,6 +362,11 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 def wait_for_offload(optimizer: Any) -> None:
     """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
+
+
+def states_are_linked(optimizer: Any) -> bool:
+    """Whether ZeRO-1/2 has linked parameters to their optimizer states, as it does in its first step. All versions."""
+    return optimizer._hp_optimizer_states_linked
 
 
 def link_states(optimizer: Any) -> bool:

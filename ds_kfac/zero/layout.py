@@ -44,8 +44,6 @@ class ShardLayout(ABC):
 
     replicated = False
     """Whether every rank holds every averaged gradient."""
-    last_first = False
-    """Whether gradients lie in memory in the order in which a backward makes them."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 

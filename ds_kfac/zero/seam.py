@@ -35,6 +35,10 @@ CLOSURE = (
     "no closure"
 )
 
+OUTSIDE_INFERENCE = torch.inference_mode(False)
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a step makes,
+and tensors made in inference mode could not be changed there."""
+
 
 class Steps(Protocol):
     """What is told of an engine's steps."""
@@ -120,6 +124,7 @@ class Seam:
 
     # steps
 
+    @OUTSIDE_INFERENCE
     def _outer_step(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         try:
             with self._whole_groups():
@@ -168,12 +173,14 @@ class Seam:
                 self._interrupted()
                 raise
 
+    @OUTSIDE_INFERENCE
     def _after_inner(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and self._ran:
             self._ran, self.factor = False, None
             self._steps.end(applied=True)
 
+    @OUTSIDE_INFERENCE
     @torch.no_grad()
     def _run(self) -> None:
         self._ran = True
@@ -250,6 +257,7 @@ class Seam:
         """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's, which takes a step with
         the gradients that lie where DeepSpeed keeps them, and moves no weight."""
         installed, self._active = len(self._removals), True
+        groups = [(x, x["params"], [master.grad for master in x["params"]]) for x in self.inner.param_groups]
         self._watch_factor()
         try:
             with deepspeed_versions.unchanged(self.engine.optimizer), self._whole_groups(), ExitStack() as stack:
@@ -259,6 +267,10 @@ class Seam:
         finally:
             self._remove(but=installed)
             self._active = self._steps is not None
+            for group, masters, gradients in groups:
+                group["params"] = masters
+                for master, gradient in zip(masters, gradients, strict=True):
+                    master.grad = gradient
 
 
 def _with_hooks(optimizer: Any) -> Any:

@@ -71,7 +71,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             for group, (was, now) in enumerate(zip(before, after, strict=False)):
                 was, now = was.cpu() / factor, now.cpu() / factor
                 ours = (was.round() % 2 == 0) & (was.round() > 0)
-                if not torch.allclose(now, was + ADDED * ours, rtol=0, atol=TOLERANCE):
+                if not torch.allclose(now, was + ADDED * ours.float(), rtol=0, atol=TOLERANCE):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.end()

@@ -168,11 +168,11 @@ class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
 
     OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
-    last_first = True
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._linked, optimizer = False, self.optimizer
+        optimizer = self.optimizer
+        self._linked = deepspeed_versions.states_are_linked(optimizer)
         self._starts: dict[int, list[int]] = {}
         if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (
