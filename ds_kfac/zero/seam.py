@@ -140,8 +140,9 @@ class Seam:
         return result
 
     def _norm(self) -> Tensor:
+        """Without sparse gradients, which DeepSpeed does not clip."""
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        return torch.stack(torch._foreach_norm([x.coalesce().values() if x.is_sparse else x for x in gradients])).norm()
+        return torch.stack(torch._foreach_norm([x for x in gradients if not x.is_sparse])).norm()
 
     def _finish_factor(self) -> None:
         """What else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no function of its own for it."""
