@@ -142,7 +142,10 @@ class Seam:
     def _norm(self) -> Tensor:
         """Without sparse gradients, which DeepSpeed does not clip."""
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        return torch.stack(torch._foreach_norm([x for x in gradients if not x.is_sparse])).norm()
+        dense = [gradient for gradient in gradients if not gradient.is_sparse]
+        if not dense:
+            return torch.zeros((), device=self.engine.device)
+        return torch.stack(torch._foreach_norm(dense)).norm()
 
     def _finish_factor(self) -> None:
         """What else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no function of its own for it."""

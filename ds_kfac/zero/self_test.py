@@ -3,7 +3,7 @@ gradient.
 
 DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner optimizer only
 notes what it would step with. It is taken twice: as it is, and with the known gradients sent to the layers' workers, who
-check them and send back each value plus :data:`ADDED`. What the inner optimizer notes must be larger by that at the
+check them and send back each value plus :attr:`_Test.added`. What the inner optimizer notes must be larger by that at the
 preconditioned elements and unchanged elsewhere, in every group.
 """
 
@@ -22,6 +22,8 @@ from ds_kfac.zero.layout import ShardLayout
 MODULUS = 113
 """A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more, is exact in bf16."""
 ADDED = 2.0
+FRACTION = 2.0**-4
+"""Added, too, where results are kept in more than 16 bits: it shows rounding to them."""
 TOLERANCE = 1e-4
 """Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what bf16 rounds."""
 
@@ -71,7 +73,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             for group, (was, now) in enumerate(zip(before, after, strict=False)):
                 was, now = was.cpu() / factor, now.cpu() / factor
                 ours = (was.round() % 2 == 0) & (was.round() > 0)
-                if not torch.allclose(now, was + ADDED * ours, rtol=0, atol=TOLERANCE):
+                if not torch.allclose(now, was + test.added * ours, rtol=0, atol=TOLERANCE):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.end()
@@ -86,6 +88,10 @@ class _Test:
         self.exchange, self.layout = exchange, exchange.layout
         self.names = {id(param): name for name, param in self.layout.engine.module.named_parameters()}
         self.ours = {id(param) for param in self.layout.params}
+        dtypes = {self.layout.dtype}
+        if self.layout.replicated:
+            dtypes |= {param.dtype for param in self.layout.params}
+        self.added = ADDED if any(dtype.itemsize == 2 for dtype in dtypes) else ADDED + FRACTION
 
     def known(self, param: nn.Parameter) -> Tensor:
         """2, 4 .. 226 repeated, starting at a number that depends on the name; 1 more if the parameter is in no layer.
@@ -114,7 +120,7 @@ class _Test:
                     expected = self.known(param).narrow(0, *layout.span(piece))
                     if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
                         problems.append(f"the gradient of {self.names[id(param)]} did not arrive at its worker")
-                results.put([layer], [matrix + ADDED * factor])
+                results.put([layer], [matrix + self.added * factor])
             (returned,) = deliver([results.part], channel, exchange.device, results.release)
             exchange.write(results, returned)
         return problems
