@@ -289,9 +289,9 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and lists are then those
-    of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only if they were: of one
-    that is gathered DeepSpeed does not see that a module uses another one's."""
+    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and lists are
+    then those of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only
+    if they were: of one that is gathered DeepSpeed does not see that a module uses another one's."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
     attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]

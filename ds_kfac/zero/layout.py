@@ -226,6 +226,8 @@ class Replicated(ShardLayout):
         self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
+        if engine.gradient_clipping() and any(getattr(m, "sparse", None) is True for m in engine.module.modules()):
+            self.faults += ("it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",)
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -36,8 +36,8 @@ CLOSURE = (
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a step makes,
-and tensors made in inference mode could not be changed there."""
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a
+step makes, and tensors made in inference mode could not be changed there."""
 
 
 class Steps(Protocol):
@@ -224,7 +224,9 @@ class Seam:
         if not self.measures:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        gradients = [x.coalesce().values() if x.is_sparse else x for x in gradients]
+        gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # which DeepSpeed does not clip
+        if not gradients:
+            return original()
         before = torch.stack(torch._foreach_norm(gradients)).norm()
         result = original()
         self.factor = (torch.stack(torch._foreach_norm(gradients)).norm() / before).nan_to_num(1.0)

@@ -3,11 +3,12 @@ gradient.
 
 DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner
 optimizer only notes what it would step with. It is taken twice: as it is, and with the known gradients sent
-to the layers' workers, who check them and send back each value plus :data:`ADDED`. What the inner optimizer
+to the layers' workers, who check them and send back each value plus a little. What the inner optimizer
 notes must be larger by that at the preconditioned elements and unchanged elsewhere, in every group.
 """
 
 import zlib
+from dataclasses import replace
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -21,6 +22,8 @@ from ds_kfac.zero.layout import ShardLayout
 MODULUS = 113
 """A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more, is exact in bf16."""
 ADDED = 2.0
+FRACTION = 2.0**-4
+"""Added, too, where results are kept in more than 16 bits: it shows rounding to them."""
 TOLERANCE = 1e-4
 """Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what
 bf16 rounds."""
@@ -71,7 +74,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             for group, (was, now) in enumerate(zip(before, after, strict=False)):
                 was, now = was.cpu() / factor, now.cpu() / factor
                 ours = (was.round() % 2 == 0) & (was.round() > 0)
-                if not torch.allclose(now, was + ADDED * ours.float(), rtol=0, atol=TOLERANCE):
+                if not torch.allclose(now, was + test.added * ours.float(), rtol=0, atol=TOLERANCE):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.end()
@@ -86,6 +89,10 @@ class _Test:
         self.exchange, self.layout = exchange, exchange.layout
         self.names = {id(param): name for name, param in self.layout.engine.module.named_parameters()}
         self.ours = {id(param) for param in self.layout.params}
+        dtypes = {self.layout.dtype}
+        if self.layout.replicated:
+            dtypes |= {param.dtype for param in self.layout.params}
+        self.added = ADDED if any(dtype.itemsize == 2 for dtype in dtypes) else ADDED + FRACTION
 
     def known(self, param: nn.Parameter) -> Tensor:
         """2, 4 .. 226 repeated, starting at a number that depends on the name; 1 more if the parameter is in no layer.
@@ -101,9 +108,10 @@ class _Test:
         exchange, layout = self.exchange, self.layout
         problems: list[str] = []
         exchange.begin()
-        (arrived,) = deliver([exchange.gather_part], channel, exchange.device)
+        # no rounding on the way, here and back
+        (arrived,) = deliver([replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device)
         gradients = exchange.gathered(arrived)
-        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
+        with replaced(exchange, "scatter_dtype", torch.float32):
             for layer in exchange.owned:
                 matrix = gradients.pop(layer.name)
                 factor = 1.0 if layout.seam.factor is None else layout.seam.factor
@@ -113,7 +121,7 @@ class _Test:
                     expected = self.known(param).narrow(0, *layout.span(piece))
                     if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
                         problems.append(f"the gradient of {self.names[id(param)]} did not arrive at its worker")
-                exchange.put([layer], [matrix + ADDED * factor])
+                exchange.put([layer], [matrix + self.added * factor])
             (returned,) = deliver([exchange.scatter_part()], channel, exchange.device, exchange.sent_off)
             exchange.write(returned)
         return problems
