@@ -119,14 +119,16 @@ class KFACPreconditioner:
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             update, verdict = None, None
             if self.due.capture:
-                sums = self._captured_sums()
-                update = self._update_factors(sums)
+                update = self._update_factors()
+                with self.metrics.stage("relayout"):
+                    self._deliver(update)
+                self._rebase(update, self.proving.unfit)
             with self.metrics.stage("relayout"):
-                gradients = self._gather(update)
+                (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
+                gradients = self.exchange.gathered(arrived)
+                del arrived  # which keeps the message
             if self._numbers is not None:
                 verdict = self._judge(gradients)
-            if update is not None:
-                self._rebase(update, self.proving.unfit if verdict is None else verdict.unfit)
             with self.metrics.stage("precondition"):
                 self._context = StepContext(self.steps, self.seam.groups, self._peak_rates())
                 self._results = Results(self.exchange)
@@ -165,10 +167,12 @@ class KFACPreconditioner:
             self.observe(observations)
         return sums
 
-    def _update_factors(self, sums: Mapping[str, Any]) -> FactorStep:
-        """Average the sums into the factors, and decompose those that are due."""
+    def _update_factors(self) -> FactorStep:
+        """Average this step's sums into the factors, and decompose those that are due. Collective."""
+        sums = self._captured_sums()
         with self.metrics.stage("reduce"):
             update = self.curvature.update(self.steps, self.due, sums)
+        sums.clear()  # before new eigenbases are there
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
@@ -181,23 +185,20 @@ class KFACPreconditioner:
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
-    def _gather(self, update: FactorStep | None) -> Gradients:
-        """Fetch whole gradients of this rank's layers. New eigenbases and scalars travel in the same message."""
-        part = self.exchange.gather_part
-        if update is None:
-            (arrived,) = deliver((part,), self.channel, self.device)
-            return self.exchange.gathered(arrived)
-        return self.exchange.gathered(self._deliver(update, part)[0])
-
-    def _deliver(self, update: FactorStep, *others: Any) -> list[Any]:
-        """Send new eigenbases, scalars and ``others`` in one message. Returns what arrived of ``others``."""
+    def _deliver(self, update: FactorStep) -> None:
+        """Send scalars and new eigenbases, in as many messages as these need. Collective."""
         curvature = self.curvature
         table = curvature.scalars(update)
-        bases = curvature.delivery.parts(update.arriving, update.bases, self.device)
-        parts = (*others, *bases, table.part(curvature.values(update), self.device))
-        *arrivals, values = deliver(parts, self.channel, self.device)
-        curvature.receive(self.steps, update, arrivals[len(others) :], table.read(values))
-        return arrivals[: len(others)]
+        numbers = table.part(curvature.values(update), self.device)
+        first, *others = curvature.delivery.parts(update.arriving, update.bases, self.device) or [()]
+        arrivals = deliver((*first, numbers), self.channel, self.device)
+        scalars = table.read(arrivals.pop())
+        bases = curvature.delivery.received(arrivals)
+        for parts in others:
+            del arrivals  # which keep the last message
+            arrivals = deliver(parts, self.channel, self.device)
+            bases |= curvature.delivery.received(arrivals)
+        curvature.receive(self.steps, update, bases, scalars)
 
     def _judge(self, gradients: Gradients) -> Verdict:
         """Compare the captured rows with the gradients. Layers that fail go on without curvature. Collective."""
@@ -225,6 +226,7 @@ class KFACPreconditioner:
             bases = {side: update.bases[spec.key] for side, spec in keys.items() if spec.key in update.bases}
             if bases and name not in unfit:
                 group.rebase(index, **bases)
+        update.bases.clear()
 
     def _peak_rates(self) -> dict[int, Tensor | float]:
         if self.rule.optimizer_type is None:  # now: DeepSpeed's scheduler steps before the next step
