@@ -104,7 +104,8 @@ class KFACGradient(Direction):
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
             outcome.replaced = outcome.replaced + group.any_map(~finite).sum()
-            V = torch.where(finite[:, None, None], V, 0.0)
+            zero = ~finite[:, None, None]
+            V = V.masked_fill(zero, 0.0) if V is gradient else V.masked_fill_(zero, 0.0)
             dot = torch.where(finite, dot, 0.0)
             dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)

@@ -42,9 +42,10 @@ class StepTensors:
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
         """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may be DeepSpeed's own
         memory, of which layers that lie at equal distances are a view. Call it once for each group."""
+        is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
         if len(parts) == 1:
-            return group.matrices(parts), False
+            return group.matrices(parts), is_copy
         together = evenly_spaced(parts)
         return (group.matrices(parts), True) if together is None else (together, False)
 

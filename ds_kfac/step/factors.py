@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Channel, Scalars
+from ds_kfac.comm.message import Channel, Scalars
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
@@ -124,7 +124,7 @@ class FactorUpdates:
         self.eigen_workers = roles.eigen_workers
         self.delivery = Delivery(
             roles.factors, self.eigen_workers, roles.workers,
-            world=channel.world, wire=plan.wire, method=plan.method,
+            world=channel.world, wire=plan.wire, nbytes=plan.bucket_bytes, method=plan.method,
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
         self.travels = self.delivery.travels
@@ -343,13 +343,13 @@ class FactorUpdates:
         return values
 
     def receive(
-        self, step: int, update: FactorStep, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]
+        self, step: int, update: FactorStep, bases: Mapping[str, Decomposition], scalars: Mapping[Hashable, Tensor]
     ) -> None:
         """Take in what other ranks have sent: new eigenbases or inverses for this rank's layers. Synchronises if they
         travel.
 
         Args:
-            arrivals: what arrived of each of the delivery's parts.
+            bases: factor key -> decomposition that arrived.
             scalars: name -> scalar, from all ranks.
         """
         update.scalars = scalars
@@ -361,5 +361,6 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        arrived = self.delivery.received(update.bases, *arrivals)  # also of those made here a copy, rounded as sent
-        update.bases = {key: basis for key, basis in arrived.items() if key in fresh}
+        for key in update.bases.keys() & self.delivery.rounded:  # as they were sent: replicas stay bit-identical
+            update.bases[key] = update.bases[key].rounded(self.delivery.wire)
+        update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.comm.message import Arrivals, Channel, MessagePart, deliver
+from ds_kfac.comm.message import Channel, deliver
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
@@ -109,10 +109,9 @@ class KFACPreconditioner:
     def precondition(self) -> Running:
         """The first half: this rank's results. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            update = self._update_factors() if self.due.capture else None  # averaged, decomposed
-            gradients = self._gather(update)  # to their workers; new eigenbases with them
-            verdict = self._judge(gradients)  # whether the captured rows make up the gradients
-            self._rebase(update, verdict)  # into the new eigenbases; moments turn with them
+            update = self._update_factors() if self.due.capture else None
+            gradients = self._gather()
+            verdict = self._judge(gradients)
             context = StepContext(self.steps, self.seam.groups, self._peak_rates())
             with self.metrics.stage("precondition"):
                 outcome = self.direction.step(context, gradients)
@@ -135,8 +134,9 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, average them in, and decompose what is due. What the
-        first batch shows may change the plan, before any of its sums are kept. Collective."""
+        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is due, and bring layers
+        into the new eigenbases. What the first batch shows may change the plan, before any of its sums are kept.
+        Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -147,9 +147,13 @@ class KFACPreconditioner:
             if observations is not None:
                 self.observe(observations)
             update = self.curvature.update(self.steps, self.due, sums)
+        sums.clear()  # before new eigenbases are there
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
+        with self.metrics.stage("relayout"):
+            self._deliver(update)
+        self._rebase(update)
         return update
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
@@ -159,24 +163,27 @@ class KFACPreconditioner:
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
-    def _gather(self, update: FactorStep | None) -> Gradients:
-        """Fetch whole gradients of this rank's layers. New eigenbases and scalars travel in the same message."""
-        with self.metrics.stage("relayout"):
-            self.exchange.begin()
-            (arrived,) = self._deliver(update, self.exchange.gather_part)
-            return self.exchange.gathered(arrived)
-
-    def _deliver(self, update: FactorStep | None, *others: MessagePart) -> list[Arrivals]:
-        """Send ``others``, new eigenbases and scalars in one message. Returns what arrived of ``others``."""
-        if update is None:
-            return deliver(others, self.channel, self.device)
+    def _deliver(self, update: FactorStep) -> None:
+        """Send scalars and new eigenbases, in as many messages as these need. Collective."""
         curvature = self.curvature
         table = curvature.scalars(update)
-        bases = curvature.delivery.parts(update.arriving, update.bases, self.device)
-        parts = (*others, *bases, table.part(curvature.values(update), self.device))
-        *arrivals, values = deliver(parts, self.channel, self.device)
-        curvature.receive(self.steps, update, arrivals[len(others) :], table.read(values))
-        return arrivals[: len(others)]
+        numbers = table.part(curvature.values(update), self.device)
+        first, *others = curvature.delivery.parts(update.arriving, update.bases, self.device) or [()]
+        arrivals = deliver((*first, numbers), self.channel, self.device)
+        scalars = table.read(arrivals.pop())
+        bases = curvature.delivery.received(arrivals)
+        for parts in others:
+            del arrivals  # which keep the last message
+            arrivals = deliver(parts, self.channel, self.device)
+            bases |= curvature.delivery.received(arrivals)
+        curvature.receive(self.steps, update, bases, scalars)
+
+    def _gather(self) -> Gradients:
+        """Whole gradients of this rank's layers. Collective."""
+        with self.metrics.stage("relayout"):
+            self.exchange.begin()
+            (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
+            return self.exchange.gathered(arrived)
 
     def _judge(self, gradients: Gradients) -> Verdict | None:
         """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on without curvature.
@@ -192,20 +199,18 @@ class KFACPreconditioner:
         self.curvature.forget(self.curvature.of_none_but(verdict.unfit))
         return verdict
 
-    def _rebase(self, update: FactorStep | None, verdict: Verdict | None = None) -> None:
-        """Bring layers into their new eigenbases, and take in numbers of loss terms. Layers whose rows are
-        not what their gradients are made of get none."""
-        if update is None:
-            return
-        unfit = self.proving.unfit if verdict is None else verdict.unfit
+    def _rebase(self, update: FactorStep) -> None:
+        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms. Layers whose
+        rows failed the last proof get none."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
                 group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
             keys = self.curvature.of_layer.get(name, {})
             bases = {side: update.bases[spec.key] for side, spec in keys.items() if spec.key in update.bases}
-            if bases and name not in unfit:
+            if bases and name not in self.proving.unfit:
                 group.rebase(index, **bases)
+        update.bases.clear()
 
     def _peak_rates(self) -> dict[int, Tensor | float]:
         if self.rule.optimizer_type is None:  # now: DeepSpeed's scheduler steps before the next step
@@ -254,13 +259,14 @@ class KFACPreconditioner:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture and whole:
             self.settle()
-        self.seam.measures = False
+        self.seam.measuring.discard(self.engine_view.domain.name)
         if self.due.capture or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             proof = self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
-            self.seam.measures = proof is not None
+            if proof is not None:
+                self.seam.measuring.add(self.engine_view.domain.name)
 
     def settle(self) -> None:
         """Observe what the last applied updates have shown, see :meth:`Sharing.settled`. Collective."""

@@ -4,7 +4,7 @@ ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. S
 gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,10 +43,15 @@ class Gradients:
     holds a layer's gradient or its result.
 
     A tensor may be DeepSpeed's own memory, which only the exchange may write to.
+
+    Args:
+        held: layer name -> matrix, and what it is still to be multiplied by.
+        joined: names of layers whose matrices were put together from pieces.
     """
 
-    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        self._held = dict(held)  # matrices, and what they are still to be multiplied by
+    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]], joined: Collection[str] = ()) -> None:
+        self._held = dict(held)
+        self._joined = joined
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -54,6 +59,11 @@ class Gradients:
     def __getitem__(self, name: str) -> Tensor:
         matrix_OI, factor = self._held[name]
         return matrix_OI.float() if factor is None else times(matrix_OI, factor)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether whoever takes the gradient may overwrite it."""
+        matrix_OI, factor = self._held[name]
+        return name in self._joined or factor is not None or matrix_OI.dtype is not torch.float32
 
     def pop(self, name: str) -> Tensor:
         matrix_OI = self[name]
@@ -124,6 +134,7 @@ class GradientExchange:
         layout, factor = self.layout, self.layout.seam.factor
         flats: dict[int, Tensor] = {}
         raw: set[int] = set()  # parameters whose gradients are still to be multiplied
+        joined: set[int] = set()
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
             shards, numel = self.shards.get(param, []), layout.shards.numels[param]
             is_whole = len(shards) == 1 and shards[0].numel == numel
@@ -132,6 +143,7 @@ class GradientExchange:
             if is_whole:  # nothing to put together
                 flats[param] = self.gradients[shards[0]].to(self.device)
                 continue
+            joined.add(param)
             flats[param] = torch.empty(numel, dtype=layout.dtype, device=self.device)
             for shard in shards:
                 flats[param][shard.start : shard.start + shard.numel] = self._travelling(shard)
@@ -146,7 +158,7 @@ class GradientExchange:
             # with a bias the matrix is a copy
             matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
             held[layer.name] = matrix_OI, factor if raw.issuperset(params) else None
-        return Gradients(held)
+        return Gradients(held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])])
 
     # results to their shards
 

@@ -69,7 +69,8 @@ class Seam:
         groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a time.
         factor: what DeepSpeed multiplies this step's gradients by, a scalar on the device; None: by nothing.
         prepared: how many masters' gradients it has multiplied already.
-        measures: whether the factor is needed at stage 0, too, where DeepSpeed does not tell how it clips.
+        measuring: domains that need the factor even if all gradients are prepared, for a proof of rows. At stage 0
+            DeepSpeed does not tell how it clips.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -85,7 +86,7 @@ class Seam:
         self.groups: list[dict[str, Any]] = self.inner.param_groups
         self.factor: Tensor | None = None
         self.prepared = 0
-        self.measures = False
+        self.measuring: set[str] = set()
         self._inverse: Tensor | None = None
         self._steps: Any = None
         self._active = False
@@ -204,7 +205,7 @@ class Seam:
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled
-        elif self.measures and not self._is_bare and self.factor is None:
+        elif self.measuring and not self._is_bare and self.factor is None:
             self.factor = deepspeed_versions.bf16_clipping(self.engine.optimizer)
 
     def _watch_factor(self) -> None:
@@ -221,7 +222,7 @@ class Seam:
         return original(*arguments, **keywords)
 
     def _clip(self, original: Callable[..., Any]) -> Any:
-        if not self.measures:
+        if not self.measuring:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
         gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # which DeepSpeed does not clip
