@@ -133,15 +133,12 @@ class Seam:
         return original(*arguments, **keywords)
 
     def _clip(self, original: Callable[..., Any]) -> Any:
-        before = self._norm() if self.measures else None
+        gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
+        before = _norm(gradients) if self.measures and gradients else None
         result = original()
         if before is not None:
-            self.factor = (self._norm() / before).nan_to_num(1.0)
+            self.factor = (_norm(gradients) / before).nan_to_num(1.0)
         return result
-
-    def _norm(self) -> Tensor:
-        gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        return torch.stack(torch._foreach_norm([x.coalesce().values() if x.is_sparse else x for x in gradients])).norm()
 
     def _finish_factor(self) -> None:
         """What else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no function of its own for it."""
@@ -271,6 +268,10 @@ class Seam:
         finally:
             self._remove(but=installed)
             self._active = self._steps is not None
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm([x.coalesce().values() if x.is_sparse else x for x in gradients])).norm()
 
 
 class _Nothing:
