@@ -229,7 +229,7 @@ class Results:
         for layer in layers:
             param, *bias = exchange.plan.of_layer[layer.name]
             parameter = exchange.params[layer.name][0]
-            here = exchange.shards.get(param, ())
+            here: Sequence[Shard] = exchange.shards.get(param, ())
             whole = len(here) == 1 and here[0].numel == layout.shards.numels[param]
             if bias or not whole or param in exchange.sent or not parameter.requires_grad or layer.copies > 1:
                 return None
