@@ -53,6 +53,7 @@ LONGEST = (
     "deepspeed/test_inverse.py", "integrations/test_startup.py", "deepspeed/test_autoep.py", "deepspeed/test_spikes.py",
     "deepspeed/test_seam.py", "deepspeed/test_communication.py", "benchmarks/test_gpu_script.py",
     "campaign/test_processors.py", "campaign/test_mutant_runs.py", "benchmarks/test_gpu_lm.py", "gpu/test_shared.py",
+    "zero/test_seam.py",
 )  # fmt: skip
 """Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of them last works on
 alone."""

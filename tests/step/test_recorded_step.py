@@ -24,7 +24,7 @@ CASES = {
 
 
 def make(case: str, device: torch.device):
-    """A function of gradients and learning rate: results, second moments after the step, and kl-clip's factor. Each call
+    """A function of gradients and learning rate: results, second moments after the step, kl-clip's factor. Each call
     begins with the same moments."""
     plan = planned(CASES[case], batched="batched" in case, device=device)
     plan.layers = layers = [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)]
