@@ -168,19 +168,19 @@ class GradientExchange:
         frozen since attach gets zeros."""
         shards, values = list[Shard](), list[Tensor]()
         for layer, matrix_OI in zip(layers, matrices, strict=True):
-            # rounded as they arrive elsewhere: else replicas, and the copies of a layer that other tensor-parallel
-            # ranks work for, would drift apart
-            rounded = self.layout.replicated or layer.copies > 1
             indices, parameters = self.plan.of_layer[layer.name], self.params[layer.name]
             for param, parameter, flat in zip(indices, parameters, self.parts(layer, matrix_OI), strict=True):
                 if not parameter.requires_grad:
                     flat = torch.zeros_like(flat)
                 for span in self.sent.get(param, ()):
                     self._outbox[param, span] = _cut_out(flat, span, self.scatter_dtype)
+                # rounded as it arrives elsewhere: else replicas, and the copies of a layer that other tensor-parallel
+                # ranks work for, would drift apart
+                if (self.layout.replicated and param in self.sent) or (layer.copies > 1 and self.layout.world > 1):
+                    flat = flat.to(self.scatter_dtype)
                 for shard in self.shards.get(param, ()):
                     shards.append(shard)
-                    own = flat.narrow(0, shard.start, shard.numel)
-                    values.append(own.to(self.scatter_dtype) if rounded and self.layout.world > 1 else own)
+                    values.append(flat.narrow(0, shard.start, shard.numel))
         self._write(shards, values)
 
     def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:

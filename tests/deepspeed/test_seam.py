@@ -275,18 +275,18 @@ def arriving(plain, spoil):
 
 
 def written(plain, spoil):
-    """Results.put with spoilt results."""
+    """GradientExchange.put with spoilt results."""
     return lambda self, layers, matrices: plain(self, layers, [spoil(g) for g in matrices])
 
 
 def self_test_worker(names: list[str]) -> dict:
     """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
-    from ds_kfac.zero.exchange import Gradients, Results
+    from ds_kfac.zero.exchange import GradientExchange, Gradients
 
     def shifted(g):
         return g.flatten().roll(1).view_as(g)
 
-    reads, writes = (Gradients, "__getitem__", arriving), (Results, "put", written)
+    reads, writes = (Gradients, "__getitem__", arriving), (GradientExchange, "put", written)
     faults = {
         "shifted read": (*reads, shifted),
         "shifted write": (*writes, shifted),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.zero.exchange import Results
+from ds_kfac.zero.exchange import GradientExchange
 from tests.close import close, near
 from tests.covering import covering
 from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
@@ -322,7 +322,7 @@ def test_every_way_to_run_a_model_trains_like_the_reference():
 
 
 def keeping(put, gradients: dict[str, torch.Tensor]):
-    """Results.put that copies results."""
+    """GradientExchange.put that copies results."""
 
     def kept(self, layers, matrices) -> None:
         for layer, matrix_OI in zip(layers, matrices, strict=True):
@@ -351,7 +351,7 @@ def invariance_worker(cases) -> dict:
         x, y = torch.randn(16, 3, FEATURES, generator=torch.Generator().manual_seed(7)), torch.arange(48) % 5
         mine = slice(dist.get_rank() * rows * accumulation, (dist.get_rank() + 1) * rows * accumulation)
         micro = zip(x[mine].split(rows), y.view(16, 3)[mine].split(rows), strict=True)
-        with patched(mode), patch.object(Results, "put", keeping(Results.put, gradients)):
+        with patched(mode), patch.object(GradientExchange, "put", keeping(GradientExchange.put, gradients)):
             for xs, ys in micro:
                 engine.backward(engine(xs.to(engine.get_data_types()[0]), ys))
                 engine.step()

@@ -10,15 +10,22 @@ from torch import Tensor
 from ds_kfac.model.layers import LayerSpec
 
 
-class Results(dict):
-    """Layer name -> matrix."""
+class Exchange(SimpleNamespace):
+    """What a direction reads of an exchange.
+
+    Attributes:
+        results: layer name -> matrix, of the last step.
+    """
 
     def memory(self, layers: Sequence[LayerSpec]) -> None:
         return None
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        assert not any(layer.name in self for layer in layers)
-        self.update(zip([layer.name for layer in layers], matrices, strict=True))
+        assert not any(layer.name in self.results for layer in layers)
+        self.results.update(zip([layer.name for layer in layers], matrices, strict=True))
+
+    def begin(self) -> None:
+        self.results = {}
 
 
 def exchange_of(
@@ -27,13 +34,13 @@ def exchange_of(
     parts: Callable[..., Any] = lambda layer, matrix: (matrix.flatten(),),
     groups: tuple[int, ...] = (0,),
 ) -> Any:
-    """What a direction reads of an exchange.
+    """An exchange of these layers.
 
     Args:
         parts: a layer and its matrix -> its parameters.
         groups: their parameter groups.
     """
-    return SimpleNamespace(
-        owned=tuple(layers), device=torch.device(device), group_indices=lambda layer: groups, parts=parts,
+    return Exchange(
+        results={}, owned=tuple(layers), device=torch.device(device), group_indices=lambda layer: groups, parts=parts,
         layout=SimpleNamespace(rank=0, last_first=False), plan=SimpleNamespace(of_layer={}), shards={}, params={},
     )  # fmt: skip

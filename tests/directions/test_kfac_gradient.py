@@ -11,7 +11,7 @@ from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
 from tests.choices import planned
 from tests.close import close, exact
-from tests.directions.outbox import Results, exchange_of
+from tests.directions.outbox import exchange_of
 from tests.models import linear_layer
 
 
@@ -30,9 +30,8 @@ def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **prec
     )
     direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
     direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
-    results = Results()
-    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), {"layer": gradient}, results)
-    return outcome, results["layer"]
+    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), {"layer": gradient})
+    return outcome, exchange.results["layer"]
 
 
 @pytest.mark.parametrize("options", [{}, {"eigenvalues": "corrected"}])

@@ -11,7 +11,7 @@ from ds_kfac.update.rotation import Rotation, mask_null_space
 from tests.choices import planned
 from tests.close import close, exact
 from tests.deepspeed.toys import Mean, SoftSign
-from tests.directions.outbox import Results, exchange_of
+from tests.directions.outbox import exchange_of
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -29,12 +29,12 @@ def with_a_null_space(basis: LayerBasis) -> LayerBasis:
 def stepped(gradient: torch.Tensor):
     """The toy rule's outcome and result for one layer, and the layer's moments."""
     layer, basis = linear_layer("layer", COLUMNS, ROWS), random_basis(ROWS, COLUMNS)
-    direction, results = SoftSign(planned({}), exchange_of([layer]), Mean), Results()
+    direction = SoftSign(planned({}), exchange_of([layer]), Mean)
     (group,) = direction.layer_groups
     group.rebase(0, A=basis.A, G=basis.G)
     group.moments.first_OI.fill_(BEFORE)
-    outcome = direction.step(StepContext(0, [], {}), {"layer": gradient}, results)
-    return outcome, results["layer"], group.moments.first_OI[0]
+    outcome = direction.step(StepContext(0, [], {}), {"layer": gradient})
+    return outcome, direction.exchange.results["layer"], group.moments.first_OI[0]
 
 
 def test_moments_change_in_place_by_what_a_rule_makes_of_them():

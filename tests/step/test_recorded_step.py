@@ -12,7 +12,7 @@ from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from tests.choices import planned
 from tests.close import exact
-from tests.directions.outbox import Results, exchange_of
+from tests.directions.outbox import exchange_of
 from tests.models import linear_layer
 
 SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
@@ -44,12 +44,13 @@ def make(case: str, device: torch.device):
     def step(gradients: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
         for x in kept:
             x.zero_()
-        results, context = Results(), StepContext(3, [{"lr": lr}], {})
+        direction.exchange.begin()
+        context = StepContext(3, [{"lr": lr}], {})
         names = [layer.name for layer in layers]
-        outcome = direction.step(context, dict(zip(names, gradients, strict=True)), results)
+        outcome = direction.step(context, dict(zip(names, gradients, strict=True)))
         flags = torch.ones(len(layers), dtype=torch.bool, device=device)
         scales = direction.finish(context, outcome, outcome.numbers, flags)
-        return [*results.values(), *(x.clone() for x in kept), *list(scales.values())[:1], outcome.replaced]
+        return [*direction.exchange.results.values(), *(x.clone() for x in kept), *list(scales.values())[:1], outcome.replaced]
 
     return step
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import Move
-from ds_kfac.zero.exchange import GradientExchange, Results
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.shards import Shard, ShardMap
 from tests.close import exact
 from tests.models import linear_layer
@@ -32,13 +32,12 @@ class FakeLayout:
         raw: parameters that DeepSpeed will still multiply by :data:`FACTOR`.
     """
 
-    def __init__(self, shards: ShardMap, dtype: torch.dtype, raw: tuple[int, ...] = (), wire_factor: bool = False):
+    def __init__(self, shards: ShardMap, dtype: torch.dtype, raw: tuple[int, ...] = (), sends_raw: bool = False):
         self.rank, self.world, self.shards, self.dtype = 0, 2, shards, dtype
         self.engine = SimpleNamespace(device=torch.device("cpu"))
         self.replicated = shards is REPLICATED
-        self.raw = raw
+        self.raw_params, self.sends_raw = raw, sends_raw
         self.seam = SimpleNamespace(factor=FACTOR, inverse=1 / FACTOR)
-        self.wire_factor = FACTOR if wire_factor else None
         self.params = [torch.nn.Parameter(torch.zeros(numel)) for numel in shards.numels]
         generator = torch.Generator().manual_seed(3)
         self.stored = {
@@ -49,28 +48,24 @@ class FakeLayout:
     def param_of(self, piece: int) -> torch.nn.Parameter:
         return self.params[piece]
 
-    def gradient(self, shard: Shard) -> Tensor:
-        return self.stored[shard.param, shard.start]
+    @property
+    def own(self) -> tuple[Shard, ...]:
+        return self.shards.on(0)
 
-    def writable(self, shard: Shard) -> Tensor:
+    def gradients(self) -> dict[Shard, Tensor]:
+        """Views of ``stored``, which has fp32 in place of fp16 from here on."""
         if self.dtype is torch.float16:
-            self.stored[shard.param, shard.start] = self.gradient(shard).float()
-        return self.gradient(shard)
+            self.stored = {place: gradient.float() for place, gradient in self.stored.items()}
+        return {shard: self.stored[shard.param, shard.start] for shard in self.own}
 
-    def factor(self, shard: Shard) -> Tensor | None:
-        return FACTOR if shard.param in self.raw else None
-
-    def held(self, shard: Shard) -> bool:
-        return True
-
-    def to_wire(self, shard: Shard) -> Tensor:
-        if self.wire_factor is not None:
-            return self.gradient(shard)
-        return self.gradient(shard) * (1.0 if self.factor(shard) is None else FACTOR)
+    def raw(self, shard: Shard) -> bool:
+        return shard.param in self.raw_params
 
 
 def exchange_of(layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype, layer=LAYER) -> GradientExchange:
-    return GradientExchange(layout, [layer], {"a": workers}, (wire, wire))
+    exchange = GradientExchange(layout, [layer], {"a": workers}, (wire, wire))
+    exchange.begin()
+    return exchange
 
 
 class Rank0:
@@ -80,11 +75,11 @@ class Rank0:
         self.layout = FakeLayout(shards, stored, raw)
         self.exchange = exchange_of(self.layout, workers, wire)
         self.result = torch.randn(O, I, generator=torch.Generator().manual_seed(0))
-        self.results = Results(self.exchange)
         if 0 in workers:
-            self.results.put([LAYER], [self.result.clone()])
-        self.sent = [self.results.part.piece(move) for move in self.results.part.plan.moves if move.source == 0]
-        self.results.release()
+            self.exchange.put([LAYER], [self.result.clone()])
+        part = self.exchange.scatter_part()
+        self.sent = [part.piece(move) for move in part.plan.moves if move.source == 0]
+        self.exchange.sent_off()
 
     @property
     def stored(self) -> Tensor:
@@ -92,7 +87,7 @@ class Rank0:
 
     def receive(self, *received: Tensor) -> None:
         arrivals = [(Move(0, 0, len(values), 1, 0), values) for values in received]
-        self.exchange.write(self.results, arrivals, {"a": torch.tensor(SCALE)})
+        self.exchange.write(arrivals, {"a": torch.tensor(SCALE)})
 
 
 @WIRES
@@ -143,7 +138,7 @@ def test_what_arrives_is_divided_and_scaled_in_fp32(wire, stored, raw):
 def test_a_parameter_that_was_frozen_since_attach_gets_zeros():
     layout = FakeLayout(PARTS, torch.float32)
     layout.params[0].requires_grad_(False)
-    Results(exchange_of(layout, (0,), torch.float32)).put([LAYER], [torch.ones(O, I)])
+    exchange_of(layout, (0,), torch.float32).put([LAYER], [torch.ones(O, I)])
     exact(layout.stored[0, 0], torch.zeros(HALF))
 
 
@@ -157,16 +152,16 @@ def test_a_weight_and_a_bias_in_groups_that_deepspeed_treats_one_after_the_other
     exact(gradient, torch.cat([weight.view(O, I), (bias * FACTOR)[:, None]], dim=1))
 
 
-@pytest.mark.parametrize("wire_factor", [False, True])
-def test_a_gradient_comes_to_its_worker_as_it_will_be_applied(wire_factor):
+@pytest.mark.parametrize("sends_raw", [False, True])
+def test_a_gradient_comes_to_its_worker_as_it_will_be_applied(sends_raw):
     """In 16 bits it travels raw, and is multiplied where it arrives; each is taken once."""
-    layout = FakeLayout(PARTS, torch.float16 if wire_factor else torch.float32, (0,), wire_factor)
+    layout = FakeLayout(PARTS, torch.float16 if sends_raw else torch.float32, (0,), sends_raw)
     arriving = torch.randn(HALF).to(layout.dtype)
     gradients = exchange_of(layout, (0,), layout.dtype).gathered([(Move(0, HALF, HALF, 1, 0), arriving)])
     assert "a" in gradients
     found = gradients.pop("a")
     assert found.dtype is torch.float32 and "a" not in gradients
-    arrived = arriving.float() * (FACTOR if wire_factor else 1.0)
+    arrived = arriving.float() * (FACTOR if sends_raw else 1.0)
     exact(found.flatten(), torch.cat([layout.stored[0, 0].float() * FACTOR, arrived]))
 
 
@@ -179,11 +174,11 @@ def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor
     layout = FakeLayout(shards, torch.bfloat16 if case == "bf16" else torch.float32, (0,) if case == "raw" else ())
     layout.params[0].requires_grad_(case != "frozen")
     layer = replace(LAYER, copies=2) if case == "copied" else LAYER
-    results = Results(exchange_of(layout, (0,), torch.float32, layer))
-    memory = results.memory([layer])
+    exchange = exchange_of(layout, (0,), torch.float32, layer)
+    memory = exchange.memory([layer])
     assert (memory is not None) == (case == "fits")
     if memory is not None:
         memory.fill_(2.0)
         exact(layout.stored[0, 0], torch.full((WHOLE,), 2.0))
-        results.exchange.write(results, [], {"a": torch.tensor(SCALE)})
+        exchange.write([], {"a": torch.tensor(SCALE)})
         exact(layout.stored[0, 0], torch.full((WHOLE,), 2.0) * SCALE)

@@ -92,19 +92,17 @@ class Doubling:
 
     def step(self) -> None:
         self.told.append("step")
-        if self.seam.outer is None:
-            self.layout.begin()
-        for shard in self.layout.shards.on(self.layout.rank):
-            self.layout.writable(shard).mul_(2.0)
-            gradient, factor = self.layout.gradient(shard).float(), self.layout.factor(shard)
-            self.promised[shard] = gradient.clone() if factor is None else gradient * factor.view(1)
+        for shard, gradient in self.layout.gradients().items():
+            gradient.mul_(2.0)
+            factor = self.seam.factor if self.layout.raw(shard) else None
+            self.promised[shard] = gradient.float().clone() if factor is None else gradient.float() * factor.view(1)
 
     def end(self, *, applied: bool) -> None:
         self.told.append(f"end {applied}")
         self.layout.end()
 
-    def raised(self) -> None:
-        self.told.append("raised")
+    def raised(self, *, begun: bool) -> None:
+        self.told.append(f"raised {begun}")
 
     def _look(self, *_: Any) -> None:
         shown = {id(param) for group in self.inner.param_groups for param in group["params"]}
