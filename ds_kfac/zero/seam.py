@@ -30,8 +30,8 @@ NO_HOOKS = (
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a step makes,
-and tensors made in inference mode could not be changed there."""
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a step
+makes, and tensors made in inference mode could not be changed there."""
 
 
 class Steps(Protocol):

@@ -8,6 +8,7 @@ preconditioned elements and unchanged elsewhere, in every group.
 """
 
 import zlib
+from dataclasses import replace
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -99,9 +100,10 @@ class _Test:
         """Gradients go to their workers and results back. Returns what is wrong. Collective."""
         exchange, layout = self.exchange, self.layout
         problems: list[str] = []
-        (arrived,) = deliver([exchange.gather_part], channel, exchange.device)
+        # no rounding on the way, to the workers and back
+        (arrived,) = deliver([replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device)
         gradients = exchange.gathered(arrived)
-        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
+        with replaced(exchange, "scatter_dtype", torch.float32):
             results = Results(exchange)
             for layer in exchange.owned:
                 matrix = gradients.pop(layer.name)
