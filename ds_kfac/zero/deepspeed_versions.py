@@ -271,8 +271,8 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: afterwards its attributes and lists are
-    those of before. Parameters are not linked to states that do not exist."""
+    """Meanwhile an outer optimizer may take a step with gradients that are none: afterwards its attributes and lists
+    are those of before. Parameters are not linked to states that do not exist."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
     attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]

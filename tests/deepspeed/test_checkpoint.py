@@ -29,15 +29,15 @@ FALLING = {
 
 
 def own_state(engine) -> dict:
+    """Copies: later steps change the state in place."""
     kfac = engine.kfac.preconditioner
     found = {}
     for name, state in kfac.state.items():
         keys = [f"{name}/{side}" for side in "AG" if f"{name}/{side}" in kfac.curvature.specs]
         factors = [kfac.curvature.factors[key] for key in keys]
-        moments = [part.clone() for part in vars(state.moments).values()] if state.moments else ()
+        moments = vars(state.moments).values() if state.moments else ()
         packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
-        bases = [part.clone() for part in (*state.A.vectors, state.G.values)]  # which later steps may overwrite
-        found[name] = [*bases, *packed, state.terms, *moments]
+        found[name] = [x.clone() for x in (*state.A.vectors, state.G.values, *packed, state.terms, *moments)]
     return found
 
 
