@@ -21,7 +21,7 @@ IN_PLACE = (
     "z2-bf16-corrected",
 )  # fmt: skip
 APART = ("adam-z0", "adam-z0-bf16")
-"""Where every parameter has a gradient of its own; elsewhere a group's lie in one tensor when the optimizer steps it."""
+"""Where each parameter has a gradient of its own; elsewhere a group's lie in one tensor when the optimizer steps it."""
 WIDTH, STEPS = 12, 5
 KFAC = {"burn_in": {"steps": 0}, "report": "none", "plan": {"batched": True}}
 
