@@ -40,8 +40,8 @@ STATE = ("factors", "history", "eigenbases", "moments")
 """Memory that is kept between steps; inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
 """Memory that a step which captures everything needs in addition, not all at once: batch sums that this rank makes or
-averages; messages in flight; gathered gradients; while layers are stepped, what is left of these, and the copies of a
-chunk; results that wait to be sent, and the message with them."""
+averages; messages in flight; gathered gradients, and the message that brings them; while layers are stepped, what is
+left of these, and the copies of a chunk; results that wait to be sent, and the message with them."""
 BESIDE = "beside"
 """The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
 FP32 = 4
@@ -236,7 +236,8 @@ class Estimate:
         memory["sums"], under_way = self._reduced(self.every, self.layout)
         delivers = [self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)]
         (sent, gathers), (_, scatters) = self._buffers(self._gather), self._buffers(self._scatter)
-        peaks += [gathers, gathers - sent + gathered, working, results, scatters]
+        gathered, results = np.maximum(gathers, gathers - sent + gathered), np.maximum(results, scatters)
+        peaks += [gathered, working, results]
         memory["messages"] = np.max([under_way, gathers, scatters, *delivers], axis=0)
         memory["gradients"], memory["results"], memory["workspace"] = gathered, results, working
         memory[BESIDE] = np.max(peaks, axis=0) + recorded
