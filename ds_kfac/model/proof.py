@@ -19,7 +19,7 @@ is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
 Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any

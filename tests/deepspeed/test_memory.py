@@ -165,7 +165,7 @@ def beside_worker(modes) -> dict:
             with live if step else nullcontext():  # counting takes most of the time
                 engine.backward(loss)
                 engine.step()
-        # steps 4 and 6 capture, and replace what step 2 has made; before those ahead of them there are DeepSpeed's gradients
+        # steps 4 and 6 capture and replace what was counted; before the others there are DeepSpeed's gradients
         captured = [peaks[step - 1] - before[step - 2] for step in (4, 6)]
         with chosen(config["kfac"]):
             estimate = Estimate(subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS)
