@@ -40,8 +40,8 @@ STATE = ("factors", "history", "eigenbases", "moments")
 """Memory that is kept between steps; inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
 """Memory that a step which captures everything needs in addition, not all at once: batch sums that this rank makes or
-averages; messages in flight; gathered gradients; while layers are stepped, what is left of these, and the copies of a
-chunk; results that wait to be sent, and the message with them."""
+averages; messages in flight; gathered gradients, and the message that brings them; while layers are stepped, what is
+left of these, and the copies of a chunk; results that wait to be sent, and the message with them."""
 BESIDE = "beside"
 """The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
 FP32 = 4
@@ -166,8 +166,8 @@ class Estimate:
         return [("gradients", self._gradients)]
 
     def _delivered(self, captured: Keys, arriving: Keys) -> list[tuple[Message, np.ndarray]]:
-        """The messages of new eigenbases or inverses to gradient workers, the first with the exchanged scalars; with each
-        the bytes [W] of what it brings, as it is kept."""
+        """The messages of new eigenbases or inverses to gradient workers, the first with the exchanged scalars; with
+        each the bytes [W] of what it brings, as it is kept."""
         delivery, found = self.delivery, list[tuple[Message, np.ndarray]]()
         names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels)
         numbers = ("numbers", self._numbers([len(of_rank) for of_rank in names], self.world))
@@ -236,7 +236,8 @@ class Estimate:
         memory["sums"], under_way = self._reduced(self.every, self.layout)
         delivers = [self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)]
         (sent, gathers), (_, scatters) = self._buffers(self._gather), self._buffers(self._scatter)
-        peaks += [gathers, gathers - sent + gathered, working, results, scatters]
+        gathered, results = np.maximum(gathers, gathers - sent + gathered), np.maximum(results, scatters)
+        peaks += [gathered, working, results]
         memory["messages"] = np.max([under_way, gathers, scatters, *delivers], axis=0)
         memory["gradients"], memory["results"], memory["workspace"] = gathered, results, working
         memory[BESIDE] = np.max(peaks, axis=0) + recorded
@@ -294,8 +295,8 @@ class Estimate:
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self) -> np.ndarray:
-        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to be sent, and a chunk's
-        workspace; results that wait, once they are all there, with their copies in the message."""
+        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to be sent, and a
+        chunk's workspace; results that wait, once they are all there, with their copies in the message."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
         sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         waiting = Counter[tuple[int, int]]()
@@ -321,6 +322,8 @@ class Estimate:
                 done += sum(of_results)
             memory[1:, rank] = most, done
         memory[2] += self._buffers(self._scatter)[0]
+        if self.subject.gradients is torch.float16 and not self.subject.replicated:  # results lie there in fp32
+            memory[1:] += self._at(([shard.rank], 2 * shard.numel) for shard in self.shards.shards)
         return memory
 
     # FLOPs and seconds

@@ -1,7 +1,7 @@
 """What ranks exchange beside gradients and batch sums.
 
-Eigenbases, or damped inverses, travel from the ranks that decompose to gradient workers elsewhere, in messages of bounded
-size; so do scalars about factors, whose names every rank derives from the plan. After the first captured
+Eigenbases, or damped inverses, travel from the ranks that decompose to gradient workers elsewhere, in messages of
+bounded size; so do scalars about factors, whose names every rank derives from the plan. After the first captured
 batch all ranks agree on which layers share one A, and on how many rows each layer has.
 """
 
