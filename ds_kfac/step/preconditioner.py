@@ -134,9 +134,9 @@ class KFACPreconditioner:
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is due, and bring layers
-        into the new eigenbases. What the first batch shows may change the plan, before any of its sums are kept.
-        Collective."""
+        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is due, and
+        bring layers into the new eigenbases. What the first batch shows may change the plan, before any of
+        its sums are kept. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
@@ -200,8 +200,8 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms. Layers whose
-        rows failed the last proof get none."""
+        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms.
+        Layers whose rows failed the last proof get none."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:

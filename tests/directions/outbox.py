@@ -1,6 +1,6 @@
 """A rank's exchange in tests of a direction alone: one rank, and results by layer in place of shards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.zero.exchange import Gradients
+
+
+def whole(gradients: Mapping[str, Tensor]) -> Gradients:
+    """Gradients by layer as an exchange gives them."""
+    return Gradients({name: (gradient, None) for name, gradient in gradients.items()})
 
 
 class Exchange(SimpleNamespace):
@@ -42,5 +48,5 @@ def exchange_of(
     """
     return Exchange(
         results={}, owned=tuple(layers), device=torch.device(device), group_indices=lambda layer: groups, parts=parts,
-        layout=SimpleNamespace(rank=0, last_first=False), plan=SimpleNamespace(of_layer={}), shards={}, params={},
+        layout=SimpleNamespace(rank=0), plan=SimpleNamespace(of_layer={}), shards={}, params={},
     )  # fmt: skip

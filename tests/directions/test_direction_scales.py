@@ -20,7 +20,7 @@ from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.zero.shards import Shard
 from tests.choices import planned
 from tests.close import close, exact, polar_condition
-from tests.directions.outbox import exchange_of
+from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -82,7 +82,7 @@ def stepped(*arguments, layers="a", times=(), **options):
     """A direction's outcome of one step, its results and its moments by layer."""
     direction = make(*arguments, layers=layers, **options)
     context = StepContext(0, direction.param_groups, {})
-    outcome = direction.step(context, gradients_of(layers, times))
+    outcome = direction.step(context, whole(gradients_of(layers, times)))
     moments = {name: group.state(i).moments for group in direction.layer_groups for i, name in enumerate(group.names)}
     return outcome, direction.exchange.results, moments
 

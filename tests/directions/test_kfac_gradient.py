@@ -11,7 +11,7 @@ from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
 from tests.choices import planned
 from tests.close import close, exact
-from tests.directions.outbox import exchange_of
+from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 
 
@@ -30,7 +30,7 @@ def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **prec
     )
     direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
     direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
-    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), {"layer": gradient})
+    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), whole({"layer": gradient}))
     return outcome, exchange.results["layer"]
 
 

@@ -11,7 +11,7 @@ from ds_kfac.update.rotation import Rotation, mask_null_space
 from tests.choices import planned
 from tests.close import close, exact
 from tests.deepspeed.toys import Mean, SoftSign
-from tests.directions.outbox import exchange_of
+from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -33,7 +33,7 @@ def stepped(gradient: torch.Tensor):
     (group,) = direction.layer_groups
     group.rebase(0, A=basis.A, G=basis.G)
     group.moments.first_OI.fill_(BEFORE)
-    outcome = direction.step(StepContext(0, [], {}), {"layer": gradient})
+    outcome = direction.step(StepContext(0, [], {}), whole({"layer": gradient}))
     return outcome, direction.exchange.results["layer"], group.moments.first_OI[0]
 
 

@@ -12,7 +12,7 @@ from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from tests.choices import planned
 from tests.close import exact
-from tests.directions.outbox import exchange_of
+from tests.directions.outbox import exchange_of, whole
 from tests.models import linear_layer
 
 SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
@@ -47,10 +47,15 @@ def make(case: str, device: torch.device):
         direction.exchange.begin()
         context = StepContext(3, [{"lr": lr}], {})
         names = [layer.name for layer in layers]
-        outcome = direction.step(context, dict(zip(names, gradients, strict=True)))
+        outcome = direction.step(context, whole(dict(zip(names, gradients, strict=True))))
         flags = torch.ones(len(layers), dtype=torch.bool, device=device)
         scales = direction.finish(context, outcome, outcome.numbers, flags)
-        return [*direction.exchange.results.values(), *(x.clone() for x in kept), *list(scales.values())[:1], outcome.replaced]
+        return [
+            *direction.exchange.results.values(),
+            *(x.clone() for x in kept),
+            *list(scales.values())[:1],
+            outcome.replaced,
+        ]
 
     return step
 
