@@ -168,7 +168,7 @@ class Sharing:
 
     Attributes:
         updates: what :meth:`settled` looks at, from the last applied step that captured: number of "missed" batches on
-            all ranks, see :data:`UNUSUAL`; this rank's ``missed``, see :class:`ds_kfac.step.factors.FactorDraft`; and
+            all ranks, see :data:`UNUSUAL`; this rank's ``missed``, see :class:`ds_kfac.step.factors.FactorStep`; and
             layers that had an input on this rank. None: nothing to look at.
     """
 
