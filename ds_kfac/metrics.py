@@ -16,7 +16,7 @@ TIMER = "kfac_"
 """Prefix of the stages' names in DeepSpeed's wall_clock_breakdown."""
 
 SUMMARY = {
-    "not_finite_layers": True,  # a result was not finite: the gradient, or a number of its norm, is in its place
+    "not_finite_layers": True,  # the layer stood still, as its gradient or its result was not finite
     "unpreconditioned_layers": False,  # the layer has no eigenbases or inverses, and is stepped without
     "refresh_failures": True,  # a decomposition failed
     "unused_layers": False,  # KFACAdamW: no step, as the gradient was exactly zero
@@ -39,7 +39,7 @@ class Metrics:
         counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that captured);
             "captured_elements" (of factors, over all ranks); "refreshes" (factors decomposed here);
             "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed); "refresh_retries" (failed attempts at a
-            decomposition); "refresh_failures" (old bases or inverses kept).
+            decomposition).
         current: the stage that began last.
         timings: True fills ``seconds``, and synchronises the device around every stage.
         seconds: stage -> seconds so far.

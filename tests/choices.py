@@ -13,6 +13,7 @@ import ds_kfac.directions.base
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import choose
+from ds_kfac.curvature.methods import EIGEN
 from ds_kfac.model import scan
 from ds_kfac.plan import plan as planning
 
@@ -35,7 +36,7 @@ def planned(block: Mapping[str, Any], *, batched: bool = False, device: torch.de
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
     return SimpleNamespace(
-        config=config, layers=(), precision=precision, batched=batched, clip_lr="current", pending_dtype=torch.float32
+        config=config, layers=(), precision=precision, batched=batched, clip_lr="current", method=EIGEN
     )
 
 

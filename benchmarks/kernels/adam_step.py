@@ -119,7 +119,7 @@ def main() -> None:
 
 def print_operations(method: str, engine: Any, batch: tuple) -> None:
     kfac, step = engine.kfac.preconditioner, Operations()
-    parts = ((kfac.direction, "local"), (kfac.direction, "finish"), (kfac.direction.optimizer, "_apply"))
+    parts = ((kfac.direction, "step"), (kfac.direction, "finish"), (kfac.direction.optimizer, "_apply"))
     with ExitStack() as stack:
         for owner, name in parts:
             stack.enter_context(counting(owner, name, step))

@@ -34,41 +34,39 @@ PLAIN = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,119}")
 SAVE_ID = re.compile(r"[0-9a-f]{12}")
 """Of a save, and the name of its folder."""
 
+FORMAT = 2
+"""Number of the layout of all files of a save. Raise it whenever an older version could not read them."""
 FIELDS: Mapping[str, Any] = {
+    "format": int,
     "save_id": SAVE_ID,
     "steps": int,
     "method": re.compile("|".join(METHODS)),
-    "eigenbases": bool,
     "moments": (None, str),
     "kinds": {"A": str, "G": str},
     "layers": {...: {"A": [int, int], "G": [int, int], "groups": int}},
     "factors": {...: [int, int]},
     "peak_lr": {...: float},
-    "damping_scale": (None, float),
     "shared": (None, [[str]]),
     "rows": {...: float},
-    "ranks": (None, {...: int}),
+    "ranks": {...: int},
     "timetable": {"domains": {...: [int, int]}, "factors": {...: [float, float, float, float]}},
     "ready": [str],
-    "pending": (None, {...: int}),
     "files": {...: {"holds": str, "bytes": int, "crc32": int, "parts": {...: str}}},
 }
 """What a header has, and the type of each value: an int is not negative, a float may be an int, ``...`` is any
 name, a list with one type has any length.
 
+    format: see :data:`FORMAT`.
     save_id: also the name of the folder and in DeepSpeed's client_state.
     steps: applied ones.
     method, moments: what the layers' files hold.
-    eigenbases: whether they hold eigenbases or inverses; false in some older saves.
     kinds: what the factors are the second moments of; factors of another kind start empty.
     layers, factors: name -> (width, block) of both sides, or of the factor's.
     peak_lr: parameter group -> largest learning rate so far.
-    damping_scale: of older saves; not read.
     shared: groups of layers with one A; null if they were not known yet.
     rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
-    ranks: domain -> its ranks, of which each had these rows; an older save has none.
+    ranks: domain -> its ranks, of which each had these rows.
     timetable, ready: see ``Timetable`` and ``FactorUpdates``.
-    pending: of older saves, factors with a refresh on its way.
     files: file -> the layer or factor it holds, size, checksum, and its parts.
 """
 
@@ -198,10 +196,11 @@ def _described(part: Any) -> str:
 def _wrong_value(payload: Any) -> str | None:
     """What would else be found out in a later step, on one rank."""
     for name, value in _parts(payload).items():
-        last = name.rpartition(".")[-1] if isinstance(value, Tensor) else "norms"
-        if last != "norms" and not bool(torch.isfinite(value).all()):  # an older save's history has them, maybe NaN
+        if not isinstance(value, Tensor):
+            continue
+        if not bool(torch.isfinite(value).all()):
             return f"{name} is not finite"
-        if last in ("updates", "terms", "second_OI") and bool((value < 0).any()):
+        if name.rpartition(".")[-1] in ("updates", "terms", "second_OI") and bool((value < 0).any()):
             return f"{name} is negative"
     return None
 
@@ -263,7 +262,8 @@ def write_header(folder: Path, header: Mapping[str, Any]) -> None:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, or of another save."""
+    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, of another save or
+    another version of ds_kfac."""
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())
@@ -272,6 +272,11 @@ def read_header(folder: Path) -> dict[str, Any]:
     header = wrapped.get("header") if isinstance(wrapped, dict) else None
     if not isinstance(header, dict) or wrapped.get("crc32") != _crc32(header):
         raise ValueError(f"{path}: wrong checksum: the file is damaged")
+    if (written := header.get("format")) != FORMAT:
+        raise ValueError(
+            f"{path}: another version of ds_kfac wrote this save: its format is {written or 1}, and this version reads "
+            f"format {FORMAT} alone. Go on with the version that wrote it, or let K-FAC start afresh"
+        )
     wrong = [name for name in FIELDS.keys() | header if name not in FIELDS or not _fits(header.get(name), FIELDS[name])]
     if wrong:
         raise ValueError(f"{path}: {', '.join(sorted(wrong))}: missing, unknown or not what ds_kfac writes")

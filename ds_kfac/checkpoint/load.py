@@ -9,7 +9,8 @@ from typing import Any
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import check_order, of_any_optimizer, order_of, take_adamws
+from ds_kfac.checkpoint.moving import load_any, take_adamws
+from ds_kfac.checkpoint.order import check_order, order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
@@ -44,18 +45,17 @@ def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str 
             raise ValueError(f"the ranks see different saves ({ids} in rank order): they do not see the same folder")
         for kfac in job.preconditioners:
             found.append(_read(kfac, folder, header, problems))
-    for kfac, (state, continues, warnings) in zip(job.preconditioners, found, strict=True):
+    for kfac, (state, warnings) in zip(job.preconditioners, found, strict=True):
         for text in warnings if kfac.rank == 0 else ():
             logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
-        # a save without eigenbases, or of another method, is decomposed again
-        kfac.load_state_dict(state, decompose=not continues)
+        kfac.load_state_dict(state, decompose=header["method"] != kfac.config.preconditioner.method)
 
 
 def _read(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], problems: list[str]
-) -> tuple[dict[str, Any], bool, list[str]]:
-    """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``; whether
-    decompositions do; and what does not, in words. What is wrong with a file is added to ``problems``."""
+) -> tuple[dict[str, Any], list[str]]:
+    """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``, and what does not
+    continue, in words. What is wrong with a file is added to ``problems``."""
     groups, names, timetable = _groups_here(kfac, header), kfac.names, header["timetable"]
     plan = kfac.plan if groups == kfac.observations.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
@@ -85,10 +85,9 @@ def _read(
     def here(saved: Mapping[str, Any]) -> dict[str, Any]:
         return {key: saved[name] for key, name in saved_keys.items() if key not in incomplete and name in saved}
 
-    continues = header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
     captured, skipped = timetable["domains"].get(kfac.engine_view.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
-    if (header.get("ranks") or {}).get(kfac.engine_view.domain.name, kfac.channel.world) != kfac.channel.world:
+    if header["ranks"].get(kfac.engine_view.domain.name) != kfac.channel.world:
         rows = {}  # another number of ranks has others; the next captured step shows them
     state = {
         "steps": header["steps"],
@@ -97,12 +96,11 @@ def _read(
         "layers": states,
         "factors": {
             "factors": factors,
-            # a refresh that was on its way in an older save is made at the next update
-            "ready": here(dict.fromkeys({*header["ready"]} - {*(header.get("pending") or ())})) if continues else (),
+            "ready": here(dict.fromkeys(header["ready"])),
             "schedule": {"captured": captured, "skipped": skipped, "factors": here(timetable["factors"])},
         },
     }
-    return state, continues, _warnings(kfac, header, restarted)
+    return state, _warnings(kfac, header, restarted)
 
 
 def _groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
@@ -235,7 +233,7 @@ def load_checkpoint(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
-    ``groups``: of :func:`ds_kfac.checkpoint.moving.groups_of`.
+    ``groups``: of :func:`ds_kfac.checkpoint.order.groups_of`.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is
@@ -249,7 +247,7 @@ def load_checkpoint(
     marks = [{name: bool(group.get(name)) for name in names} for group in own_groups]
     engine.kfac.by_hand = False
     try:
-        path, client_state, moved = of_any_optimizer(engine, original, load_dir, *args, **kwargs)
+        path, client_state, moved = load_any(engine, original, load_dir, *args, **kwargs)
     finally:
         engine.kfac.by_hand = True
         for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):
@@ -328,9 +326,8 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
     if rates is not None and optimizer is not None and len(rates) != len(optimizer.param_groups):
         raise CheckpointError(
             f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of {len(rates)} parameter groups, "
-            f"here it has {len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you gave; "
-            "before ds_kfac 0.2 one that was made by a function had those that DeepSpeed steps. Load with "
-            "load_lr_scheduler_states=False, and step it to where it was"
+            f"here it has {len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you gave. Load "
+            "with load_lr_scheduler_states=False, and step it to where it was"
         )
 
 

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
-from ds_kfac.checkpoint.moving import order_of
+from ds_kfac.checkpoint.order import order_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.step.job import Job
@@ -43,10 +43,10 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
     parts = gathered(mine, group)
     kfac = job.preconditioners[0]
     header = {
+        "format": files.FORMAT,
         "save_id": parts[0][0],
         "steps": kfac.steps,
         "method": kfac.config.preconditioner.method,
-        "eigenbases": True,
         "moments": None if kfac.moments is None else kfac.moments.NAME,
         "kinds": files.kinds_of(kfac.config),
         **_merged([part for _, own in parts for part in own]),

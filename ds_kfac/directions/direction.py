@@ -13,7 +13,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, group_by_shape, in_order
 from ds_kfac.update.state import Moments
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,8 @@ class Direction:
         self.parameter_groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.precision = plan.precision
         groups = in_order(group_by_shape(exchange.owned, key=self.batch_key if plan.batched else None))
-        order = -1 if exchange.layout.last_first else 1  # as gradients lie in memory: a batch of them may be a view
         kept: dict[str, Any] = {"method": plan.method, "moments": moments, "precision": plan.precision}
-        self.layer_groups = [LayerGroup(layers[::order], **kept, device=exchange.device) for layers in groups]
+        self.layer_groups = [LayerGroup(layers, **kept, device=exchange.device) for layers in groups]
         self.layers = [layer for group in self.layer_groups for layer in group.layers]
         self.names = [layer.name for layer in self.layers]
 
@@ -94,10 +93,11 @@ class Direction:
     def loaded(self) -> None:
         """The layers' states were loaded from a checkpoint."""
 
-    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
-        """The first half, of this rank's layers: each gradient is taken, each result put, once; moments change in place.
-        Here one by one: :meth:`layer` steps those that have a basis, the others keep their gradients. A layer whose
-        gradient or result is not finite stands still: its result is 0, its moments stay, and it counts as replaced."""
+    def step(self, context: StepContext, gradients: Gradients) -> Outcome:
+        """The first half, of this rank's layers: each gradient is taken, each result put, once; moments
+        change in place. Here one by one: :meth:`layer` steps those that have a basis, the others keep their
+        gradients. A layer whose gradient or result is not finite stands still: its result is 0, its moments
+        stay, and it counts as replaced."""
         outcome = Outcome()
         for group in self.layer_groups:
             for index, layer in enumerate(group.layers):
@@ -112,7 +112,7 @@ class Direction:
                 if new is not moments:
                     for old, now in zip(vars(moments).values(), vars(new).values(), strict=True):
                         torch.where(finite, now, old, out=old)
-                results.put([layer], [torch.where(finite, result, 0.0)])
+                self.exchange.put([layer], [torch.where(finite, result, 0.0)])
         return outcome
 
     def layer(
@@ -141,7 +141,8 @@ class Direction:
     def finish(
         self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
     ) -> Mapping[str, Tensor] | None:
-        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; None, as here: nothing.
+        """The second half: layer name -> what its result is multiplied by, of all ranks' layers; None, as
+        here: nothing.
 
         Args:
             outcome: what :meth:`step` gave.

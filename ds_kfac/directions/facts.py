@@ -85,18 +85,18 @@ class RuleFacts:
 
         Args:
             device: type of the worker's device.
-            in_place: see :attr:`ds_kfac.zero.layout.ShardLayout.in_place`.
         """
         return 0
 
     def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
         """Return one ``(layers, bytes)`` pair for each part of a worker's step, in the order of the step. The layers
-        are those that are in memory at the same time; the bytes are what they need at most, beside their gradients.
+        are those whose results are in memory at the same time; the bytes are what they need at most, their gradients in
+        fp32 included.
 
         Args:
             groups: the worker's layers. Layers of one shape that are stepped in one batch form a group.
         """
-        copies = 4  # the gradient in fp32, clipped; rotated; on the way back; and back
+        copies = 4  # the gradient in fp32; rotated; on the way back; and back
         return [(group, 4 * copies * sum(layer.numel for layer in group)) for group in in_order(groups)]
 
 

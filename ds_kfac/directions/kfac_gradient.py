@@ -28,7 +28,7 @@ from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.rotation import Rotation, is_large, norms, repeated
 from ds_kfac.update.state import CorrectedEigenvalues, Moments
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 DECAY = 0.95
 """Weight of the past in corrected eigenvalues, per step."""
@@ -45,7 +45,7 @@ class KFACGradient(Direction):
         inputs = {"damping": one.clone(), "terms": one.repeat(len(self.layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
-    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
+    def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
             return Outcome((none.sum(),), none)
@@ -58,9 +58,9 @@ class KFACGradient(Direction):
             inputs["terms"] = torch.cat([group.terms for group in self.layer_groups])
         compute = partial(self._directions, ready, split)
         if self.recorded is None:
-            dots, outcome = compute(StepTensors(gradients, results), **inputs)
+            dots, outcome = compute(StepTensors(gradients, self.exchange), **inputs)
         else:
-            dots, outcome = self.recorded.step(compute, gradients, results, inputs, (tuple(ready), split))
+            dots, outcome = self.recorded.step(compute, gradients, inputs, (tuple(ready), split))
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
         outcome.numbers = (weighted_by_rates(dots, entries),)
         yes, no = (torch.full((), value, device=dots.device, dtype=torch.float32) for value in (1.0, 0.0))
@@ -104,7 +104,8 @@ class KFACGradient(Direction):
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
             outcome.replaced = outcome.replaced + group.any_map(~finite).sum()
-            V = torch.where(finite[:, None, None], V, 0.0)
+            zero = ~finite[:, None, None]
+            V = V.masked_fill(zero, 0.0) if V is gradient else V.masked_fill_(zero, 0.0)
             dot = torch.where(finite, dot, 0.0)
             dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)
@@ -119,8 +120,8 @@ class KFACGradient(Direction):
         damping: float | Tensor,
         terms_n: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those; and whether
-        gradients were scaled down for the second moments, bool [n].
+        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those;
+        and whether gradients were scaled down for the second moments, bool [n].
 
         Args:
             on: bool [n]; None: all are.

@@ -35,10 +35,10 @@ class KFACGradientFacts(RuleFacts):
         def copies(group: Sequence[LayerSpec]) -> int:
             """Number of fp32 copies of the group's gradient that are in memory at the same time."""
             if corrected and stepped_by_rows(group):
-                return 2  # clipped, and rotated in place
+                return 2  # itself, and rotated in place
             if corrected:
-                return 5  # clipped; rotated; divided; on the way back; and back
-            return 4  # clipped; rotated and divided; on the way back; and back
+                return 5  # itself; rotated; divided; the second moment, and what is added to it
+            return 4  # itself; half and wholly rotated; eigenvalues
 
         return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
 

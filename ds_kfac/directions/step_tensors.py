@@ -14,7 +14,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.groups import LayerGroup, evenly_spaced
 from ds_kfac.update.recorded import RECORDED_LAYER, RECORDED_NUMEL, RECORDERS, Recorded
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 T = TypeVar("T")
 
@@ -36,26 +36,27 @@ def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
 class StepTensors:
     """Gradients as they come, and results that go to where they belong at once."""
 
-    def __init__(self, gradients: Gradients, results: Results) -> None:
-        self.gradients, self.results = gradients, results
+    def __init__(self, gradients: Gradients, exchange: GradientExchange) -> None:
+        self.gradients, self.exchange = gradients, exchange
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
         """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may be DeepSpeed's own
         memory, of which layers that lie at equal distances are a view. Call it once for each group."""
+        is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
         if len(parts) == 1:
-            return group.matrices(parts), False
+            return group.matrices(parts), is_copy
         together = evenly_spaced(parts)
         return (group.matrices(parts), True) if together is None else (together, False)
 
     def memory(self, group: LayerGroup) -> Tensor | None:
         """[layers, O, I], to which the caller writes the group's results, once its gradients have been read. None: they
         are to be :meth:`put`."""
-        return self.results.memory(group.layers)
+        return self.exchange.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
         """Take the group's results. Call it once for each group."""
-        self.results.put(group.layers, group.by_layer(x_nOI))
+        self.exchange.put(group.layers, group.by_layer(x_nOI))
 
 
 class RecordedTensors:
@@ -90,21 +91,22 @@ class RecordedStep(Recorded[T]):
         inputs: name -> place of a number or vector that changes from step to step.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], device: torch.device, inputs: Mapping[str, Tensor]) -> None:
-        super().__init__(RECORDERS[device.type], logger.warning)
-        self.groups, self.inputs = groups, inputs
-        self.tensors = RecordedTensors(groups, device)
+    def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__(RECORDERS[exchange.device.type], logger.warning)
+        self.groups, self.exchange, self.inputs = groups, exchange, inputs
+        self.tensors = RecordedTensors(groups, exchange.device)
+        for group in groups:
+            group.stays = True
 
     def step(
         self,
         compute: Callable[..., T],
         gradients: Gradients,
-        results: Results,
         inputs: Mapping[str, Tensor | float],
         values: Any,
     ) -> T:
-        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and gives a result
-        for each group.
+        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and
+        gives a result for each group.
 
         Args:
             values: settings by which it computes: other ones are recorded anew.
@@ -121,7 +123,7 @@ class RecordedStep(Recorded[T]):
         read = [group.rotation for group in self.groups]
         found = self(partial(compute, tensors, **places), read, (*places, values))
         for group in self.groups:
-            results.put(group.layers, group.by_layer(tensors.matrices[group]))
+            self.exchange.put(group.layers, group.by_layer(tensors.matrices[group]))
         return found
 
 
@@ -130,4 +132,4 @@ def recorded_step(
 ) -> RecordedStep | None:
     """None where steps are launched as they are."""
     layers = [layer for group in groups for layer in group.layers]
-    return RecordedStep(groups, exchange.device, inputs) if is_recorded(plan, layers, exchange.device.type) else None
+    return RecordedStep(groups, exchange, inputs) if is_recorded(plan, layers, exchange.device.type) else None

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
-from ds_kfac.checkpoint.moving import groups_of
+from ds_kfac.checkpoint.order import groups_of
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig
@@ -260,8 +260,6 @@ class Attachment:
     def step(self) -> None:
         """The step is certain. Collective."""
         self._captured = self.job.active
-        if self.preconditioner.seam.outer is None:  # nothing else begins a step
-            self.begin()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
             self.job.step()
 
@@ -285,6 +283,8 @@ class Attachment:
     def raised(self, *, begun: bool) -> None:
         """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those of no step."""
         self.job.raised()
+        for kfac in self.job.preconditioners:
+            kfac.layout.clear()  # to gradients that ZeRO has not taken it would add those of the next backward
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")

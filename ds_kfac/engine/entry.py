@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import hjson
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 import ds_kfac_startup
@@ -37,7 +38,6 @@ from ds_kfac.engine.preflight import (
 from ds_kfac.engine.refusals import check_config, of_engine, refused, without_optimizer
 from ds_kfac.log import say, warn
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
-from ds_kfac.zero.deepspeed_versions import STEP
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours only warns."""
@@ -243,7 +243,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     global _unattached
-    if not hasattr(engine, STEP):
+    if not isinstance(engine, DeepSpeedEngine):
         raise ValueError(f"ds_kfac.attach: got a {type(engine).__name__}; {NO_ENGINE}")
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:

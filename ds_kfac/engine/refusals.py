@@ -246,6 +246,34 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
         "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm to true",
     ),
+    "torch_autocast fp16 with ZeRO in this DeepSpeed": (
+        lambda e: (
+            e.engine is not None
+            and e.stage > 0
+            and e.autocast is torch.float16
+            and deepspeed_versions.skips_by_rank(e.engine.optimizer)
+        ),
+        "each rank skips a step on its own, for each parameter group, and the others would wait for it: use deepspeed "
+        "0.19.8, or bf16",
+    ),
+    "torch_autocast fp16 at stage 0 with a fused optimizer": (
+        lambda e: (
+            e.engine is not None
+            and e.stage == 0
+            and e.autocast is torch.float16
+            and getattr(e.engine.basic_optimizer, "_step_supports_amp_scaling", False)
+        ),
+        "it divides by the loss scale inside its kernel, and is stepped on overflow as well: set fused=False",
+    ),
+    "an optimizer that is given gradients": (
+        lambda e: e.engine is not None and deepspeed_versions.gives_gradients(e.engine.optimizer),
+        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of their own: leave "
+        '"legacy_fusion" out, or use another optimizer',
+    ),
+    "fp16 at stage 0 in this DeepSpeed": (
+        lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
+        "deepspeed 0.17.6 and 0.18.0 return from every step of FP16_Optimizer before it is taken: use another version",
+    ),
     "Adagrad of several parameter groups with ZeRO": (
         lambda e: (
             e.engine is not None
@@ -297,11 +325,6 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     f"{RESCALED} with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
         "each rank knows the norm of its own shard only: set it to false",
-    ),
-    "KFACAdamW with gradient_clipping and model parallelism": (
-        lambda e: bool(e.own) and (e.pipeline or e.sharded or e.experts) and e.clips,
-        "its moments are those of clipped gradients, and the norm over all ranks is not known before the step: set "
-        '"gradient_clipping": 0',
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (

@@ -127,10 +127,9 @@ def _memory(kfac: KFACPreconditioner) -> str:
     nbytes, kinds = kfac.plan.assignment.memory[kfac.rank], f"factors, {kfac.plan.method.words}, moments"
     text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.rule.optimizer_type is not None:
-        rest, world = kfac.engine_view.other_params, kfac.layout.world
+        rest = kfac.engine_view.other_params
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]
-        # where gradients are replicated under ZeRO, a rank steps its slice only
-        others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
+        others = 8 * held
         moments = sum(state.moments.nbytes for state in kfac.state.values() if state.moments is not None)
         text += f"; moments {moments:,} in eigenbases and {others:,} in the optimizer"
     device = kfac.device.type

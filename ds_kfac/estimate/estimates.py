@@ -5,7 +5,7 @@ rank, [W, W] the bytes from the row's rank to the column's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from ds_kfac.plan import plan as planning
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.groups import basis_bytes, group_by_shape
-from ds_kfac.update.state import AdamMoments
+from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
@@ -38,9 +38,10 @@ KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 """Kinds of traffic, as :class:`ds_kfac.comm.message.Channel` counts them."""
 STATE = ("factors", "history", "eigenbases", "moments")
 """Memory that is kept between steps; inverses are counted as eigenbases."""
-TRANSIENT = ("sums", "messages", "drafts")
-"""Memory that a step which captures everything needs in addition: batch sums that this rank makes or averages, messages
-in flight, and drafts, which live until DeepSpeed has applied the step: gradients for moments, new factors and bases."""
+TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
+"""Memory that a step which captures everything needs in addition, not all at once: batch sums that this rank makes or
+averages; messages in flight; gathered gradients; while layers are stepped, what is left of these, and the copies of a
+chunk; results that wait to be sent, and the message with them."""
 BESIDE = "beside"
 """The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
 FP32 = 4
@@ -57,6 +58,15 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
     first = range(1, min(burn_in.steps, 2 * early + 1) if burn_in else 1)
     last = range(settled + 2 * period, settled + 3 * period)
     return [*map(timetable.due, first)], [*map(timetable.due, last)]
+
+
+def turned_bytes(layer: LayerSpec) -> int:
+    """What it takes to turn one of a layer's moments into a new eigenbasis, see ``ds_kfac/update/rotation.py``."""
+    sides = [side.basis_numel for side in (layer.G, layer.A) if side.basis_numel]
+    copies = len(sides) * layer.numel
+    if layer.groups == 1 and layer.numel > AT_ONCE:  # by rows, but for the product of G
+        copies = max(layer.numel if layer.G.basis_numel else 0, AT_ONCE)
+    return FP32 * (sum(sides) + copies)
 
 
 def same_block(world: int, width: int) -> np.ndarray:
@@ -117,7 +127,8 @@ class Estimate:
         self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
-        self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, wire=wire, method=method)
+        sizes = {"world": world, "nbytes": plan.bucket_bytes}
+        self.delivery = Delivery(self.factors, self.homes, self.workers, **sizes, wire=wire, method=method)
         # the layout of batch sums, always that of step 0: all updates cost the same
         self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
@@ -137,7 +148,8 @@ class Estimate:
         """The traffic of a step that captures the factors ``captured``, and in which new eigenbases of the factors
         ``arriving`` take effect."""
         payload, calls = np.zeros((len(KINDS), self.world, self.world), np.int64), np.zeros(len(KINDS), np.int64)
-        for message in (*self._sums(captured, self.layout), self._gather(captured, arriving), self._scatter):
+        delivered = (message for message, _ in self._delivered(captured, arriving))
+        for message in (*self._sums(captured, self.layout), *delivered, self._gather, self._scatter):
             moving = [(KINDS.index(kind), matrix) for kind, matrix in message if matrix.any()]
             calls[[kind for kind, _ in moving[:1]]] += 1
             for kind, matrix in moving:
@@ -148,15 +160,28 @@ class Estimate:
         counts_and_sums = (payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1])
         return [[("factors", self._matrix(part)) for part in parts] for parts in counts_and_sums]
 
-    def _gather(self, captured: Keys, arriving: Keys) -> Message:
-        """The message to gradient workers: gradients, new eigenbases or inverses, and the exchanged scalars."""
-        delivery = self.delivery
+    @property
+    def _gather(self) -> Message:
+        """The message of gradients to gradient workers."""
+        return [("gradients", self._gradients)]
+
+    def _delivered(self, captured: Keys, arriving: Keys) -> list[tuple[Message, np.ndarray]]:
+        """The messages of new eigenbases or inverses to gradient workers, the first with the exchanged scalars; with each
+        the bytes [W] of what it brings, as it is kept."""
+        delivery, found = self.delivery, list[tuple[Message, np.ndarray]]()
         names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels)
-        norm = self.subject.context.clips and not self.subject.replicated
-        moves = zip(delivery.kinds, delivery.plans(arriving), delivery.dtypes, strict=True)
-        delivered = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
-        numbers = self._numbers([len(of_rank) + norm for of_rank in names], self.world)
-        return [("gradients", self._gradients), *delivered, ("numbers", numbers)]
+        numbers = ("numbers", self._numbers([len(of_rank) for of_rank in names], self.world))
+        for pairs in delivery.messages(arriving) or [[]]:
+            moves = zip(delivery.kinds, delivery.plans(pairs), delivery.dtypes, strict=True)
+            message = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
+            brought = (([rank], self._basis[self.factors[place].key]) for place, rank in pairs)
+            found.append(([*message, *([] if found else [numbers])], self._at(brought)))
+        return found
+
+    @cached_property
+    def _basis(self) -> Mapping[str, int]:
+        """Factor key -> bytes of its decomposition."""
+        return {factor.key: rates.basis_bytes(factor.side, self.plan.method) for factor in self.factors}
 
     @cached_property
     def _scatter(self) -> Message:
@@ -186,57 +211,68 @@ class Estimate:
     @cached_property
     def memory(self) -> Mapping[str, np.ndarray]:
         """Kind -> bytes [W], once all factors and eigenbases exist."""
-        plan, moments = self.plan, self.rule.moments(self.plan.config)
-        basis = {factor.key: rates.basis_bytes(factor.side, plan.method) for factor in self.factors}
-        users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
+        plan, groups = self.plan, self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
         # layers that are stepped in one batch have copies of their eigenvectors there, each its own of a shared A
-        batched = [[group for group in groups if len(group) > 1] for groups in self._layer_groups]
-        copied = np.array([sum(map(basis_bytes, groups)) for groups in batched])
-        inside = [{layer.name for group in groups for layer in group} for groups in batched]
-        owned = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
-        users_in = [(f.key, [set(f.layers) & names for names in owned]) for f in self.factors]
-        moved = [
-            sum(basis[key] for key, layers in users_in if layers[rank] and layers[rank] <= inside[rank])
-            for rank in range(self.world)
-        ]
-        memory["eigenbases"] = memory["eigenbases"] + copied - np.array(moved)
+        stacked = [[group for group in of_rank if len(group) > 1] for of_rank in groups]
+        inside = [{layer.name for group in of_rank for layer in group} for of_rank in stacked]
+        copied = self._in_stacks(self.every, inside)
+        memory["eigenbases"] = memory["eigenbases"] + [sum(map(basis_bytes, of_rank)) for of_rank in stacked] - copied
         memory["history"] = 2 * bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
-        pending = (plan.pending_dtype.itemsize if moments is AdamMoments else FP32) if moments else 0
-        kept = np.array(self._kept())
-        waiting = self._on_workers(lambda layer: pending * layer.numel)
+        device = "cuda" if self.costs.gpu else "cpu"
+        layers = [[layer for group in of_rank for layer in group] for of_rank in groups]
+        recorded = np.array([self.rule.facts.kept(plan, owned, device) for owned in layers])
 
+        gathered, working, results = self._preconditioned()
         first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first)
+        steps = {step for steps in steps_of(plan) for step in steps}
+        captures = [(self.every, first), *((step.capture, self.layout) for step in steps)]
+        # in the first step all factors are decomposed, and no eigenbases are there yet
+        missing = memory["eigenbases"] - copied
+        peaks = [self._refreshed(FactorsDue(self.every, self.every)) - missing]
+        peaks += [self._refreshed(step) for step in steps]
+        peaks += [sum(self._reduced(keys, layout)) for keys, layout in captures]
         memory["sums"], under_way = self._reduced(self.every, self.layout)
-        captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
-        for step in {step for steps in steps_of(plan) for step in steps}:
-            captured.append(sum(self._reduced(step.capture, self.layout)))
-            made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.capture)
-            # those that are in use at once go to other places: the last ones are there until the step was applied
-            new_copies = copied * (not self.rule.rotates(plan.config)) * bool(step.refresh)
-            new = np.maximum(new, made + self._at((users[key], basis[key]) for key in step.refresh) + new_copies)
-
-        gathering, gathers = self._buffers(self._gather(self.every, self.every))
-        scattering, scatters = self._buffers(self._scatter)
-        outgoing, staying, gathered, working, recorded = self._preconditioned(pending)
-        rounded = {key for key in self.every if plan.wire is not torch.float32 and self.delivery.receivers[key]}
-        exact = self._on_homes(lambda factor: basis[factor.key], rounded)  # beside the rounded copy until that is sent
-        # a result that is sent is freed once it has been copied into a message
-        sending = np.maximum(outgoing + scattering, scatters) + staying
-        loading = gathered + [max(map(basis_bytes, groups), default=0) for groups in batched]
-        received = gathers - gathering + np.maximum(exact, gathered)
-        in_turn = [*captured, *(new + beside for beside in (received, loading, working))]
-        memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
-        memory["drafts"] = waiting + kept + new
-        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0) + np.where(kept, kept + recorded, 0)
+        delivers = [self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)]
+        (sent, gathers), (_, scatters) = self._buffers(self._gather), self._buffers(self._scatter)
+        peaks += [gathers, gathers - sent + gathered, working, results, scatters]
+        memory["messages"] = np.max([under_way, gathers, scatters, *delivers], axis=0)
+        memory["gradients"], memory["results"], memory["workspace"] = gathered, results, working
+        memory[BESIDE] = np.max(peaks, axis=0) + recorded
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
-    def _kept(self) -> list[int]:
-        """Bytes [W] that recorded steps keep."""
-        device, in_place = "cuda" if self.costs.gpu else "cpu", self.subject.in_place
-        owned = [[layer for group in groups for layer in group] for groups in self._layer_groups]
-        return [self.rule.facts.kept(self.plan, layers, device, in_place=in_place) for layers in owned]
+    def _in_stacks(self, keys: Keys, inside: Sequence[Collection[str]]) -> np.ndarray:
+        """Bytes [W] of the eigenbases of these factors that only layers in stacked groups use.
+
+        Args:
+            inside: names of these layers, by rank.
+        """
+        total = np.zeros(self.world)
+        for factor in (factor for factor in self.factors if factor.key in keys):
+            for rank in rates.Work.users(factor, self.workers):
+                own = {name for name in factor.layers if rank in self.workers[name]}
+                total[rank] += rates.basis_bytes(factor.side, self.plan.method) * (own <= inside[rank])
+        return total
+
+    def _refreshed(self, due: FactorsDue) -> np.ndarray:
+        """Bytes [W] that a step holds at most from its decompositions until eigenbases are in use."""
+        plan, keys = self.plan, due.refresh
+        held = self._on_homes(lambda factor: self._basis[factor.key], keys)
+        peaks = [held]
+        for message, brought in self._delivered(due.capture, keys):
+            sent, both = self._buffers(message)
+            peaks += [held + both, held + both - sent + brought]
+            held = held + brought
+        # one after the other is rounded as it was sent
+        rounded = [(self.homes[key], self._basis[key]) for key in keys & self.delivery.rounded]
+        copied, turning = np.zeros((2, self.world))
+        for rank, nbytes in rounded if plan.wire is not torch.float32 else ():
+            copied[rank] = max(copied[rank], nbytes)
+        for rank, groups in enumerate(self._layer_groups):
+            turned = (x for group in groups for x in group if keys & set(x.keys))
+            turning[rank] = max(map(turned_bytes, turned), default=0) * self.rule.rotates(plan.config)
+        return np.max([*peaks, held + copied, held + turning], axis=0)
 
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W] of the messages with
@@ -257,35 +293,34 @@ class Estimate:
         owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
         return [group_by_shape(layers, key=key) for layers in owned]
 
-    def _preconditioned(self, pending: int) -> np.ndarray:
-        """Bytes [5, W] of preconditioning: results to be sent; results to be written here, sent or not; gathered
-        gradients; the peak of these as far as they are left, results, and a chunk's workspace; a recording's part
-        of it. An element of a gradient takes ``pending`` bytes until it enters the moments."""
+    def _preconditioned(self) -> np.ndarray:
+        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to be sent, and a chunk's
+        workspace; results that wait, once they are all there, with their copies in the message."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
         sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
-        ranks = self.exchange.of_parameter
-        local = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
-        whole = {(rank, param) for rank, param, _, numel in local if numel == self.shards.numels[param]}
-        results, memory = Counter[tuple[int, int]](), np.zeros((5, self.world))
-        written = set() if self.subject.in_place else local
-        for kind, pieces in enumerate((sent - written, written)):
-            for rank, param, start, numel in pieces:
-                nbytes = (leaving.itemsize if (rank, param, start, numel) in sent else FP32) * numel
-                results[rank, param] += nbytes
-                memory[kind, rank] += nbytes
-        for rank in range(self.world):
-            layers = [layer for group in self._layer_groups[rank] for layer in group]
+        waiting = Counter[tuple[int, int]]()
+        for rank, param, _, numel in sent:
+            waiting[rank, param] += leaving.itemsize * numel
+        whole = {(s.rank, s.param) for s in self.shards.shards if s.numel == self.shards.numels[s.param]}
+        memory = np.zeros((3, self.world))
+        for rank, groups in enumerate(self._layer_groups):
+            layers = [layer for group in groups for layer in group]
             # a layer of one parameter whose whole gradient is on this rank is read in place, not gathered
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
             missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
-            memory[2, rank] = left = sum(missing.values())
-            done, waiting, most, kept = 0, 0, 0, 0
-            for chunk, nbytes in self.rule.facts.workspace(plan, self._layer_groups[rank]):
+            memory[0, rank] = left = sum(missing.values())
+            done, most = 0, 0
+            for chunk, nbytes in self.rule.facts.workspace(plan, groups):
+                before = left
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
-                waiting += sum(pending * layer.numel for layer in chunk)
-                most, kept = max(most, left + done + waiting + nbytes), max(kept, waiting + nbytes)
-                done += sum(results[rank, param] for layer in chunk for param in params[layer.name])
-            memory[3:, rank] = max(most, done + waiting), kept
+                of_results = [sum(waiting[rank, param] for param in params[layer.name]) for layer in chunk]
+                # each gradient is freed when it was copied in fp32, each group's directions when they were
+                taken = before + max(FP32 * layer.numel for layer in chunk)
+                put = left + sum(FP32 * layer.numel for layer in chunk) + max(of_results)
+                most = max(most, done + max(taken, left + nbytes, put))
+                done += sum(of_results)
+            memory[1:, rank] = most, done
+        memory[2] += self._buffers(self._scatter)[0]
         return memory
 
     # FLOPs and seconds

@@ -159,7 +159,6 @@ class Subject:
         context: what DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
-        in_place: whether results are written over gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
         scan, layers: the model's scan, and its layers, with large ones cut.
         groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in its order.
         shared: groups of layers with one input.
@@ -185,11 +184,10 @@ class Subject:
         if problems:
             raise ValueError("; ".join(problems))
         offloaded = context.offload_device not in ("none", None)
-        self.replicated = context.stage == 0 or context.bf16_optimizer
+        self.replicated = context.stage == 0
         self.gradients = context.parameters
         if context.stage > 0:
             self.gradients = torch.float32 if offloaded else accumulation(ds_config) or context.parameters
-        self.in_place = not self.replicated and not offloaded and self.gradients is not torch.float16
         scanned = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, scanned.layers)
         self.model, self.scan = model, replace(scanned, layers=self.layers)
@@ -228,8 +226,7 @@ class Subject:
     def shards(self, world: int) -> ShardMap:
         """Where DeepSpeed will put the layers' gradients."""
         dealt = bool(block(self.ds_config, "zero_optimization").get("round_robin_gradients"))
-        stage = 0 if self.replicated else self.context.stage
-        return planned_shards(self.layers, self.groups, world=world, stage=stage, round_robin=dealt)
+        return planned_shards(self.layers, self.groups, world=world, stage=self.context.stage, round_robin=dealt)
 
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
         """The plan that a run makes after its first step, when it knows which layers share inputs. ``rows``: tokens (or

@@ -19,9 +19,10 @@ is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
 Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -207,23 +208,26 @@ class Proof:
     def ratios(
         self,
         total_LN: Tensor,
-        gradients: Mapping[str, Tensor],
+        gradients: Any,
+        names: Collection[str] | None = None,
         *,
         divisor: float | Tensor,
         world: int,
         eps: float | Tensor,
         floor: float | Tensor,
     ) -> Tensor:
-        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are not in ``gradients``.
+        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are not in ``names``.
 
         Args:
             total_LN: the numbers, summed over all ranks.
-            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by ``divisor``.
+            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by ``divisor``. A mapping; one
+                is read at a time, as it may be a copy.
+            names: of layers in it; None: all.
             world: number of ranks.
             eps: relative accuracy of the coarsest dtype that a gradient was rounded to; of all, or of each.
             floor: size below which values underflow in that dtype.
         """
-        layers = [layer for layer in self.layers if layer.name in gradients]
+        layers = [layer for layer in self.layers if layer.name in (gradients if names is None else names)]
         ratios_L = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if not layers:
             return ratios_L
@@ -239,6 +243,7 @@ class Proof:
             for matrix_OI, u_OK, v_IK in zip(gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True):
                 expected_K[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
             sizes.append(K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            del gradient, matrix_OI  # before the next one
         places = torch.tensor([self._place[layer.name] for layer in layers], device=self._device)
         sides = [(sum(layer.shape[-2:]), layer.numel) for layer in layers]
         lengths, numels = torch.tensor(sides, dtype=torch.float64, device=self._device).unbind(dim=1)

@@ -83,11 +83,6 @@ class Plan:
         return self.assignment.work.method
 
     @cached_property
-    def pending_dtype(self) -> torch.dtype:
-        """Of a gradient that Adam's moments will take in once its step was applied: bf16 if results travel in that."""
-        return torch.bfloat16 if self.gradient_dtypes[1] is torch.bfloat16 else torch.float32
-
-    @cached_property
     def workers(self) -> int:
         """Gradient workers of a layer."""
         return max(len(ranks) for ranks in self.assignment.workers.values())

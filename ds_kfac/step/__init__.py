@@ -1,1 +1,1 @@
-"""One step: reduce, update, decompose, gather, precondition, scatter, commit."""
+"""One step: reduce, update, decompose, gather, precondition, scatter."""

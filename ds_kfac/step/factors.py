@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Channel, Scalars
+from ds_kfac.comm.message import Channel, Scalars
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
@@ -52,6 +52,7 @@ class FactorStep:
 
     Attributes:
         due: of the factors that exist.
+        travels: whether eigenbases ever travel.
         terms: layer name -> number of loss terms in the batch that was averaged.
         similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
             the one before (:func:`ds_kfac.curvature.factor.update_`); :data:`NO_BATCH` if it stays as it was.
@@ -65,6 +66,7 @@ class FactorStep:
     """
 
     due: FactorsDue
+    travels: bool
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     unusual: Sequence[Tensor | float] = NONE_UNUSUAL
@@ -122,7 +124,7 @@ class FactorUpdates:
         self.eigen_workers = roles.eigen_workers
         self.delivery = Delivery(
             roles.factors, self.eigen_workers, roles.workers,
-            world=channel.world, wire=plan.wire, method=plan.method,
+            world=channel.world, wire=plan.wire, nbytes=plan.bucket_bytes, method=plan.method,
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
         self.travels = self.delivery.travels
@@ -162,7 +164,8 @@ class FactorUpdates:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
         # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
-        return KroneckerFactor(side, packed_P.to(self.home), updates.to(self.device), history)
+        # from the device to the host by moved(), which pins the memory: updates copy into it for the rest of the run
+        return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(self.home)
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
@@ -192,7 +195,7 @@ class FactorUpdates:
             step: number of applied steps before this one.
             due: may name factors that do not exist, as layers share one; these are left out.
         """
-        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()))
+        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()), self.travels)
         batches = {key: sums[key] for key in self.factors if key in update.due.capture and key in sums}
         for key, batch in batches.items() if self.plan.counts_terms else ():
             # ranks that did not contribute are assumed to have had as many rows
@@ -340,13 +343,13 @@ class FactorUpdates:
         return values
 
     def receive(
-        self, step: int, update: FactorStep, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]
+        self, step: int, update: FactorStep, bases: Mapping[str, Decomposition], scalars: Mapping[Hashable, Tensor]
     ) -> None:
         """Take in what other ranks have sent: new eigenbases or inverses for this rank's layers. Synchronises if they
         travel.
 
         Args:
-            arrivals: what arrived of each of the delivery's parts.
+            bases: factor key -> decomposition that arrived.
             scalars: name -> scalar, from all ranks.
         """
         update.scalars = scalars
@@ -358,5 +361,6 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        arrived = self.delivery.received(update.bases, *arrivals)  # also of those made here a copy, rounded as sent
-        update.bases = {key: basis for key, basis in arrived.items() if key in fresh}
+        for key in update.bases.keys() & self.delivery.rounded:  # as they were sent: replicas stay bit-identical
+            update.bases[key] = update.bases[key].rounded(self.delivery.wire)
+        update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

@@ -43,17 +43,16 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small all-reduce. If it
-        raises, K-FAC's state is that of no step, as that of a torch optimizer is."""
+        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small
+        all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch optimizer is."""
+        running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
-        for kfac in self.preconditioners:
-            kfac.precondition()
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            parts = [torch.stack([*kfac.outcome.numbers]) / kfac.plan.workers for kfac in self.preconditioners]
+            parts = [torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running]
             with self.preconditioners[0].metrics.stage("relayout"):
                 sums = self.channel.sum(torch.stack(parts).sum(dim=0))
-        for kfac in self.preconditioners:
-            kfac.scatter(sums)
+        for kfac, now in running:
+            kfac.scatter(now, sums)
 
     def end(self, *, applied: bool) -> None:
         """After DeepSpeed's step. Collective."""

@@ -1,7 +1,7 @@
 """What ranks exchange beside gradients and batch sums.
 
-Eigenbases, or damped inverses, travel in the message of the gradients, from the ranks that decompose to gradient
-workers elsewhere; so do scalars about factors, whose names every rank derives from the plan. After the first captured
+Eigenbases, or damped inverses, travel from the ranks that decompose to gradient workers elsewhere, in messages of bounded
+size; so do scalars about factors, whose names every rank derives from the plan. After the first captured
 batch all ranks agree on which layers share one A, and on how many rows each layer has.
 """
 
@@ -32,6 +32,7 @@ class Delivery:
         workers: layer name -> ranks that precondition its gradient.
         wire: dtype of eigenvectors on the wire.
         method: defines what a decomposition consists of.
+        nbytes: most bytes that a rank sends, or receives, in one message, unless one decomposition has more.
         copied: layers of which other tensor-parallel ranks, with plans of their own, have copies.
 
     Attributes:
@@ -44,9 +45,9 @@ class Delivery:
 
     def __init__(
         self, factors: Sequence[FactorSpec], eigen_workers: Mapping[str, int], workers: Mapping[str, tuple[int, ...]],
-        *, world: int, wire: torch.dtype, method: Method = EIGEN, copied: Collection[str] = (),
+        *, world: int, wire: torch.dtype, nbytes: int, method: Method = EIGEN, copied: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.method = method
+        self.method, self.nbytes = method, nbytes
         self.kinds = tuple(part.kind for part in self.method.parts)
         self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.method.parts)
         self.factors, self.eigen_workers, self.world, self.wire = tuple(factors), eigen_workers, world, wire
@@ -60,38 +61,56 @@ class Delivery:
         self.rounded = {key for key, ranks in self.receivers.items() if ranks} | copies
         self.travels = any(self.receivers.values())
 
-    def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
-        """For each part, what moves when the factors in ``keys`` have been refreshed."""
-        pairs = [
-            (place, factor, rank)
-            for place, factor in enumerate(self.factors)
-            if factor.key in keys
-            for rank in self.receivers[factor.key]
-        ]
+    def messages(self, keys: Collection[str]) -> list[list[tuple[int, int]]]:
+        """What travels when the factors in ``keys`` have been refreshed: for each message pairs of a factor's place and
+        a receiver. Each pair is in the first message that has room for it."""
+        messages: list[list[tuple[int, int]]] = []
+        loads: list[Counter[tuple[str, int]]] = []  # of each message, the bytes from and to each rank
+        for place, factor in enumerate(self.factors):
+            if factor.key not in keys:
+                continue
+            sizes = zip(self.method.parts, self.dtypes, strict=True)
+            nbytes = sum(part.numel(factor.side) * dtype.itemsize for part, dtype in sizes)
+            for rank in self.receivers[factor.key]:
+                ends = ("from", self.eigen_workers[factor.key]), ("to", rank)
+                fits = (all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends) for load in loads)
+                index = next((index for index, does in enumerate(fits) if does), len(messages))
+                if index == len(messages):
+                    messages.append([])
+                    loads.append(Counter())
+                messages[index].append((place, rank))
+                loads[index].update(dict.fromkeys(ends, nbytes))
+        return messages
+
+    def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
+        """For each part, what moves in a message of :meth:`messages`."""
+        of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
-            [Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank) for place, f, rank in pairs]
+            [Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank) for place, f, rank in of_pairs]
             for part in self.method.parts
         ]
         return tuple(RelayoutPlan(self.world, tuple(move for move in part if move.numel)) for part in moves)
 
     def parts(
         self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
-    ) -> tuple[MessagePart, ...]:
-        """The parts of a message that delivers the factors in ``keys``. A factor without an entry in ``bases`` could
+    ) -> list[tuple[MessagePart, ...]]:
+        """The parts of each message that delivers the factors in ``keys``. A factor without an entry in ``bases`` could
         not be decomposed: zeros travel for it, as receivers have made room."""
-        if not self.travels or not keys:
-            return ()
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
             return torch.zeros(move.numel, device=device, dtype=torch.float32) if basis is None else flat(basis)
 
-        parts = zip(self.method.parts, self.plans(keys), self.dtypes, strict=True)
-        return tuple(MessagePart(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
+        return [
+            tuple(
+                MessagePart(part.kind, plan, partial(piece, part.flat), dtype)
+                for part, plan, dtype in zip(self.method.parts, self.plans(pairs), self.dtypes, strict=True)
+            )
+            for pairs in self.messages(keys)
+        ]
 
-    def received(self, bases: Mapping[str, Decomposition], *arrivals: Arrivals) -> dict[str, Decomposition]:
-        """Factor key -> decomposition: those that arrived for this rank's layers, and ``bases``, which this rank made,
-        rounded as they were sent: replicas stay bit-identical.
+    def received(self, arrivals: Sequence[Arrivals]) -> dict[str, Decomposition]:
+        """Factor key -> decomposition: copies of those that arrived in one message.
 
         Args:
             arrivals: what arrived, one for each part.
@@ -101,7 +120,7 @@ class Delivery:
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
             delivered[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
-        return delivered | {key: x.rounded(self.wire) if key in self.rounded else x for key, x in bases.items()}
+        return delivered
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0

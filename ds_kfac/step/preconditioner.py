@@ -6,7 +6,7 @@ scatter         results go to whoever holds a slice of them; then DeepSpeed's in
 It runs when the step is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.comm.message import Channel, SummedVector, deliver
+from ds_kfac.comm.message import Channel, deliver
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import SUMMARY, Metrics
+from ds_kfac.metrics import Metrics
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.rows import RowSums
 from ds_kfac.model.shared import SharedInputs
@@ -26,12 +26,13 @@ from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorStep, FactorUpdates
-from ds_kfac.step.messages import FAILED, NONE_UNUSUAL, UNUSUAL, Sharing, unusual
+from ds_kfac.step.messages import Sharing
 from ds_kfac.step.proving import Proving, Verdict
+from ds_kfac.step.totals import Running, Totals
 from ds_kfac.step.view import EngineView
 from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 
 class KFACPreconditioner:
@@ -47,7 +48,6 @@ class KFACPreconditioner:
         names: layer name -> its name in checkpoints.
         left_out: see :meth:`LayerWarner.step`.
         saved: names of layers that this domain writes to checkpoints.
-        outcome: of this step's first half; None between steps.
         judged: whether the last step has proven rows.
     """
 
@@ -90,18 +90,8 @@ class KFACPreconditioner:
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
         self.judged = False
-        self.outcome: Any = None
-        self._results: Any = None
         self._numbers: Tensor | None = None
-        self._context: Any = None
-        self._update: FactorStep | None = None
-        self._verdict: Verdict | None = None
-        self._with_flags = self.rule.flags(self.config)
-        place = {layer.name: index for index, layer in enumerate(self.layers)}
-        places = [place[name] for name in self.direction.names]
-        self._flag_places = torch.tensor(places, dtype=torch.long, device=self.device)
-        totals = self.rule.numbers + len(SUMMARY) + len(self.layers) * self._with_flags
-        self._totals = SummedVector(totals, self.channel.world, self.rank, plan.rows)
+        self.totals = Totals(self.rule, plan, self.direction, self.channel, self.device)
         self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
 
@@ -116,64 +106,54 @@ class KFACPreconditioner:
 
     # a step
 
-    def precondition(self) -> None:
+    def precondition(self) -> Running:
         """The first half: this rank's results. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            update, verdict = None, None
-            if self.due.capture:
-                sums = self._captured_sums()
-                update = self._update_factors(sums)
-            with self.metrics.stage("relayout"):
-                gradients = self._gather(update)
-            if self._numbers is not None:
-                verdict = self._judge(gradients)
-            if update is not None:
-                self._rebase(update, self.proving.unfit if verdict is None else verdict.unfit)
+            update = self._update_factors() if self.due.capture else None
+            gradients = self._gather()
+            verdict = self._judge(gradients)
+            context = StepContext(self.steps, self.seam.groups, self._peak_rates())
             with self.metrics.stage("precondition"):
-                self._context = StepContext(self.steps, self.seam.groups, self._peak_rates())
-                self._results = Results(self.exchange)
-                self.outcome = self.direction.step(self._context, gradients, self._results)
-            self._update, self._verdict = update, verdict
+                outcome = self.direction.step(context, gradients)
+            return Running(context, outcome, update, verdict)
 
-    def scatter(self, sums: Tensor | None = None) -> None:
-        """The second half: results go to whoever holds a slice of them, and numbers that are summed over all layers
-        travel along. Collective.
+    def scatter(self, running: Running, sums: Tensor | None = None) -> None:
+        """The second half: results go to whoever holds a slice of them. Collective.
 
         Args:
             sums: of the direction's numbers over the layers of all domains, if there are several.
         """
-        outcome, results = self.outcome, self._results
+        context, outcome = running.context, running.outcome
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
-            parts = results.part, self._totals.part(self._own_totals(outcome))
-            arrived, received = deliver(parts, self.channel, self.device, results.release)
-            counts = self.rule.numbers, self.rule.numbers + len(SUMMARY)
-            numbers, summary, flags = self._totals.total(received).tensor_split(counts)
-            totals = (numbers if sums is None else sums).unbind()
-            scales = self.direction.finish(self._context, outcome, totals, flags > 0 if self._with_flags else None)
-            self.exchange.write(results, arrived, scales)
-        self._end_step(summary)
+            parts = self.exchange.scatter_part(), self.totals.part(running)
+            results, received = deliver(parts, self.channel, self.device, self.exchange.sent_off)
+            numbers, summary, flags = self.totals.read(received, running)
+            scales = self.direction.finish(context, outcome, (numbers if sums is None else sums).unbind(), flags)
+            self.exchange.write(results, scales)
+        self._record(running, summary)
+        self.steps += 1
 
-    def _captured_sums(self) -> dict[str, Any]:
-        """The batch sums of this step's rows, reduced to the factors' owners. What the first batch shows may change the
-        plan, before any of its sums are kept. Collective."""
+    def _update_factors(self) -> FactorStep:
+        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is due, and bring layers
+        into the new eigenbases. What the first batch shows may change the plan, before any of its sums are kept.
+        Collective."""
         self.capture.end_step()
-        proof = self.capture.proof
-        self._numbers = None if proof is None else self.proving.numbers(proof)
+        if self.capture.proof is not None:
+            self._numbers = self.proving.numbers(self.capture.proof)
         with self.metrics.stage("reduce"):
             sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
-        measured = self.capture.measured or {}
-        observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
-        if observations is not None:
-            self.observe(observations)
-        return sums
-
-    def _update_factors(self, sums: Mapping[str, Any]) -> FactorStep:
-        """Average the sums into the factors, and decompose those that are due."""
-        with self.metrics.stage("reduce"):
+            measured = self.capture.measured or {}
+            observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
+            if observations is not None:
+                self.observe(observations)
             update = self.curvature.update(self.steps, self.due, sums)
+        sums.clear()  # before new eigenbases are there
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
+        with self.metrics.stage("relayout"):
+            self._deliver(update)
+        self._rebase(update)
         return update
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
@@ -183,28 +163,34 @@ class KFACPreconditioner:
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
-    def _gather(self, update: FactorStep | None) -> Gradients:
-        """Fetch whole gradients of this rank's layers. New eigenbases and scalars travel in the same message."""
-        part = self.exchange.gather_part
-        if update is None:
-            (arrived,) = deliver((part,), self.channel, self.device)
-            return self.exchange.gathered(arrived)
-        return self.exchange.gathered(self._deliver(update, part)[0])
-
-    def _deliver(self, update: FactorStep, *others: Any) -> list[Any]:
-        """Send new eigenbases, scalars and ``others`` in one message. Returns what arrived of ``others``."""
+    def _deliver(self, update: FactorStep) -> None:
+        """Send scalars and new eigenbases, in as many messages as these need. Collective."""
         curvature = self.curvature
         table = curvature.scalars(update)
-        bases = curvature.delivery.parts(update.arriving, update.bases, self.device)
-        parts = (*others, *bases, table.part(curvature.values(update), self.device))
-        *arrivals, values = deliver(parts, self.channel, self.device)
-        curvature.receive(self.steps, update, arrivals[len(others) :], table.read(values))
-        return arrivals[: len(others)]
+        numbers = table.part(curvature.values(update), self.device)
+        first, *others = curvature.delivery.parts(update.arriving, update.bases, self.device) or [()]
+        arrivals = deliver((*first, numbers), self.channel, self.device)
+        scalars = table.read(arrivals.pop())
+        bases = curvature.delivery.received(arrivals)
+        for parts in others:
+            del arrivals  # which keep the last message
+            arrivals = deliver(parts, self.channel, self.device)
+            bases |= curvature.delivery.received(arrivals)
+        curvature.receive(self.steps, update, bases, scalars)
 
-    def _judge(self, gradients: Gradients) -> Verdict:
-        """Compare the captured rows with the gradients. Layers that fail go on without curvature. Collective."""
-        proof, numbers = self.capture.proof, self._numbers
-        assert proof is not None and numbers is not None
+    def _gather(self) -> Gradients:
+        """Whole gradients of this rank's layers. Collective."""
+        with self.metrics.stage("relayout"):
+            self.exchange.begin()
+            (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
+            return self.exchange.gathered(arrived)
+
+    def _judge(self, gradients: Gradients) -> Verdict | None:
+        """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on without curvature.
+        Collective."""
+        proof, numbers, self._numbers = self.capture.proof, self._numbers, None
+        if proof is None or numbers is None:
+            return None
         verdict = self.proving.verdict(proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor)
         for name in verdict.unfit.keys() & self.places.keys():
             group, index = self.places[name]
@@ -213,20 +199,18 @@ class KFACPreconditioner:
         self.curvature.forget(self.curvature.of_none_but(verdict.unfit))
         return verdict
 
-    def _rebase(self, update: FactorStep, unfit: Collection[str] = ()) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms.
-
-        Args:
-            unfit: layers that get none, as their rows are not what their gradients are made of.
-        """
+    def _rebase(self, update: FactorStep) -> None:
+        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms. Layers whose
+        rows failed the last proof get none."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
                 group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
             keys = self.curvature.of_layer.get(name, {})
             bases = {side: update.bases[spec.key] for side, spec in keys.items() if spec.key in update.bases}
-            if bases and name not in unfit:
+            if bases and name not in self.proving.unfit:
                 group.rebase(index, **bases)
+        update.bases.clear()
 
     def _peak_rates(self) -> dict[int, Tensor | float]:
         if self.rule.optimizer_type is None:  # now: DeepSpeed's scheduler steps before the next step
@@ -234,58 +218,31 @@ class KFACPreconditioner:
             self.peak_lr = peak_rates(self.seam.groups, self.peak_lr, scheduler)
         return self.peak_lr
 
-    def _own_totals(self, outcome: Any) -> Tensor:
-        """This rank's part of what is summed over ranks, fp32: the direction's numbers; counts in the order of
-        :data:`SUMMARY`; and a flag of each layer, if the direction asks for it."""
-        if len(outcome.numbers) != self.rule.numbers:
-            raise ValueError(
-                f"ds_kfac: {type(self.rule).__name__}.numbers is {self.rule.numbers}, but its Direction.step gave "
-                f"{len(outcome.numbers)} scalars in Outcome.numbers; make them the same number"
-            )
-        update, travels = self._update, self.curvature.travels
-        # where eigenbases travel the counts of refreshes and updates have come with them
-        failed = 0 if travels or update is None else [*update.outcomes.values()].count(FAILED)
-        limited, *empty = NONE_UNUSUAL if travels or update is None else update.unusual
-        left_out = outcome.left_out.sum() if isinstance(outcome.left_out, Tensor) else 0.0
-        unprepared = sum(not prepared for group in self.direction.layer_groups for prepared in group.prepared)
-        counts = [outcome.replaced, unprepared, failed, outcome.unused, left_out, outcome.limited + limited, *empty]
-        own = _vector([*outcome.numbers, *counts], self.device)
-        if not self._with_flags:
-            return own
-        flags = torch.zeros(len(self.layers), dtype=torch.float32, device=self.device)
-        return torch.cat([own, flags.index_copy_(0, self._flag_places, outcome.flags)])
-
-    def _end_step(self, summary: Tensor) -> None:
-        update, outcome = self._update, self.outcome
-        if update is not None and self.curvature.travels:
-            failed = [*update.outcomes.values()].count(FAILED)  # of all ranks
-            summary[[*SUMMARY].index("refresh_failures")].add_(failed)  # numbers from a list would be copied
-            summary[-len(UNUSUAL) :].add_(unusual(update.scalars))
+    def _record(self, running: Running, summary: Tensor) -> None:
+        """Note what the step has done, for schedules, counters and warnings."""
+        update, verdict = running.update, running.verdict
         self.metrics.step(summary)
-        self.left_out = self.left_out + outcome.left_out
-        due = FactorsDue(self.due.capture, self.due.refresh) if update is None else update.due
+        self.left_out = self.left_out + running.outcome.left_out
+        self.judged = verdict is not None
+        if verdict is not None:
+            self.curvature.decompose_soon(self.proving.record(verdict))
+        if update is None:
+            self.curvature.timetable.record(self.steps, self.due, {})
+            return
+        due = update.due
         similar: Any = {}
-        if update is not None and due.capture and self.plan.adaptive is not None:
+        if self.plan.adaptive is not None and due.capture:
             similar = HostCopy(torch.stack([update.scalars["similar", key] for key in sorted(due.capture)])).tolist
         self.curvature.timetable.record(self.steps, due, similar)
-        self.judged = self._verdict is not None
-        if self._verdict is not None:
-            self.curvature.decompose_soon(self.proving.record(self._verdict))
-        if update is not None:
-            self._end_update(update, summary)
-        self._drop()
-        self.steps += 1
-
-    def _end_update(self, update: FactorStep, summary: Tensor) -> None:
-        due, metrics = update.due, self.metrics
         without = [name for name, (group, index) in self.places.items() if not group.prepared[index]]
         without = [name for name in without if name not in self.proving.unfit]
         frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
         self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
         if self.plan.contributors.counts:
             self.sharing.updates = HostCopy(summary[-1:]), update.missed, self.capture.seen
-        metrics.counts["factor_updates"] += 1
-        metrics.counts["captured_elements"] += sum(self.curvature.specs[key].side.numel for key in due.capture)
+        self.metrics.counts["factor_updates"] += 1
+        elements = sum(self.curvature.specs[key].side.numel for key in due.capture)
+        self.metrics.counts["captured_elements"] += elements
 
     # between steps
 
@@ -294,25 +251,22 @@ class KFACPreconditioner:
         self.metrics.counts["skipped_steps"] += 1
 
     def resume(self, *, whole: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step that raised
-        (``whole`` False) it is local, and drops what that step's hooks have seen."""
-        self._drop()
+        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step
+        that raised (``whole`` False) it is local, and drops what that step's hooks have seen."""
+        self._numbers = None
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture and whole:
             self.settle()
-        self.seam.measures = False
+        self.seam.measuring.discard(self.engine_view.domain.name)
         if self.due.capture or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             proof = self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole) if self.due.capture else None
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
-            self.seam.measures = proof is not None
-
-    def _drop(self) -> None:
-        """Free what a step's two halves share."""
-        self.outcome = self._results = self._context = self._update = self._verdict = self._numbers = None
+            if proof is not None:
+                self.seam.measuring.add(self.engine_view.domain.name)
 
     def settle(self) -> None:
         """Observe what the last applied updates have shown, see :meth:`Sharing.settled`. Collective."""
@@ -320,8 +274,8 @@ class KFACPreconditioner:
             self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`. Tensors change with
-        the next step."""
+        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`.
+        Tensors change with the next step."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
@@ -346,13 +300,14 @@ class KFACPreconditioner:
         self.proving.restart(resumed=self.steps > 0)
         self.direction.loaded()
         self.sharing.updates = None
+        self._numbers = None
         if decompose:
             self._decompose_all()
         self.resume()
 
     def _decompose_all(self) -> None:
         """Decompose every factor that has data, from scratch. Collective."""
-        update = FactorStep(FactorsDue(frozenset(), frozenset(self.curvature.specs)))
+        update = FactorStep(FactorsDue(frozenset(), frozenset(self.curvature.specs)), self.curvature.travels)
         self.curvature.ready.clear()
         self.curvature.decompose(self.steps, update)
         self._deliver(update)
@@ -373,10 +328,3 @@ class KFACPreconditioner:
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
             self.curvature.reducer.begin(self.due.capture, self.steps)  # of a step whose hooks are prepared already
-
-
-def _vector(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """fp32, of scalars on the device and of what the host knows, of which each is filled in: a list would be copied."""
-    known = {x for x in values if not isinstance(x, Tensor)}
-    filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in known}
-    return torch.stack([x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in values])

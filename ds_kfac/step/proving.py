@@ -137,8 +137,8 @@ class Proving:
             "floor": floor * applied,
         }
         names = [layer.name for layer in proof.layers]
-        own = {name: gradients[name] for name in names if workers[name][0] == layout.rank}
-        ratios = self.channel.sum(proof.ratios(numbers, own, **limits), "proof")
+        own = [name for name in names if workers[name][0] == layout.rank]
+        ratios = self.channel.sum(proof.ratios(numbers, gradients, own, **limits), "proof")
         checks = dict(zip(names, row_checks(numbers, ratios, [*map(used, names)]), strict=True))
         unfit = {name: str(check) for name, check in checks.items() if check.is_finite and not check.fits}
         for factor in plan.assignment.factors:  # a shared A has the rows of the layer that gives them

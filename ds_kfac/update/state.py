@@ -136,7 +136,7 @@ class AdamMoments(Moments):
         """The first moment. The second goes into the first basis, as far as a diagonal can be, and stays as it is."""
         change_basis_(self.first_OI, old, new)
         if old is None:
-            self.second_OI.copy_(new.squared().rotate(self.second_OI))
+            change_basis_(self.second_OI, None, new.squared())
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -124,8 +125,6 @@ def gather_faults(backend: str) -> tuple[str, ...]:
 # engines
 
 
-STEP = "_take_model_step"
-"""The engine's method that attach wraps: gradients are averaged, and not checked, clipped or stepped. All versions."""
 INSTRUCTIONS = "_INSTRUCTION_MAP"
 """The pipeline engine's table of instructions, looked up on the instance. All versions."""
 
@@ -223,8 +222,8 @@ def lacks_loss_scale(optimizer: Any) -> bool:
 # an outer optimizer's step
 
 UNSCALE = "unscale_and_clip_grads"
-"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip them, in place, before
-the inner optimizer steps; once for each group. All versions."""
+"""The method by which ZeRO's and the 16-bit optimizers divide gradients by the loss scale and clip them, in
+place, before the inner optimizer steps; once for each group. All versions."""
 
 
 class _Probe:
@@ -241,9 +240,9 @@ class _Probe:
 
 
 def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
-    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the device; None: nothing.
-    It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get gradients, stage 3 the number of a sub-group, then
-    all the norm."""
+    """What :data:`UNSCALE`, called with these arguments, multiplies gradients by: a scalar on the device;
+    None: nothing. It is asked by a gradient of 1. Stages 1, 2 and FP16_Optimizer get gradients, stage 3 the
+    number of a sub-group, then all the norm."""
     scale = getattr(optimizer, "loss_scale_config", None)
     scale = optimizer.loss_scale if scale is None else scale.cur_scale
     if not optimizer.clip_grad and scale == 1.0:
@@ -256,11 +255,31 @@ def unscaling(optimizer: Any, *arguments: Any) -> Tensor | None:
 
 
 def bf16_clipping(optimizer: Any) -> Tensor | None:
-    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All versions."""
+    """What BF16_Optimizer has multiplied gradients by in this step; None: nothing, or another optimizer. All
+    versions."""
     if not isinstance(optimizer, BF16_Optimizer) or not optimizer.clip_grad:
         return None
-    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32)
+    device = get_accelerator().current_device_name()
+    norm = torch.as_tensor(optimizer._global_grad_norm, dtype=torch.float32, device=device)
     return (optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+
+
+def skips_by_rank(optimizer: Any) -> bool:
+    """Whether ZeRO leaves it to a GradScaler to skip a step, which it does on each rank and for each group on its own:
+    until 0.19.8. Read from its code."""
+    return "is_invalid_grad_norm" not in inspect.getsource(type(optimizer).step)
+
+
+def gives_gradients(optimizer: Any) -> bool:
+    """Whether a 16-bit optimizer calls ``step(grads=..., scale=...)``. All versions."""
+    return bool(getattr(optimizer, "fused_adam_legacy", False) or getattr(optimizer, "fused_lamb_legacy", False))
+
+
+def never_steps(optimizer: Any) -> bool:
+    """Whether FP16_Optimizer returns before its step in fp16, as in 0.17.6 and 0.18.0. Read from its code."""
+    if not isinstance(optimizer, FP16_Optimizer) or optimizer.fp16_groups[0][0].dtype is not torch.float16:
+        return False
+    return Version("0.17.1") < Version(deepspeed.__version__) < Version("0.18.1")
 
 
 def backup_optimizer(optimizer: Any) -> Any | None:
@@ -270,24 +289,36 @@ def backup_optimizer(optimizer: Any) -> Any | None:
 
 @contextmanager
 def unchanged(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an outer optimizer may take a step with gradients that are none: its counters, flags and loss scale are
-    then those of before, and parameters are not linked to states that do not exist."""
+    """Meanwhile an outer optimizer may take a step with gradients that are none: its attributes and lists are
+    then those of before, parameters are not linked to states that do not exist, and ZeRO-3's are gathered only
+    if they were: of one that is gathered DeepSpeed does not see that a module uses another one's."""
     link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
     holders = [optimizer, getattr(optimizer, "loss_scaler", None), getattr(optimizer, "loss_scale_config", None)]
-    before = [
-        {name: x for name, x in vars(holder).items() if x is None or isinstance(x, (bool, int, float))}
-        for holder in holders
-        if holder is not None
-    ]
+    attributes = [(vars(holder), dict(vars(holder))) for holder in holders if holder is not None]
+    lists = [(x, list(x)) for _, values in attributes for x in values.values() if type(x) is list]
+    released = [param for param in getattr(optimizer, "persistent_parameters", ()) if not is_gathered(param)]
+
+    def put_back() -> None:
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for each, elements in lists:
+            each[:] = elements
+        if gathered := [param for param in released if is_gathered(param)]:
+            gathered[0].partition(gathered)
+
     with ExitStack() as stack:
+        stack.callback(put_back)
         for name, stand_in in ((link, lambda: None), (scaler, None)):  # a scaler has no scale before its first loss
             if getattr(optimizer, name, None) is not None:
                 stack.enter_context(replaced(optimizer, name, stand_in))
-        try:
-            yield
-        finally:
-            for holder, values in zip(filter(None, holders), before, strict=True):
-                vars(holder).update(values)
+        yield
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Whether a parameter of ZeRO-3 is in memory as a whole. All versions."""
+    return parameter.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE
 
 
 # ZeRO
@@ -331,6 +362,11 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 def wait_for_offload(optimizer: Any) -> None:
     """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
+
+
+def states_are_linked(optimizer: Any) -> bool:
+    """Whether ZeRO-1/2 has linked parameters to their optimizer states, as it does in its first step. All versions."""
+    return optimizer._hp_optimizer_states_linked
 
 
 def link_states(optimizer: Any) -> bool:

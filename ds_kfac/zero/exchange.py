@@ -4,7 +4,7 @@ ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. S
 gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,11 +42,16 @@ class Gradients:
     """Whole gradients of a rank's layers, layer name -> fp32 [O, I] as they will be applied. Each is taken once: a step
     holds a layer's gradient or its result.
 
-    A tensor may be DeepSpeed's own memory, which only :class:`Results` may write to.
+    A tensor may be DeepSpeed's own memory, which only the exchange may write to.
+
+    Args:
+        held: layer name -> matrix, and what it is still to be multiplied by.
+        joined: names of layers whose matrices were put together from pieces.
     """
 
-    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        self._held = dict(held)  # matrices, and what they are still to be multiplied by
+    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]], joined: Collection[str] = ()) -> None:
+        self._held = dict(held)
+        self._joined = joined
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -55,20 +60,22 @@ class Gradients:
         matrix_OI, factor = self._held[name]
         return matrix_OI.float() if factor is None else times(matrix_OI, factor)
 
+    def is_copy(self, name: str) -> bool:
+        """Whether whoever takes the gradient may overwrite it."""
+        matrix_OI, factor = self._held[name]
+        return name in self._joined or factor is not None or matrix_OI.dtype is not torch.float32
+
     def pop(self, name: str) -> Tensor:
         matrix_OI = self[name]
         del self._held[name]
         return matrix_OI
 
 
-def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """In fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
-    assert factor is not None
-    return x * factor.view(1)
-
-
 class GradientExchange:
-    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers.
+    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers, and results back.
+
+    A step calls :meth:`begin`, sends :attr:`gather_part`, takes the :meth:`gathered` gradients, puts a result for each,
+    sends :attr:`scatter_part`, and writes what arrived.
 
     Args:
         dtypes: on the wire: of gradients to the workers, and of results back.
@@ -78,6 +85,7 @@ class GradientExchange:
         params: layer name -> its parameters.
         shards: parameter -> the slices of it that this rank holds.
         sent: parameter -> the slices of its result that this rank sends to others.
+        gradients: this rank's shards -> views of their gradients, and of their results once they are there.
     """
 
     def __init__(
@@ -91,64 +99,140 @@ class GradientExchange:
         self.plan = ExchangePlan(layout.shards, layers, workers)
         gather_dtype, self.scatter_dtype = dtypes
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
-        self._here = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
-        self.shards: dict[int, list[Shard]] = {}
-        for shard in self._here.values():
-            self.shards.setdefault(shard.param, []).append(shard)
-        self.gather_part = MessagePart("gradients", self.plan.gather, self._read, gather_dtype)
         self.params = {name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()}
+        self.gradients: dict[Shard, Tensor] = {}
+        self._here = {(shard.param, shard.start): shard for shard in layout.own}
+        self.shards: dict[int, list[Shard]] = {}
+        for shard in layout.own:
+            self.shards.setdefault(shard.param, []).append(shard)
         self.sent: dict[int, set[Span]] = {}
         for move in self.plan.scatter.moves:
             if move.source == self.rank:
                 self.sent.setdefault(move.param, set()).add((move.start, move.numel))
-        self._layer_of = {param: name for name, params in self.plan.of_layer.items() for param in params}
+        self._outbox: dict[tuple[int, Span], Tensor] = {}
+        self.gather_part = MessagePart("gradients", self.plan.gather, self._to_wire, gather_dtype)
 
-    def _read(self, move: Move) -> Tensor:
-        return self.layout.to_wire(self._here[move.param, move.start])
+    def begin(self) -> None:
+        """Look up where gradients lie in this step."""
+        self._outbox.clear()  # of a step that raised
+        self.gradients = self.layout.gradients()
+
+    # gradients to their workers
+
+    def _to_wire(self, move: Move) -> Tensor:
+        return self._travelling(self._here[move.param, move.start])
+
+    def _travelling(self, shard: Shard) -> Tensor:
+        """A shard's gradient as it travels: raw or as it will be applied."""
+        layout, gradient = self.layout, self.gradients[shard]
+        if layout.seam.factor is None or layout.raw(shard) == layout.sends_raw:
+            return gradient
+        return times(gradient.to(self.device), layout.seam.inverse if layout.sends_raw else layout.seam.factor)
 
     def gathered(self, received: Arrivals) -> Gradients:
         """Whole gradients of :attr:`owned`."""
-        layout, flats = self.layout, dict[int, Tensor]()
+        layout, factor = self.layout, self.layout.seam.factor
+        flats: dict[int, Tensor] = {}
         raw: set[int] = set()  # parameters whose gradients are still to be multiplied
+        joined: set[int] = set()
         for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
             shards, numel = self.shards.get(param, []), layout.shards.numels[param]
-            if len(shards) == 1 and shards[0].numel == numel:  # nothing to put together
-                flats[param] = layout.gradient(shards[0]).to(self.device)
-                if layout.factor(shards[0]) is not None:
-                    raw.add(param)
+            is_whole = len(shards) == 1 and shards[0].numel == numel
+            if layout.raw(shards[0]) if is_whole else layout.sends_raw and factor is not None:
+                raw.add(param)
+            if is_whole:  # nothing to put together
+                flats[param] = self.gradients[shards[0]].to(self.device)
                 continue
+            joined.add(param)
             flats[param] = torch.empty(numel, dtype=layout.dtype, device=self.device)
             for shard in shards:
-                flats[param][shard.start : shard.start + shard.numel] = layout.to_wire(shard)
-            if layout.wire_factor is not None:
-                raw.add(param)
+                flats[param][shard.start : shard.start + shard.numel] = self._travelling(shard)
         for move, values in received:
             flats[move.param][move.start : move.start + move.numel] = values
         held = {}
         for layer in self.owned:
             params = self.plan.of_layer[layer.name]
-            factors = {param in raw for param in params}
-            if len(factors) > 1:  # a weight and its bias are in groups that DeepSpeed treats one after the other
-                applied = {param: times(flats[param], layout.seam.factor) for param in params if param in raw}
-                flats |= applied
-                factors = {False}
+            if not raw.issuperset(params):  # a weight and its bias may be in groups that DeepSpeed treats in turn
+                flats |= {param: times(flats[param], factor) for param in raw.intersection(params)}
             weight, *bias = (flats.pop(param) for param in params)
             # with a bias the matrix is a copy
             matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
-            held[layer.name] = matrix_OI, layout.seam.factor if factors == {True} else None
-        return Gradients(held)
+            held[layer.name] = matrix_OI, factor if raw.issuperset(params) else None
+        return Gradients(held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])])
 
-    def write(self, results: "Results", received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
+    # results to their shards
+
+    def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
+        """Take results in, of each layer a matrix of its shape. What belongs to shards on this rank is written there;
+        what other ranks get waits until it is in a message, in the dtype in which it travels. A parameter that was
+        frozen since attach gets zeros."""
+        shards, values = list[Shard](), list[Tensor]()
+        for layer, matrix_OI in zip(layers, matrices, strict=True):
+            # rounded as they arrive elsewhere: else replicas, and the copies of a layer that other tensor-parallel
+            # ranks work for, would drift apart
+            rounded = self.layout.replicated or layer.copies > 1
+            indices, parameters = self.plan.of_layer[layer.name], self.params[layer.name]
+            for param, parameter, flat in zip(indices, parameters, self.parts(layer, matrix_OI), strict=True):
+                if not parameter.requires_grad:
+                    flat = torch.zeros_like(flat)
+                for span in self.sent.get(param, ()):
+                    self._outbox[param, span] = _cut_out(flat, span, self.scatter_dtype)
+                for shard in self.shards.get(param, ()):
+                    shards.append(shard)
+                    own = flat.narrow(0, shard.start, shard.numel)
+                    values.append(own.to(self.scatter_dtype) if rounded and self.layout.world > 1 else own)
+        self._write(shards, values)
+
+    def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
+        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their results to in place
+        of putting them. None where it is not one tensor, or not all of where the results belong."""
+        views = []
+        for layer in layers:
+            param, *bias = self.plan.of_layer[layer.name]
+            shards = self.shards.get(param, [])
+            if bias or len(shards) != 1 or param in self.sent or layer.copies > 1 or self.layout.raw(shards[0]):
+                return None
+            if shards[0].numel < self.layout.shards.numels[param]:
+                return None
+            if not self.params[layer.name][0].requires_grad:
+                return None
+            views.append(LAYERS[layer.kind].matrix(self.gradients[shards[0]], None, layer.shape))
+        together = evenly_spaced(views)
+        if together is None or together.dtype is not torch.float32 or together.device != self.device:
+            return None
+        return together.flatten(1, -2)
+
+    def scatter_part(self) -> MessagePart:
+        """What other ranks get."""
+        outbox = self._outbox
+        return MessagePart(
+            "results", self.plan.scatter, lambda m: outbox[m.param, (m.start, m.numel)], self.scatter_dtype
+        )
+
+    def sent_off(self) -> None:
+        """What other ranks get is in a message: free it."""
+        self._outbox.clear()
+
+    def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
         """Put the results of other ranks' layers where the inner optimizer will find them.
 
         Args:
-            results: of this rank's layers, which are there already.
-            scales: layer name -> scalar to multiply its result by.
+            scales: layer name -> scalar to multiply its result by, of all layers.
         """
-        shards = [self._here[move.param, move.start] for move, _ in received]
-        results.write(shards, [values for _, values in received])
-        if scales is not None and results.views:
-            torch._foreach_mul_(results.views, [scales[self._layer_of[shard.param]] for shard in results.written])
+        self._write([self._here[move.param, move.start] for move, _ in received], [values for _, values in received])
+        if scales is not None and self.gradients:
+            of_param = {param: scales[name] for name, params in self.plan.of_layer.items() for param in params}
+            torch._foreach_mul_([*self.gradients.values()], [of_param[shard.param] for shard in self.gradients])
+        self.gradients = {}  # DeepSpeed's step frees what they are of
+
+    def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
+        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply them by."""
+        if not shards:
+            return
+        for index, shard in enumerate(shards):
+            if self.layout.raw(shard):
+                values[index] = times(values[index], self.layout.seam.inverse)
+        torch._foreach_copy_([self.gradients[shard] for shard in shards], values)
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -160,92 +244,10 @@ class GradientExchange:
         return tuple(self.layout.group_index(param) for param in self.params[layer.name])
 
 
-class Results:
-    """The results of a step. What belongs to shards on this rank is written there at once; what other ranks get waits
-    here, in the dtype in which it travels, until it is in a message.
-
-    Attributes:
-        written, views: shards on this rank that have their results, and these.
-        part: what other ranks get.
-        release: to be called when ``part`` is in a message: frees it.
-    """
-
-    def __init__(self, exchange: GradientExchange) -> None:
-        self.exchange = exchange
-        self.written: list[Shard] = []
-        self.views: list[Tensor] = []
-        self._sent = sent = dict[tuple[int, Span], Tensor]()
-        self.release = sent.clear
-        # without self: a circle of references would keep a step's results until the next garbage collection
-        self.part = MessagePart(
-            "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
-        )
-
-    def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Take results in, of each layer a matrix of its shape. A parameter that was frozen since attach gets zeros."""
-        exchange, shards, values = self.exchange, list[Shard](), list[Tensor]()
-        for layer, matrix_OI in zip(layers, matrices, strict=True):
-            indices, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
-            for param, parameter, flat in zip(indices, parameters, exchange.parts(layer, matrix_OI), strict=True):
-                if not parameter.requires_grad:
-                    flat = torch.zeros_like(flat)
-                for span in exchange.sent.get(param, ()):
-                    self._sent[param, span] = _cut_out(flat, span, exchange.scatter_dtype)
-                for shard in exchange.shards.get(param, ()):
-                    shards.append(shard)
-                    values.append(self._own(layer, shard, flat))
-        self.write(shards, values)
-
-    def _own(self, layer: LayerSpec, shard: Shard, flat: Tensor) -> Tensor:
-        """A shard's values, rounded as they arrive elsewhere: else replicas, and the copies of a layer that other
-        tensor-parallel ranks work for, would drift apart."""
-        layout, span = self.exchange.layout, (shard.start, shard.numel)
-        if layout.replicated and (shard.param, span) in self._sent:
-            return self._sent[shard.param, span]
-        values = flat.narrow(0, *span)
-        return values.to(self.exchange.scatter_dtype) if layer.copies > 1 and layout.world > 1 else values
-
-    def write(self, shards: Sequence[Shard], values: Sequence[Tensor]) -> None:
-        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply them by."""
-        if not shards:
-            return
-        layout = self.exchange.layout
-        views = [layout.writable(shard) for shard in shards]
-        raw = [index for index, shard in enumerate(shards) if layout.factor(shard) is not None]
-        if raw:
-            values = list(values)
-            inverse = layout.seam.inverse
-            for index in raw:
-                values[index] = times(values[index], inverse)
-        torch._foreach_copy_(views, list(values))
-        self.written += shards
-        self.views += views
-
-    def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their results to in place of
-        putting them. None where it is not one tensor, or not all of where the results belong."""
-        exchange, layout = self.exchange, self.exchange.layout
-        shards = []
-        for layer in layers:
-            param, *bias = exchange.plan.of_layer[layer.name]
-            parameter = exchange.params[layer.name][0]
-            here = exchange.shards.get(param, ())
-            whole = len(here) == 1 and here[0].numel == layout.shards.numels[param]
-            if bias or not whole or param in exchange.sent or not parameter.requires_grad or layer.copies > 1:
-                return None
-            if layout.factor(here[0]) is not None or not layout.held(here[0]):
-                return None
-            shards.append(here[0])
-        views = [layout.writable(shard) for shard in shards]
-        pairs = zip(layers, views, strict=True)
-        together = evenly_spaced([LAYERS[layer.kind].matrix(view, None, layer.shape) for layer, view in pairs])
-        if together is None or together.data_ptr() != views[0].data_ptr():
-            return None
-        if together.dtype is not torch.float32 or together.device != exchange.device:
-            return None
-        self.written += shards
-        self.views += views
-        return together.flatten(1, -2)
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """In fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
+    assert factor is not None
+    return x * factor.view(1)
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step (``seam.py``). Below it
-the modes in which every rank holds every averaged gradient: stage 0."""
+"""Interface of an engine mode: where the gradients lie when the inner optimizer is about to step
+(``seam.py``). Below it the modes in which every rank holds every averaged gradient: stage 0."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -22,8 +22,8 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 
 class ShardLayout(ABC):
-    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies of them, or
-    flat tensors of many. A shard is a piece of a master.
+    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies
+    of them, or flat tensors of many. A shard is a piece of a master.
 
     Args:
         engine: a DeepSpeedEngine.
@@ -35,6 +35,7 @@ class ShardLayout(ABC):
     Attributes:
         whole: shards of the whole parameters, as DeepSpeed keeps them.
         shards: shards of the pieces.
+        own: those on this rank.
         averaged_over: number of ranks whose gradients are averaged.
         divisor: DeepSpeed divides the sum of the ranks' gradients by it.
         groups: parameters by the optimizer's group.
@@ -43,8 +44,6 @@ class ShardLayout(ABC):
 
     replicated = False
     """Whether every rank holds every averaged gradient."""
-    last_first = False
-    """Whether gradients lie in memory in the order in which a backward makes them."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 
@@ -79,6 +78,7 @@ class ShardLayout(ABC):
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
         self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
+        self.own = self.shards.on(self.rank)
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
@@ -101,32 +101,21 @@ class ShardLayout(ABC):
         """The tensor that the inner optimizer steps, of which this rank's shard is the elements from ``shard.offset``
         on. A shard of :attr:`shards`."""
 
-    def gradient(self, shard: Shard) -> Tensor:
-        """A view of this rank's gradient of a shard, flat, where it lies now: in the master's ``grad``, or where
-        DeepSpeed will take it from. It is still to be multiplied by :meth:`factor`."""
+    def gradients(self) -> dict[Shard, Tensor]:
+        """This rank's shards -> views of their gradients, flat, fp32 or bf16, where they lie now: in a master's
+        ``grad``, or where DeepSpeed will take it from. Those that are :meth:`raw` will be multiplied by the seam's
+        factor."""
+        return {shard: self._gradient(shard) for shard in self.own}
+
+    def _gradient(self, shard: Shard) -> Tensor:
         return flat_gradient(self.master(shard)).narrow(0, shard.offset, shard.numel)
 
-    def writable(self, shard: Shard) -> Tensor:
-        """The view of :meth:`gradient`, in a dtype that holds results: fp32 or bf16."""
-        return self.gradient(shard)
+    def raw(self, shard: Shard) -> bool:
+        """Whether DeepSpeed will still multiply a shard's gradient by the seam's factor."""
+        return False
 
-    def factor(self, shard: Shard) -> Tensor | None:
-        """What DeepSpeed will still multiply a shard's gradient by, a scalar on the device; None: nothing."""
-        return None
-
-    def held(self, shard: Shard) -> bool:
-        """Whether the shard has a gradient in this step."""
-        return True
-
-    def to_wire(self, shard: Shard) -> Tensor:
-        """A shard's gradient as it travels, see :attr:`wire_factor`."""
-        gradient, factor = self.gradient(shard), self.factor(shard)
-        return gradient if factor is None else gradient.to(self.engine.device) * factor
-
-    @property
-    def wire_factor(self) -> Tensor | None:
-        """What a gradient that has travelled is still to be multiplied by; None: nothing."""
-        return None
+    sends_raw = False
+    """Whether gradients travel raw: in 16 bits, as they were rounded."""
 
     def param_of(self, piece: int) -> Any:
         """The parameter that a piece is part of."""
@@ -237,6 +226,8 @@ class Replicated(ShardLayout):
         self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
+        if engine.gradient_clipping() and any(getattr(m, "sparse", None) is True for m in engine.module.modules()):
+            self.faults += ("it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -245,14 +236,11 @@ class Replicated(ShardLayout):
     def master(self, shard: Shard) -> Any:
         return self.params[self.pieces[shard.param].param]
 
-    def held(self, shard: Shard) -> bool:
-        return self.master(shard).grad is not None
-
-    def gradient(self, shard: Shard) -> Tensor:
+    def _gradient(self, shard: Shard) -> Tensor:
         param = self.master(shard)
         if param.grad is None:  # DeepSpeed skips it
             return param.new_zeros(shard.numel)
-        return super().gradient(shard)
+        return super()._gradient(shard)
 
     def install(self, known: KnownGradient) -> None:
         if not self._before:
@@ -291,11 +279,8 @@ class ReplicatedHalf(Replicated):
         group, place = self.position[id(self.params[self.pieces[shard.param].param])]
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
 
-    def held(self, shard: Shard) -> bool:
-        return True
-
-    def gradient(self, shard: Shard) -> Tensor:
-        return ShardLayout.gradient(self, shard)
+    def _gradient(self, shard: Shard) -> Tensor:
+        return ShardLayout._gradient(self, shard)
 
     def end(self) -> None:
         self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them

@@ -1,20 +1,22 @@
 """Where K-FAC runs: at the first step of DeepSpeed's inner optimizer, which is called only when a step is certain.
 
-The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and may skip the step; only
-then does it call the *inner* optimizer, the user's, once or once for each parameter group. torch calls a public hook
-before an optimizer's step (``register_step_pre_hook``). So an outer step begins a step, and the first inner step in it
-runs K-FAC. At stage 0 in fp32 there is no outer optimizer: every inner step that has gradients is a step.
+The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and may skip
+the step; only then does it call the *inner* optimizer, the user's, once or once for each parameter group.
+torch calls a public hook before an optimizer's step (``register_step_pre_hook``). So an outer step begins a
+step, and the first inner step in it runs K-FAC. At stage 0 in fp32 there is no outer optimizer: every inner
+step that has gradients is a step.
 
-    mode                             inner steps             gradients at the first one
-    stage 0, 16-bit wrappers         one                     as they will be applied
-    ZeRO 1, 2                        one for each group      group 0 as it will be applied, others raw
-    ZeRO 3                           one for each sub-group  the same
+    mode                        inner steps             gradients at the first one
+    stage 0, 16-bit wrappers    one                     as they will be applied
+    ZeRO 1, 2                   one for each group      group 0 as it will be applied, others raw
+    ZeRO 3                      one for each sub-group  the same
 
-Raw gradients are still to be multiplied by :attr:`Seam.factor`.
+Raw gradients are still to be multiplied by :attr:`Seam.factor`. DeepSpeed's own view of gradients, in its overflow
+check, its norm and its clipping, is that of training without K-FAC.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,22 +27,30 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.deepspeed_versions import replaced, restore
 
 NO_HOOKS = (
-    "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's register_step_pre_hook. Let the "
-    "class call torch.optim.Optimizer.__init__, or give DeepSpeed the optimizer that it wraps"
+    "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's register_step_pre_hook. Let "
+    "the class call torch.optim.Optimizer.__init__, or give DeepSpeed the optimizer that it wraps"
 )
+CLOSURE = (
+    "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are there, so it takes "
+    "no closure"
+)
+
+OUTSIDE_INFERENCE = torch.inference_mode(False)
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a
+step makes, and tensors made in inference mode could not be changed there."""
 
 
 class Steps(Protocol):
     """What is told of an engine's steps."""
 
     def begin(self) -> None:
-        """The outer optimizer's step begins; whether it will be applied is not known."""
+        """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
 
     def step(self) -> None:
         """The step is certain, and weights have not moved. Collective."""
 
     def end(self, *, applied: bool) -> None:
-        """The step is over. Collective."""
+        """The step was applied, or skipped. Collective."""
 
     def raised(self, *, begun: bool) -> None:
         """The step raised an error, here or in DeepSpeed. Local.
@@ -55,49 +65,46 @@ class Seam:
 
     Attributes:
         inner: the user's optimizer.
-        groups: its parameter groups. During a step DeepSpeed shows it one at a time.
+        outer: what decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a GradScaler; None: nothing.
+        groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a time.
         factor: what DeepSpeed multiplies this step's gradients by, a scalar on the device; None: by nothing.
-        prepared: how many groups have been multiplied already.
-        measures: whether the factor is needed at stage 0, too, where DeepSpeed does not tell how it clips.
+        prepared: how many masters' gradients it has multiplied already.
+        measuring: domains that need the factor even if all gradients are prepared, for a proof of rows. At stage 0
+            DeepSpeed does not tell how it clips.
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        optimizer = engine.optimizer
+        self.engine, self.scaler = engine, deepspeed_versions.grad_scaler(engine)
+        self._is_bare = isinstance(optimizer, torch.optim.Optimizer)
         # not always engine.basic_optimizer: in place of an Adagrad ZeRO makes one of its own
-        self.inner = getattr(engine.optimizer, "optimizer", None) or engine.optimizer
+        self.inner = optimizer if self._is_bare else optimizer.optimizer
+        self.outer = self.scaler if self._is_bare else optimizer
+        self._optimizers = [self.inner]
+        if (backup := deepspeed_versions.backup_optimizer(optimizer)) is not None:
+            self._optimizers.append(backup)
+        self.groups: list[dict[str, Any]] = self.inner.param_groups
         self.factor: Tensor | None = None
         self.prepared = 0
-        self.measures = False
+        self.measuring: set[str] = set()
         self._inverse: Tensor | None = None
-        self._steps: Steps | None = None
+        self._steps: Any = None
         self._active = False
         self._removals: list[Callable[[], None]] = []
-        self._groups: list[dict[str, Any]] | None = None
-        self._depth = 0  # of nested inner steps: torch calls the hooks of a subclass and of its base
+        self._inside = False  # an outer step
+        self._depth = 0  # of nested inner steps: torch runs the hooks of a class and of the one it is derived from
         self._ran = False
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups if self._groups is None else self._groups
-
-    @property
-    def outer(self) -> Any | None:
-        """What decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a GradScaler; None: nothing."""
-        if self.engine.optimizer is not self.inner:
-            return self.engine.optimizer
-        return deepspeed_versions.grad_scaler(self.engine)
 
     def open(self, steps: Steps) -> None:
         """Begin to call ``steps``. Raises ValueError for an optimizer that has no hooks."""
-        self._steps = steps
-        self._active = True
-        outer = self.outer
-        if outer is not None:
-            self._wrap(outer, "step", self._outer_step)
-        for optimizer in filter(None, (self.inner, deepspeed_versions.backup_optimizer(self.engine.optimizer))):
+        self._steps, self._active = steps, True
+        if self.outer is not None:
+            self._wrap(self.outer, "step", self._outer_step)
+        for optimizer in self._optimizers:
             hooked = _with_hooks(optimizer)
             self._removals.append(hooked.register_step_pre_hook(self._before_inner).remove)
-            self._removals.append(hooked.register_step_post_hook(self._after_inner).remove)
+            if self.outer is None:
+                self._removals.append(hooked.register_step_post_hook(self._after_inner).remove)
         self._watch_factor()
 
     def close(self) -> None:
@@ -105,77 +112,26 @@ class Seam:
         self._active = False
         self._remove()
 
-    def _remove(self, but: int = 0) -> None:
-        while len(self._removals) > but:
-            self._removals.pop()()
-
     def forget(self) -> None:
         """No step is going on. One that has not ended was interrupted, and the next inner step begins a new one."""
         if self._depth:
             self._interrupted()
 
     def _interrupted(self) -> None:
-        assert self._steps is not None
         begun, self._ran = self._ran, False
         self._depth = 0
         self.factor = None
         self._steps.raised(begun=begun)
 
-    # the factor
+    # steps
 
-    @property
-    def inverse(self) -> Tensor | None:
-        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0 if the factor is 0, as
-        where a norm is infinite: nothing moves then."""
-        if self.factor is not None and self._inverse is None:
-            self._inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
-        return self._inverse
-
-    def _watch_factor(self) -> None:
-        """Of DeepSpeed's own functions that multiply gradients."""
-        if hasattr(self.engine.optimizer, deepspeed_versions.UNSCALE):
-            self._wrap(self.engine.optimizer, deepspeed_versions.UNSCALE, self._unscale)
-        elif self.engine.optimizer is self.inner:
-            self._wrap(self.engine, "clip_fp32_gradients", self._clip)
-
-    def _unscale(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        if self.prepared == 0:
-            self.factor = deepspeed_versions.unscaling(self.engine.optimizer, *arguments)
-        self.prepared += 1
-        return original(*arguments, **keywords)
-
-    def _clip(self, original: Callable[..., Any]) -> Any:
-        before = self._norm() if self.measures else None
-        result = original()
-        if before is not None:
-            self.factor = (self._norm() / before).nan_to_num(1.0)
-        return result
-
-    def _norm(self) -> Tensor:
-        gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        return torch.stack(torch._foreach_norm([x.coalesce().values() if x.is_sparse else x for x in gradients])).norm()
-
-    def _finish_factor(self) -> None:
-        """What else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no function of its own for it."""
-        self._inverse = None
-        scaler = deepspeed_versions.grad_scaler(self.engine)
-        if scaler is not None and scaler._scale is not None:
-            unscaled = scaler._scale.reciprocal().reshape(())
-            self.factor = unscaled if self.factor is None else self.factor * unscaled
-            return
-        clipping = deepspeed_versions.bf16_clipping(self.engine.optimizer)
-        self.factor = clipping if clipping is not None else self.factor
-
-    # an outer step
-
+    @OUTSIDE_INFERENCE
     def _outer_step(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        steps = self._steps
-        assert steps is not None
         try:
             with self._whole_groups():
-                steps.begin()
+                self._steps.begin()
                 result = original(*arguments, **keywords)
-            steps.end(applied=self._ran)
+            self._steps.end(applied=self._ran)
         except BaseException:
             self._interrupted()
             raise
@@ -184,14 +140,12 @@ class Seam:
 
     @contextmanager
     def _whole_groups(self) -> Iterator[None]:
-        """DeepSpeed takes groups out of the inner optimizer while it steps one of them, and puts them back unless the
-        step raises: every later step would fail."""
-        optimizers = [self.inner, deepspeed_versions.backup_optimizer(self.engine.optimizer)]
-        whole = [
-            (x, x.param_groups, [group["params"] for group in x.param_groups]) for x in optimizers if x is not None
-        ]
-        self._groups = self.inner.param_groups
-        self._begin()
+        """Wraps an outer step. DeepSpeed takes groups out of the inner optimizer while it steps one of them, and puts
+        them back unless the step raises: every later step would fail."""
+        self.groups, self.prepared, self._ran, self._inside = self.inner.param_groups, 0, False, True
+        if not self._is_bare:  # else it is what was clipped by before the step
+            self.factor = None
+        whole = [(x, x.param_groups, [group["params"] for group in x.param_groups]) for x in self._optimizers]
         try:
             yield
         except BaseException:
@@ -201,51 +155,88 @@ class Seam:
                     group["params"] = own
             raise
         finally:
-            self._groups = None
+            self._inside = False
 
-    def _begin(self) -> None:
-        self._ran = False
-        self._depth = 0
-        self.prepared = 0
-        if self.engine.optimizer is not self.inner:
-            self.factor = None
-
-    # an inner step
-
-    def _before_inner(self, *_: Any) -> None:
+    def _before_inner(self, optimizer: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if any(x is not None for x in (*arguments[1:], *keywords.values())):  # the first is the optimizer
+            raise ValueError(CLOSURE)
         if self.outer is not None:
-            if self._groups is not None and not self._ran:
+            if self._inside and not self._ran:
                 self._run()
             return
         self._depth += 1
+        self.groups = self.inner.param_groups
         if self._depth == 1 and any(p.grad is not None for group in self.groups for p in group["params"]):
-            self._run()
-
-    def _run(self) -> None:
-        assert self._steps is not None
-        self._ran = True
-        self._finish_factor()
-        try:
-            with torch.no_grad():
-                self._steps.step()
-        except BaseException:
-            if self.outer is None:
+            try:
+                self._steps.begin()
+                self._run()
+            except BaseException:
                 self._interrupted()
-            raise
+                raise
 
+    @OUTSIDE_INFERENCE
     def _after_inner(self, *_: Any) -> None:
-        if self.outer is not None:
-            return
         self._depth -= 1
         if self._depth == 0 and self._ran:
-            assert self._steps is not None
-            self._ran = False
-            self.factor = None
+            self._ran, self.factor = False, None
             self._steps.end(applied=True)
 
+    @OUTSIDE_INFERENCE
+    @torch.no_grad()
+    def _run(self) -> None:
+        self._ran = True
+        self.complete_factor()
+        self._steps.step()
+
+    # the factor
+
+    @property
+    def inverse(self) -> Tensor | None:
+        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0 if that is
+        0, as where a norm is infinite: nothing moves then."""
+        if self.factor is not None and self._inverse is None:
+            self._inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
+        return self._inverse
+
+    def complete_factor(self) -> None:
+        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method of its
+        own for it."""
+        self._inverse = None
+        if self.scaler is not None and self.scaler._scale is not None:
+            unscaled = self.scaler._scale.reciprocal().reshape(())
+            self.factor = unscaled if self.factor is None else self.factor * unscaled
+        elif self.measuring and not self._is_bare and self.factor is None:
+            self.factor = deepspeed_versions.bf16_clipping(self.engine.optimizer)
+
+    def _watch_factor(self) -> None:
+        """Wrap DeepSpeed's own functions that multiply gradients."""
+        if self._is_bare:
+            self._wrap(self.engine, "clip_fp32_gradients", self._clip)
+        elif hasattr(self.engine.optimizer, deepspeed_versions.UNSCALE):
+            self._wrap(self.engine.optimizer, deepspeed_versions.UNSCALE, self._unscale)
+
+    def _unscale(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        if self.prepared == 0:
+            self.factor = deepspeed_versions.unscaling(self.engine.optimizer, *arguments)
+        self.prepared += 1
+        return original(*arguments, **keywords)
+
+    def _clip(self, original: Callable[..., Any]) -> Any:
+        if not self.measuring:
+            return original()
+        gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
+        gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # which DeepSpeed does not clip
+        if not gradients:
+            return original()
+        before = torch.stack(torch._foreach_norm(gradients)).norm()
+        result = original()
+        self.factor = (torch.stack(torch._foreach_norm(gradients)).norm() / before).nan_to_num(1.0)
+        return result
+
+    # wrappers
+
     def _wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(holder, name)
-        before = vars(holder).get(name)
+        original, before = getattr(holder, name), vars(holder).get(name)
 
         @wraps(original)
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -260,31 +251,29 @@ class Seam:
         setattr(holder, name, wrapped)
         self._removals.append(remove)
 
-    # for the self-test
+    def _remove(self, but: int = 0) -> None:
+        while len(self._removals) > but:
+            self._removals.pop()()
 
     @contextmanager
     def stubbed(self, stub: Callable[[], None]) -> Iterator[Callable[[], Any]]:
-        """Replaces the inner optimizer's step by ``stub``. Yields the outer one's: it takes a step with the gradients that
-        lie where DeepSpeed keeps them, and moves no weight."""
-        outer = self.engine.optimizer
-        stubs = [self.inner, deepspeed_versions.backup_optimizer(outer)]
-
-        def inner_step(*_: Any, **__: Any) -> None:
-            stub()
-
+        """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's, which takes a step with
+        the gradients that lie where DeepSpeed keeps them, and moves no weight."""
         installed, self._active = len(self._removals), True
+        groups = [(x, x["params"], [master.grad for master in x["params"]]) for x in self.inner.param_groups]
         self._watch_factor()
         try:
-            with deepspeed_versions.unchanged(outer), self._whole_groups():
-                with replaced(stubs[0], "step", inner_step), replaced(stubs[1] or _Nothing(), "step", inner_step):
-                    yield outer.step
+            with deepspeed_versions.unchanged(self.engine.optimizer), self._whole_groups(), ExitStack() as stack:
+                for optimizer in self._optimizers:
+                    stack.enter_context(replaced(optimizer, "step", lambda *_, **__: stub()))
+                yield self.engine.optimizer.step
         finally:
             self._remove(but=installed)
             self._active = self._steps is not None
-
-
-class _Nothing:
-    """In place of an optimizer that is not there."""
+            for group, masters, gradients in groups:
+                group["params"] = masters
+                for master, gradient in zip(masters, gradients, strict=True):
+                    master.grad = gradient
 
 
 def _with_hooks(optimizer: Any) -> Any:

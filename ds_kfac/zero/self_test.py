@@ -1,13 +1,14 @@
 """A test at attach that this DeepSpeed keeps gradients where we read and write them: else that is an error, not a wrong
 gradient.
 
-DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner optimizer only
-notes what it would step with. It is taken twice: as it is, and with the known gradients sent to the layers' workers, who
-check them and send back each value plus :data:`ADDED`. What the inner optimizer notes must be larger by that at the
-preconditioned elements and unchanged elsewhere, in every group.
+DeepSpeed's code fills its gradient buffers with known values. Then its optimizer takes a step, whose inner
+optimizer only notes what it would step with. It is taken twice: as it is, and with the known gradients sent
+to the layers' workers, who check them and send back each value plus a little. What the inner optimizer
+notes must be larger by that at the preconditioned elements and unchanged elsewhere, in every group.
 """
 
 import zlib
+from dataclasses import replace
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -15,14 +16,17 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, deliver, failing_together
 from ds_kfac.zero.deepspeed_versions import replaced
-from ds_kfac.zero.exchange import GradientExchange, Results
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 MODULUS = 113
 """A prime. A shifted sequence of 1 .. 113 equals the right one nowhere; twice a value, and 3 more, is exact in bf16."""
 ADDED = 2.0
+FRACTION = 2.0**-4
+"""Added, too, where results are kept in more than 16 bits: it shows rounding to them."""
 TOLERANCE = 1e-4
-"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what bf16 rounds."""
+"""Of values that have been multiplied by the loss scale and divided by it, and clipped. An eighth of what
+bf16 rounds."""
 
 
 def self_test(exchange: GradientExchange, channel: Channel) -> None:
@@ -45,7 +49,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
 
         def inner_step() -> None:
             if exchanges and not noted:
-                layout.seam._finish_factor()
+                layout.seam.complete_factor()
                 errors.extend(test.exchanged(channel))
             masters = [master for group in layout.seam.inner.param_groups for master in group["params"]]
             noted.extend(master.grad.float().clone().view(-1) for master in masters if master.grad is not None)
@@ -70,7 +74,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
             for group, (was, now) in enumerate(zip(before, after, strict=False)):
                 was, now = was.cpu() / factor, now.cpu() / factor
                 ours = (was.round() % 2 == 0) & (was.round() > 0)
-                if not torch.allclose(now, was + ADDED * ours, rtol=0, atol=TOLERANCE):
+                if not torch.allclose(now, was + test.added * ours.float(), rtol=0, atol=TOLERANCE):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.end()
@@ -85,6 +89,10 @@ class _Test:
         self.exchange, self.layout = exchange, exchange.layout
         self.names = {id(param): name for name, param in self.layout.engine.module.named_parameters()}
         self.ours = {id(param) for param in self.layout.params}
+        dtypes = {self.layout.dtype}
+        if self.layout.replicated:
+            dtypes |= {param.dtype for param in self.layout.params}
+        self.added = ADDED if any(dtype.itemsize == 2 for dtype in dtypes) else ADDED + FRACTION
 
     def known(self, param: nn.Parameter) -> Tensor:
         """2, 4 .. 226 repeated, starting at a number that depends on the name; 1 more if the parameter is in no layer.
@@ -99,10 +107,11 @@ class _Test:
         """Gradients go to their workers and results back. Returns what is wrong. Collective."""
         exchange, layout = self.exchange, self.layout
         problems: list[str] = []
-        (arrived,) = deliver([exchange.gather_part], channel, exchange.device)
+        exchange.begin()
+        # no rounding on the way, here and back
+        (arrived,) = deliver([replace(exchange.gather_part, dtype=torch.float32)], channel, exchange.device)
         gradients = exchange.gathered(arrived)
-        with replaced(exchange, "scatter_dtype", torch.float32):  # no rounding on the way
-            results = Results(exchange)
+        with replaced(exchange, "scatter_dtype", torch.float32):
             for layer in exchange.owned:
                 matrix = gradients.pop(layer.name)
                 factor = 1.0 if layout.seam.factor is None else layout.seam.factor
@@ -112,9 +121,9 @@ class _Test:
                     expected = self.known(param).narrow(0, *layout.span(piece))
                     if not torch.allclose(flat / factor, expected, rtol=0, atol=TOLERANCE):
                         problems.append(f"the gradient of {self.names[id(param)]} did not arrive at its worker")
-                results.put([layer], [matrix + ADDED * factor])
-            (returned,) = deliver([results.part], channel, exchange.device, results.release)
-            exchange.write(results, returned)
+                exchange.put([layer], [matrix + self.added * factor])
+            (returned,) = deliver([exchange.scatter_part()], channel, exchange.device, exchange.sent_off)
+            exchange.write(returned)
         return problems
 
 

@@ -4,9 +4,10 @@ ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in eq
 its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded, and a master is a sub-group's
 chunks on this rank.
 
-When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without offload as lists
-of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters' ``grad``. A result that fp16 does
-not hold lies there in fp32: DeepSpeed's concatenation promotes types and keeps it so.
+When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without
+offload as lists of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters'
+``grad``. A result that fp16 does not hold lies there in fp32: DeepSpeed's concatenation promotes types and
+keeps it so.
 """
 
 from abc import abstractmethod
@@ -26,7 +27,8 @@ NO_GRADIENTS = "ds_kfac: engine.step() has no gradients: call engine.backward(lo
 
 
 class BF16(ShardLayout):
-    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps its slice."""
+    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps
+    its slice."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -120,48 +122,32 @@ class ZeroLayout(ShardLayout):
                 raise RuntimeError(NO_GRADIENTS)
             return
         deepspeed_versions.wait_for_offload(self.optimizer)
-        for shard in self.whole.on(self.rank):
-            if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
-                self.gradient(shard).zero_()
+        for shard in self.own:
+            param = self.params[self.pieces[shard.param].param]
+            if self.optimizer.get_param_id(param) not in self.optimizer.norm_for_param_grads:
+                self._gradient(shard).zero_()
 
     def master(self, shard: Shard) -> Any:
         return self.masters[shard.group]
 
-    def factor(self, shard: Shard) -> Tensor | None:
-        return None if shard.group < self.seam.prepared else self.seam.factor
+    def raw(self, shard: Shard) -> bool:
+        return self.seam.factor is not None and shard.group >= self.seam.prepared
 
-    def gradient(self, shard: Shard) -> Tensor:
+    def _gradient(self, shard: Shard) -> Tensor:
         if self.offloads or shard.group < self.seam.prepared:
-            return super().gradient(shard)
+            return super()._gradient(shard)
         entries, place, start = self._entry(shard)
+        if entries[place].dtype is torch.float16:
+            entries[place] = entries[place].float()
         return entries[place].view(-1).narrow(0, start, shard.numel)
-
-    def writable(self, shard: Shard) -> Tensor:
-        gradient = self.gradient(shard)
-        if gradient.dtype is not torch.float16:
-            return gradient
-        entries, place, _ = self._entry(shard)
-        entries[place] = entries[place].float()
-        return self.gradient(shard)
 
     @abstractmethod
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         """Where a raw gradient lies: a list, the place in it, and the first element there."""
 
     @cached_property
-    def _halves(self) -> bool:
-        """Whether gradients travel in 16 bits: raw then, as they were rounded."""
+    def sends_raw(self) -> bool:  # type: ignore[override]
         return self.dtype.itemsize == 2 and not self.offloads
-
-    def to_wire(self, shard: Shard) -> Tensor:
-        if not self._halves:
-            return super().to_wire(shard)
-        gradient, inverse = self.gradient(shard), self.seam.inverse
-        return gradient if inverse is None or self.factor(shard) is not None else gradient * inverse
-
-    @property
-    def wire_factor(self) -> Tensor | None:
-        return self.seam.factor if self._halves else None
 
     # self-test: filled by DeepSpeed's own functions
 
@@ -182,11 +168,11 @@ class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
 
     OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
-    last_first = True
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._linked, optimizer = False, self.optimizer
+        optimizer = self.optimizer
+        self._linked = deepspeed_versions.states_are_linked(optimizer)
         self._starts: dict[int, list[int]] = {}
         if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (

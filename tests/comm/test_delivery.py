@@ -10,7 +10,7 @@ from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.inverse import packed, refresh_inverse
-from ds_kfac.curvature.methods import METHODS
+from ds_kfac.curvature.methods import EIGEN, METHODS
 from ds_kfac.step.messages import Delivery
 from tests.close import near
 from tests.comm.fake_network import FakeNetwork
@@ -24,7 +24,8 @@ WORKERS = {"dense": (0, 2), "blocks": (1, 3), "diagonal": (0, 2)}
 
 
 def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
-    options = {"factors": FACTORS, "eigen_workers": EIGEN_WORKERS, "workers": WORKERS, "world": 4} | changes
+    options = {"factors": FACTORS, "eigen_workers": EIGEN_WORKERS, "workers": WORKERS, "world": 4, "nbytes": 1 << 20}
+    options |= changes
     return Delivery(**options, wire=wire)
 
 
@@ -52,10 +53,18 @@ def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
 
 def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
     def work(channel):
-        own = {key: basis(key) for key in keys - failed if plan.eigen_workers[key] == channel.rank}
-        return plan.received({}, *deliver(plan.parts(keys, own, CPU), channel, CPU))
+        return fetched(plan, {key: basis(key) for key in keys - failed}, keys, channel)
 
     return FakeNetwork(plan.world).run(work)
+
+
+def fetched(plan: Delivery, bases: dict, keys: set[str], channel) -> dict:
+    """What arrives on a rank, in one message after the other."""
+    own = {key: x for key, x in bases.items() if plan.eigen_workers[key] == channel.rank}
+    found = {}
+    for parts in plan.parts(keys, own, CPU):
+        found |= plan.received(deliver(parts, channel, CPU))
+    return found
 
 
 def test_receivers_are_the_workers_elsewhere():
@@ -70,38 +79,52 @@ def test_receivers_are_the_workers_elsewhere():
 def test_nothing_travels_where_eigen_workers_are_the_only_workers():
     plan = delivery(eigen_workers=dict.fromkeys(EIGEN_WORKERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
     assert not plan.travels
-    assert all(part.moves == () for part in plan.plans(set(EIGEN_WORKERS)))
-    assert plan.parts(set(EIGEN_WORKERS), {}, CPU) == ()
-    assert plan.received({"dense/A": (same := basis("dense/A"))})["dense/A"] is same
+    assert plan.messages(set(EIGEN_WORKERS)) == plan.parts(set(EIGEN_WORKERS), {}, CPU) == []
+    assert not plan.rounded
 
 
 def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
     factors = [FactorSpec("q/A", Side.dense(3), ("q", "k", "v"))]
     plan = Delivery(
-        factors, {"q/A": 1}, {"q": (0,), "k": (1,), "v": (3,)}, world=4, wire=torch.float32
+        factors, {"q/A": 1}, {"q": (0,), "k": (1,), "v": (3,)}, world=4, nbytes=1, wire=torch.float32
     )  # fmt: skip
     assert plan.receivers == {"q/A": (0, 3)}
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", [set(EIGEN_WORKERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len)
-def test_workers_hold_what_the_eigen_worker_keeps(keys, wire):
-    """Bit for bit, or replicas would drift apart."""
-    plan = delivery(wire)
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+def test_workers_hold_what_the_eigen_worker_keeps(keys, wire, nbytes):
+    """Bit for bit, or replicas would drift apart; in however many messages."""
+    plan = delivery(wire, nbytes=nbytes)
     for rank, found in enumerate(received(plan, keys)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}
         for key, got in found.items():
-            assert equal(got, plan.received({key: basis(key)})[key]), (rank, key)
+            assert key in plan.rounded and equal(got, basis(key).rounded(wire)), (rank, key)
+
+
+@pytest.mark.parametrize("nbytes", [1, 300, 1000])
+def test_a_message_carries_at_most_so_many_bytes_from_and_to_a_rank(nbytes):
+    plan, size = delivery(nbytes=nbytes), {key: 4 * EIGEN.wire_numel(SIDES[key[:-2]]) for key in EIGEN_WORKERS}
+    messages = plan.messages(set(EIGEN_WORKERS))
+    assert sorted(pair for pairs in messages for pair in pairs) == [
+        (place, rank) for place, factor in enumerate(FACTORS) for rank in plan.receivers[factor.key]
+    ]
+    assert (len(messages) == 1) == (nbytes == 1000)
+    for pairs in messages:
+        loads = {}
+        for place, rank in pairs:
+            key = FACTORS[place].key
+            for end in (("from", EIGEN_WORKERS[key]), ("to", rank)):
+                loads.setdefault(end, []).append(size[key])
+        assert all(len(sizes) == 1 or sum(sizes) <= nbytes for sizes in loads.values())
 
 
 def test_copies_are_rounded_as_what_travels_though_nothing_does():
     """Another tensor-parallel rank's plan may send them."""
     alone = {"eigen_workers": dict.fromkeys(EIGEN_WORKERS, 1), "workers": dict.fromkeys(WORKERS, (1,))}
-    plan, sent = delivery(torch.bfloat16, **alone, copied=["dense"]), delivery(torch.bfloat16)
-    assert not plan.travels
-    expected, actual = sent.received({"dense/A": basis("dense/A")}), plan.received({"dense/A": basis("dense/A")})
-    assert equal(actual["dense/A"], expected["dense/A"]) and not equal(actual["dense/A"], basis("dense/A"))
-    assert plan.received({"blocks/A": (same := basis("blocks/A"))})["blocks/A"] is same
+    plan = delivery(torch.bfloat16, **alone, copied=["dense"])
+    assert not plan.travels and plan.rounded == {"dense/A", "dense/G"}
 
 
 def test_values_travel_in_32_bits():
@@ -139,8 +162,7 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
     whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
 
     def work(channel):
-        own = {key: whole[key] for key in keys - {"dense/G"} if plan.eigen_workers[key] == channel.rank}
-        return plan.received({}, *deliver(plan.parts(keys, own, CPU), channel, CPU))
+        return fetched(plan, {key: whole[key] for key in keys - {"dense/G"}}, keys, channel)
 
     for rank, found in enumerate(FakeNetwork(plan.world).run(work)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}
@@ -151,11 +173,11 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
             assert all(
                 part.untyped_storage().nbytes() <= 4 * METHODS["inverse"].numel(factors[key].side) for part in parts
             )
-    (inverses,) = plan.plans({"blocks/A", "diagonal/A"})
+    (inverses,) = plan.plans(*plan.messages({"blocks/A", "diagonal/A"}))
     assert inverses.total_numel == 2 * (2 * 10 + 6) + 2 * 5 == 2 * len(packed(whole["blocks/A"])) + 2 * 5
 
 
 def test_plans_are_as_large_as_what_travels():
-    vectors, values = delivery().plans({"blocks/A", "diagonal/A"})
+    vectors, values = delivery().plans(*delivery().messages({"blocks/A", "diagonal/A"}))
     assert vectors.total_numel == 2 * SIDES["blocks"].basis_numel == 2 * (2 * 16 + 9)
     assert values.total_numel == 2 * 11 + 2 * 5

@@ -1,10 +1,11 @@
-"""Scalars that ranks exchange along with a message."""
+"""Scalars, and vectors to be added up, that ranks exchange along with a message."""
 
 import pytest
 import torch
 
 from ds_kfac.assignment.assign import column
-from ds_kfac.comm.message import MessagePart, Move, RelayoutPlan, Scalars, deliver
+from ds_kfac.comm.message import MessagePart, Move, RelayoutPlan, Scalars, SummedVector, deliver
+from tests.close import exact
 from tests.comm.fake_network import FakeNetwork
 
 CPU = torch.device("cpu")
@@ -25,41 +26,26 @@ def test_everyone_knows_every_number_afterwards():
     def work(channel):
         table = Scalars(NAMES, channel.rank)
         received = exchanged(channel, table, values_of(channel.rank))
-        return {name: float(number) for name, number in table.named(received).items()}
+        return {name: float(number) for name, number in table.read(received).items()}
 
     assert FakeNetwork(3).run(work) == [VALUES] * 3
 
 
-def test_numbers_come_in_rank_order_on_every_rank():
-    """Sums over ranks are then the same everywhere, bit for bit."""
-    names = [range(2)] * 4
-
-    def work(channel):
-        table = Scalars(names, channel.rank)
-        received = exchanged(channel, table, {0: torch.tensor(channel.rank / 3), 1: torch.tensor(10.0 * channel.rank)})
-        numbers = table.read(received)
-        assert list(numbers) == [0, 1, 2, 3]
-        return torch.stack(list(numbers.values()))
-
-    first, *others = FakeNetwork(4).run(work)
-    assert torch.equal(first, torch.tensor([[rank / 3, 10.0 * rank] for rank in range(4)]))
-    assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize(("world", "workers"), [(4, 1), (4, 2), (4, 4), (6, 2)])
-def test_a_row_hears_its_own_members_only(world, workers):
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2)])
+def test_vectors_are_added_up_over_a_row_in_rank_order(world, workers):
+    """Sums are then the same on all its ranks, bit for bit."""
     width = world // workers
     rows = [range(start, start + width) for start in range(0, world, width)]
     assert column(0, world=world, workers=workers) == tuple(row[0] for row in rows)
+    vectors = [torch.tensor([rank / 3, 1e8 * (-1) ** rank, 0.1]) for rank in range(world)]
 
     def work(channel):
-        table = Scalars([["x"]] * world, channel.rank, rows)
-        received = exchanged(channel, table, {"x": torch.tensor(float(channel.rank))})
-        return {rank: number.tolist() for rank, number in table.read(received).items()}
+        summed = SummedVector(3, world, channel.rank, rows)
+        (received,) = deliver([summed.part(vectors[channel.rank])], channel, CPU)
+        return summed.total(received)
 
-    for rank, heard in enumerate(FakeNetwork(world).run(work)):
-        row = rows[rank // width]
-        assert heard == {member: [float(member)] for member in row}
+    for rank, total in enumerate(FakeNetwork(world).run(work)):
+        exact(total, torch.stack([vectors[member] for member in rows[rank // width]]).sum(dim=0))
 
 
 def test_nothing_to_tell_is_no_message():
@@ -67,7 +53,7 @@ def test_nothing_to_tell_is_no_message():
 
     def work(channel):
         table = Scalars([[], [], []], channel.rank)
-        return table.named(exchanged(channel, table, {}))
+        return table.read(exchanged(channel, table, {}))
 
     assert network.run(work) == [{}] * 3 and network.entered == [0] * 3
 
@@ -75,16 +61,16 @@ def test_nothing_to_tell_is_no_message():
 def test_alone_a_rank_hears_itself():
     def work(channel):
         table = Scalars([["x"]], channel.rank)
-        return table.named(exchanged(channel, table, {"x": torch.tensor(4.0)}))
+        return table.read(exchanged(channel, table, {"x": torch.tensor(4.0)}))
 
     assert FakeNetwork(1).run(work) == [{"x": torch.tensor(4.0)}]
 
 
-@pytest.mark.parametrize("number", [torch.tensor(True), torch.tensor(7), torch.tensor([2.5], dtype=torch.float64)])
+@pytest.mark.parametrize("number", [2.5, torch.tensor(True), torch.tensor(7), torch.tensor([2.5], dtype=torch.float64)])
 def test_numbers_of_any_kind_travel_in_fp32(number):
     def work(channel):
         table = Scalars([["x"], []], channel.rank)
-        (heard,) = table.named(exchanged(channel, table, {"x": number} if channel.rank == 0 else {})).values()
+        (heard,) = table.read(exchanged(channel, table, {"x": number} if channel.rank == 0 else {})).values()
         return heard.dtype == torch.float32 and float(heard) == float(number)
 
     assert FakeNetwork(2).run(work) == [True, True]
@@ -102,7 +88,7 @@ def test_numbers_ride_along_with_other_legs():
             table.part({own: torch.tensor(1.0 + channel.rank)}, CPU),
         ]
         _, received = deliver(parts, channel, CPU)
-        return {name: float(number) for name, number in table.named(received).items()}, channel.sent["numbers"]
+        return {name: float(number) for name, number in table.read(received).items()}, channel.sent["numbers"]
 
     assert network.run(work) == [({"a": 1.0, "b": 2.0}, 4)] * 2
     assert network.entered == [1, 1]

@@ -43,7 +43,7 @@ def worker(folder: str) -> dict:
     train(engine, 1, steps=1, first=3)
     header = save(engine.kfac.job, tag)
     finish(engine.kfac.job, tag, header)
-    saved = tensors(engine)
+    saved = {key: value.clone() for key, value in tensors(engine).items()}  # steps change them in place
     train(engine, 1, steps=1, first=4)
     job, state = engine.kfac.job, tag / "kfac" / header["save_id"]
     if rank == 0:

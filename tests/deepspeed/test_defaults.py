@@ -81,8 +81,6 @@ def worker(names: list[str]) -> dict:
             engine.kfac.detach()
             with changed(), contextlib.redirect_stderr(io.StringIO()):
                 kfac = ds_kfac.attach(engine)
-            if BY_NAME[name].adam:
-                engine.basic_optimizer.direction_scale = lambda: 1.0  # as a new engine has it
             for step in range(4):
                 for x, y in micro_batches(step, 2):
                     x = x.to(engine.get_data_types()[0])

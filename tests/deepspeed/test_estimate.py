@@ -17,7 +17,7 @@ from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import KINDS, Estimate
 from ds_kfac.estimate.subject import Subject, Trace
 from examples.gpt import GPT, GPTConfig
-from tests.choices import AT_ONCE, HALF, STAGGERED, chosen
+from tests.choices import AT_ONCE, STAGGERED, chosen
 from tests.close import close
 from tests.covering import pairs, some
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
@@ -107,7 +107,7 @@ def cases(world: int) -> dict[str, Mode]:
             "lying experts, stage 0": case(0, model="lying experts"),
             "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
             "adaptive": case(2, adaptive=1e-9),
-            "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, plan=HALF),
+            "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM),
             "offload": case(2, zero=OFFLOAD),
             "inverse, every layer type": case(3, **INVERSE, layers={"types": ["Linear", "LayerNorm"]}),
             "blocks": case(0, factor={"dense_max": 20}),
@@ -226,7 +226,7 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
                 step, (sent, received, calls) = getattr(found, kind), result[kind]
                 assert sent == {k: step.sent(k)[rank] for k in KINDS}, (name, kind, rank)
                 assert received == {k: step.sent(k, axis=0)[rank] for k in KINDS}, (name, kind, rank)
-                assert list(calls.values()) == list(step.calls) and sum(step.calls) <= 3, (name, kind)
+                assert list(calls.values()) == list(step.calls) and sum(step.calls) <= 4, (name, kind)
             memory = {kind: int(found.memory[kind][rank]) for kind in found.memory}
             assert_memory(name, memory, result)
             order = sorted(found.shards.shards)

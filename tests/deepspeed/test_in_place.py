@@ -16,9 +16,12 @@ from tests.deepspeed.runs import build, weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-IN_PLACE = ("adam-z2", "adam-z3", "adam-z3-bf16", "z2-bf16-corrected")
-APART = ("adam-z1", "adam-z2-not_contiguous", "adam-z2-bf16-accum32")
-"""Whose gradients lie anywhere."""
+IN_PLACE = (
+    "adam-z1", "adam-z1-bf16-accum32", "adam-z2", "adam-z2-not_contiguous", "adam-z2-bf16", "adam-z3", "adam-z3-bf16",
+    "z2-bf16-corrected",
+)  # fmt: skip
+APART = ("adam-z0", "adam-z0-bf16")
+"""Where every parameter has a gradient of its own; elsewhere a group's lie in one tensor when the optimizer steps it."""
 WIDTH, STEPS = 12, 5
 KFAC = {"burn_in": {"steps": 0}, "report": "none", "plan": {"batched": True}}
 

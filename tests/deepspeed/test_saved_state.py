@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.older_saves import with_late_refreshes
 from tests.deepspeed.runs import build, train
 from tests.models import FEATURES, Net, make_net
 from tests.ranks import run_ranks
@@ -122,23 +121,3 @@ def early_worker(folder: str) -> dict:
 def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
     (found,) = run_ranks("tests.deepspeed.test_saved_state:early_worker", world=1, payload=str(tmp_path))
     assert found == {"known": (("one", "other"),), "kept": (("one", "other"),), "keys": set()}
-
-
-def late_worker(folder: str) -> list[int]:
-    """How many factors count as decomposed: before an older save of refreshes on their way, after it is loaded, and
-    after a step that captures and refreshes none of itself."""
-    engine = build(BY_NAME["z0"], 1, kfac={**KFAC, "eigenbasis": {"refresh_interval": 50}, "burn_in": {"steps": 0}})
-    curvature = engine.kfac.preconditioner.curvature
-    train(engine, 1, steps=2)
-    counts = [len(curvature.ready)]
-    with with_late_refreshes():
-        engine.save_checkpoint(folder, tag="late")
-    engine.load_checkpoint(folder, tag="late")
-    counts.append(len(curvature.ready))
-    train(engine, 1, steps=1, first=2)
-    return [*counts, len(curvature.ready)]
-
-
-def test_a_refresh_that_was_on_its_way_in_an_older_save_is_made_at_the_next_update(tmp_path):
-    (counts,) = run_ranks("tests.deepspeed.test_saved_state:late_worker", world=1, payload=str(tmp_path))
-    assert counts[0] == counts[2] > 0 == counts[1]

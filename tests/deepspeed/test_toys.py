@@ -170,7 +170,7 @@ def test_a_rule_of_one_layer_need_not_know_layers_without_a_basis():
             close(found["toy"][name], weight, sums=2 * 60, dtype=torch.float32, what=name)
         assert "ToySGD, along their own gradients" in found["said"], "of norms"
         assert found["error"] == (
-            "ds_kfac: Miscounting.numbers is 2, but its Direction.local gave 0 scalars in LocalResult.numbers; make "
+            "ds_kfac: Miscounting.numbers is 2, but its Direction.step gave 0 scalars in Outcome.numbers; make "
             "them the same number"
         )
 

@@ -48,8 +48,8 @@ class ToyRule(UpdateRule):
     def claims(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
-    def direction(self, plan, layout, exchange, optimizer, metrics) -> SoftSign:
-        return SoftSign(plan, layout, exchange)
+    def direction(self, plan, exchange, optimizer, metrics) -> SoftSign:
+        return SoftSign(plan, exchange, Mean)
 
     def moments(self, config: KFACConfig) -> type[Mean]:
         return Mean

@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.direction import Outcome, StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
-from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import close, exact
-from tests.directions.outbox import Results
+from tests.directions.outbox import Results, exchange_of
 from tests.models import linear_layer
 
 
-def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: float = 4.0, **preconditioner):
-    """A rank's part of a step for one layer, whose last column is its bias with a parameter group of its own; the
-    gradient carries a loss scale."""
+def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **preconditioner):
+    """Outcome and result of a step for one layer, whose last column is its bias with a parameter group of its own."""
     rows, columns = gradient.shape
     layer, generator = linear_layer("layer", columns, rows), torch.Generator().manual_seed(0)
 
@@ -27,17 +25,14 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
         return Eigenbasis((Q[None],), values * torch.rand(dim, generator=generator))
 
     plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}})
-    exchange = SimpleNamespace(
-        owned=(layer,), device=torch.device("cpu"), group_indices=lambda layer: (0, 1),
-        parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), outbox=Results,
-    )  # fmt: skip
-    groups = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
-    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups, last_first=False)
-    moments = KFACGradientRule().moments(plan.config)
-    state = LayerState.empty(layer, torch.device("cpu"), moments=moments)
-    state = state.rebased(A=basis(columns), G=basis(rows))
-    direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
-    return direction.local(StepContext(0, None, {}), {"layer": gradient}, {"layer": state})
+    exchange = exchange_of(
+        [layer], parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), groups=(0, 1)
+    )
+    direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
+    direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
+    results = Results()
+    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), {"layer": gradient}, results)
+    return outcome, results["layer"]
 
 
 @pytest.mark.parametrize("options", [{}, {"eigenvalues": "corrected"}])
@@ -46,44 +41,32 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
 )
 def test_the_sum_is_that_of_the_parts_with_their_rates(rates, options):
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    found = local(gradient, rates, **options)
-    products = found.outbox["layer"].double() * gradient.double() / 4.0**2
+    outcome, result = stepped(gradient, rates, **options)
+    products = result.double() * gradient.double()
     expected = products[:, :-1].sum() * float(rates[0]) ** 2 + products[:, -1].sum() * float(rates[1]) ** 2
-    close(found.numbers[0], expected, sums=5 * 8, scale=products.abs().sum() * 0.3**2)
+    close(outcome.numbers[0], expected, sums=5 * 8, scale=products.abs().sum() * 0.3**2)
 
 
 @pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
-def test_a_gradient_that_passes_through_counts_as_itself(rates):
+@pytest.mark.parametrize("wrong", ["basis", "gradient"])
+def test_a_layer_whose_result_is_not_finite_stands_still_and_counts_for_nothing(wrong, rates):
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    found = local(gradient, rates, values=float("nan"))
-    assert torch.equal(found.outbox["layer"], gradient) and found.replaced == 1
-    squares = gradient.square() / 4.0**2
-    expected = squares[:, :-1].sum() * rates[0] ** 2 + squares[:, -1].sum() * rates[1] ** 2
-    close(found.numbers[0], expected, sums=5 * 8)
-
-
-def test_corrected_eigenvalues_do_not_see_the_loss_scale():
-    """They are of squared gradients, so the scale enters squared; the result carries it once."""
-    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    one, scaled = (local(k * gradient, (0.3, 0.3), scale=k, eigenvalues="corrected") for k in (1.0, 1024.0))
-    second, expected = scaled.pending[0].new.second_OI, one.pending[0].new.second_OI
-    assert float(expected.max()) > 0
-    exact(second, expected)
-    close(scaled.outbox["layer"], 1024.0 * one.outbox["layer"], sums=5 * 8)
-    close(scaled.numbers[0], one.numbers[0], sums=2 * 5 * 8)
+    if wrong == "gradient":
+        gradient[2, 3] = torch.inf
+    outcome, result = stepped(gradient, rates, values=float("nan") if wrong == "basis" else 1.0)
+    exact(result, torch.zeros(5, 8))
+    assert outcome.replaced == 1 and outcome.numbers[0] == 0
 
 
 def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
-    metrics = SimpleNamespace(nu=None)
-    plan = planned({"preconditioner": {"kl_clip": 0.001}})
-    exchange = SimpleNamespace(owned=(), device=torch.device("cpu"))
-    direction = KFACGradient(plan, SimpleNamespace(last_first=False), exchange, metrics)
-    prepared = {"with": torch.tensor(True), "without": torch.tensor(False)}
-    scales = direction.finish(0, None, [torch.tensor(0.1)], prepared)
+    plan, metrics = planned({"preconditioner": {"kl_clip": 0.001}}), SimpleNamespace(nu=None)
+    plan.layers = [linear_layer(name, 8, 5) for name in ("with", "without")]
+    direction = KFACGradient(plan, exchange_of(plan.layers), None, metrics)
+    flags = torch.tensor([True, False])
+    scales = direction.finish(StepContext(0, [], {}), Outcome(), [torch.tensor(0.1)], flags)
     close(scales["with"], torch.tensor(0.1))
-    assert float(scales["with"]) == float(metrics.nu)
-    assert float(scales.get("without", 1.0)) == 1.0
+    assert scales["with"] == metrics.nu and scales["without"] == 1.0
 
 
 def schedulers():

@@ -1,19 +1,17 @@
-"""A rule of one layer at a time: loss scales, gradients that are not finite, null spaces."""
+"""A rule of one layer at a time: moments, gradients that are not finite, null spaces."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
-from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.direction import StepContext
 from ds_kfac.update.rotation import Rotation, mask_null_space
-from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import close, exact
 from tests.deepspeed.toys import Mean, SoftSign
-from tests.directions.outbox import Results
+from tests.directions.outbox import Results, exchange_of
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -28,35 +26,33 @@ def with_a_null_space(basis: LayerBasis) -> LayerBasis:
     return LayerBasis(*(replace(x, values=torch.arange(x.values.numel(), dtype=torch.float32)) for x in sides))
 
 
-def local(gradient: torch.Tensor, scale: float):
-    """The toy rule's part of a step for one layer, and the layer's state."""
+def stepped(gradient: torch.Tensor):
+    """The toy rule's outcome and result for one layer, and the layer's moments."""
     layer, basis = linear_layer("layer", COLUMNS, ROWS), random_basis(ROWS, COLUMNS)
-    exchange = SimpleNamespace(
-        owned=(layer,), device=torch.device("cpu"), group_indices=lambda layer: (0, 0), outbox=Results
-    )
-    layout = SimpleNamespace(grad_scale=lambda: scale, last_first=False)
-    moments = Mean(torch.full((ROWS, COLUMNS), BEFORE))
-    state = replace(LayerState.empty(layer, torch.device("cpu")), A=basis.A, G=basis.G, moments=moments)
-    direction, states = SoftSign(planned({}), layout, exchange), {"layer": state}
-    return direction.local(StepContext(0, None, {}), {"layer": gradient}, states)
+    direction, results = SoftSign(planned({}), exchange_of([layer]), Mean), Results()
+    (group,) = direction.layer_groups
+    group.rebase(0, A=basis.A, G=basis.G)
+    group.moments.first_OI.fill_(BEFORE)
+    outcome = direction.step(StepContext(0, [], {}), {"layer": gradient}, results)
+    return outcome, results["layer"], group.moments.first_OI[0]
 
 
-def test_a_rule_that_is_not_linear_does_not_see_the_loss_scale():
+def test_moments_change_in_place_by_what_a_rule_makes_of_them():
     gradient = torch.randn(ROWS, COLUMNS)
-    plain, scaled = local(gradient, 1.0), local(1024 * gradient, 1024.0)
-    close(scaled.outbox["layer"], 1024 * plain.outbox["layer"], sums=4 * (ROWS + COLUMNS))
-    close(scaled.states["layer"].moments.first_OI, plain.states["layer"].moments.first_OI, sums=ROWS + COLUMNS)
-    assert float(plain.replaced) == 0 and (plain.states["layer"].moments.first_OI - BEFORE).norm() > 0.1
+    outcome, result, moments = stepped(gradient)
+    close(moments, (BEFORE + random_basis(ROWS, COLUMNS).rotate(gradient)) / 2, sums=ROWS + COLUMNS)
+    close(result.norm(), gradient.norm(), sums=2 * (ROWS + COLUMNS))
+    assert float(outcome.replaced) == 0
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_reaches_deepspeeds_check_and_no_moment(wrong):
+def test_a_layer_whose_gradient_is_not_finite_stands_still(wrong):
     gradient = torch.randn(ROWS, COLUMNS)
     gradient[1, 2] = wrong
-    found = local(gradient, 1024.0)
-    exact(found.outbox["layer"], gradient)
-    exact(found.states["layer"].moments.first_OI, torch.full((ROWS, COLUMNS), BEFORE))
-    assert float(found.replaced) == 1
+    outcome, result, moments = stepped(gradient)
+    exact(result, torch.zeros(ROWS, COLUMNS))
+    exact(moments, torch.full((ROWS, COLUMNS), BEFORE))
+    assert float(outcome.replaced) == 1
 
 
 @pytest.mark.parametrize("identity", ["", "A", "G"])

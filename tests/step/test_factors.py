@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
-from ds_kfac.comm.message import Scalars, deliver
+from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
@@ -37,7 +37,7 @@ def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Pla
 
 
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
-    """One step's share of the factors, and its draft."""
+    """One step's share of the factors, and what it has done to them."""
     plan = replace(plan, contributors=Contributors(channel.world))
     curvature = FactorUpdates(plan, channel, Metrics(CPU), CPU)
     reducer = curvature.reducer
@@ -45,15 +45,13 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     for key in reducer.begin(due.capture, step):
         counts = torch.tensor([ROWS, PASSES, TERMS])
         sums[key] = BatchSum(summed(curvature, key, channel.rank), counts)
-    draft = curvature.draft(step, due)
-    curvature.update(draft, reducer.reduce(sums))
-    curvature.decompose(draft)
-    names, scalars = curvature.scalars(draft)
-    table, parts = Scalars(names, channel.rank), curvature.delivery.parts(draft.arriving, draft.bases, CPU)
-    *arrivals, received = deliver((*parts, table.part(scalars, CPU)), channel, CPU)
-    curvature.receive(draft, arrivals, table.named(received))
-    assert FAILED not in draft.outcomes.values()
-    return curvature, draft
+    update = curvature.update(step, due, reducer.reduce(sums))
+    curvature.decompose(step, update)
+    table, parts = curvature.scalars(update), curvature.delivery.parts(update.arriving, update.bases, CPU)
+    *arrivals, received = deliver((*parts, table.part(curvature.values(update), CPU)), channel, CPU)
+    curvature.receive(step, update, arrivals, table.read(received))
+    assert FAILED not in update.outcomes.values()
+    return curvature, update
 
 
 def summed(curvature: FactorUpdates, key: str, rank: int) -> torch.Tensor:
@@ -75,7 +73,7 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
     plan = plan_with(eigen_workers, workers)
 
     def work(channel):
-        curvature, draft = stepped(channel, plan, FactorsDue(KEYS, KEYS))
+        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS))
         for layer in LAYERS:
             if channel.rank not in plan.assignment.workers[layer.name]:
                 continue
@@ -87,9 +85,10 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
                 else:  # times K, and of gradients that are averaged over two ranks
                     factor = fold(KroneckerFactor.empty(side), total * (2 * PASSES / 4), torch.tensor(1.0), decay=0.95)
                 expected = refresh(factor).basis
-                assert torch.equal(draft.bases[key].values, expected.values)
-                assert torch.equal(draft.bases[key].vectors[0], expected.vectors[0])
-        assert draft.ready >= set(draft.bases)
+                assert torch.equal(update.bases[key].values, expected.values)
+                assert torch.equal(update.bases[key].vectors[0], expected.vectors[0])
+        assert curvature.ready >= set(update.bases)
+        assert all(factor.updates == 1 for factor in curvature.factors.values()), "they change in place"
 
     FakeNetwork(2).run(work)
 
@@ -101,8 +100,8 @@ def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
     plan = plan_with(eigen_workers, workers=2)
 
     def work(channel):
-        _, draft = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
-        terms = [draft.terms.get(layer.name) for layer in LAYERS]
+        _, update = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
+        terms = [update.terms.get(layer.name) for layer in LAYERS]
         return [None if number is None else float(number) for number in terms]
 
     expected = [2 * TERMS if f"{layer.name}/G" in captured else None for layer in LAYERS]
@@ -117,7 +116,7 @@ def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_
     plan = plan.sharing([("q", "k", "v")])
 
     def work(channel):
-        _, draft = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
-        return [float(draft.terms[layer.name]) for layer in layers]
+        _, update = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
+        return [float(update.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * TERMS] * 3] * 2

@@ -8,12 +8,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.direction import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
-from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import exact
-from tests.directions.outbox import Results
+from tests.directions.outbox import Results, exchange_of
 from tests.models import linear_layer
 
 SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
@@ -25,11 +24,10 @@ CASES = {
 
 
 def make(case: str, device: torch.device):
-    """A function of gradients and learning rate: results, new second moments and kl-clip's factor."""
-    plan, layers = (
-        planned(CASES[case], batched="batched" in case, device=device),
-        [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)],
-    )
+    """A function of gradients and learning rate: results, second moments after the step, and kl-clip's factor. Each call
+    begins with the same moments."""
+    plan = planned(CASES[case], batched="batched" in case, device=device)
+    plan.layers = layers = [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)]
     generator = torch.Generator().manual_seed(0)
 
     def basis(dim: int) -> Eigenbasis:
@@ -37,25 +35,21 @@ def make(case: str, device: torch.device):
         return Eigenbasis((Q[None].to(device),), torch.rand(dim, generator=generator).to(device))
 
     moments = KFACGradientRule().moments(plan.config)
-    states = {}
-    for layer in layers:
-        empty = LayerState.empty(layer, device, moments=moments)
-        states[layer.name] = empty.rebased(A=basis(layer.A.dim), G=basis(layer.G.dim))
-    group = {"lr": None}
-    exchange = SimpleNamespace(
-        owned=tuple(layers), device=device, group_indices=lambda layer: (0,),
-        parts=lambda layer, matrix: (matrix.flatten(),), outbox=Results,
-    )  # fmt: skip
-    layout = SimpleNamespace(grad_scale=lambda: 1.0, optimizer=SimpleNamespace(param_groups=[group]), last_first=False)
-    direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
-    prepared = {name: torch.ones((), dtype=torch.bool, device=device) for name in states}
+    direction = KFACGradient(plan, exchange_of(layers, device), moments, SimpleNamespace(nu=None))
+    for group in direction.layer_groups:
+        for index, layer in enumerate(group.layers):
+            group.rebase(index, A=basis(layer.A.dim), G=basis(layer.G.dim))
+    kept = [x for group in direction.layer_groups if moments for x in vars(group.moments).values()]
 
     def step(gradients: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
-        group["lr"], now = lr, StepContext(3, None, {})
-        local = direction.local(now, dict(zip(states, gradients, strict=True)), dict(states))
-        scales = direction.finish(now.step, local, local.numbers, prepared)
-        moments = [pending.new.second_OI for pending in local.pending]
-        return [*local.outbox.values(), *moments, *list(scales.values())[:1], local.replaced]
+        for x in kept:
+            x.zero_()
+        results, context = Results(), StepContext(3, [{"lr": lr}], {})
+        names = [layer.name for layer in layers]
+        outcome = direction.step(context, dict(zip(names, gradients, strict=True)), results)
+        flags = torch.ones(len(layers), dtype=torch.bool, device=device)
+        scales = direction.finish(context, outcome, outcome.numbers, flags)
+        return [*results.values(), *(x.clone() for x in kept), *list(scales.values())[:1], outcome.replaced]
 
     return step
 

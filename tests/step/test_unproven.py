@@ -14,7 +14,6 @@ from torch import nn
 from ds_kfac.model.capture import Capture
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
-from tests.deepspeed.older_saves import without_eigenbases
 from tests.deepspeed.runs import build, train
 from tests.models import CLASSES, FEATURES, Net, cross_entropy
 from tests.ranks import run_ranks
@@ -146,8 +145,7 @@ def saved_worker(folder: str) -> list:
     with contextlib.redirect_stderr(io.StringIO()), broken("middle"):
         engine = build(BY_NAME["z2"], 1, kfac=block)
         train(engine, 1, steps=1)
-        with without_eigenbases():
-            engine.save_checkpoint(folder, tag="tag")
+        engine.save_checkpoint(folder, tag="tag")
         engine.load_checkpoint(folder, tag="tag")
         dist.barrier()
         train(engine, 1, steps=1, first=1)
@@ -158,7 +156,6 @@ def saved_worker(folder: str) -> list:
 
 
 def test_a_layer_that_did_not_fit_when_it_was_saved_has_no_curvature_after_loading(tmp_path):
-    """Eigenbases are decomposed again from the saved factors, long before the next step that proves."""
     ranks = run_ranks("tests.step.test_unproven:saved_worker", world=2, payload=str(tmp_path))
     assert set().union(*ranks) == {"first", "head"}
 

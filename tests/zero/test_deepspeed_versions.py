@@ -12,7 +12,8 @@ import torch
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import BF16, ReplicatedHalf
+from ds_kfac.zero.layout import ReplicatedHalf
+from ds_kfac.zero.stages import BF16
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
@@ -22,12 +23,12 @@ NAMES = {
     "_config", "_global_grad_norm", "_get_expert_parallel_rank", "_get_expert_data_parallel_group",
     "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
     "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",
-    "_get_preflattened_grad_partition", "_offload_accumulated_param_ids", "_epilogue_ran_this_backward",
+    "_offload_accumulated_param_ids", "_epilogue_ran_this_backward",
     # not in every version
     "managed_gradient_accumulation", "zero_compute_grad_norm", "torch_autocast_enabled", "torch_autocast_dtype",
     "zenflow", "is_decoupled", "torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "loss_scale_config",
     "master_weights_and_grads_dtype", "parameter_alignment", "check_grad_overflow", "round_robin_bit16_offsets",
-    "all_grad_tensors", "get_flat_partition", "split_params_grads_into_shared_and_expert_params",
+    "all_grad_tensors", "get_flat_partition",
     # of which a version says more than others
     "micro_step_id", "gradient_accumulation_dtype",
 }  # fmt: skip

@@ -1,13 +1,17 @@
-"""Results on their way: what is rounded, what waits in memory, and where they come to lie."""
+"""Gradients on their way to a layer's worker and results on their way back: what is multiplied or divided by
+DeepSpeed's factor, what is rounded, what waits in memory, and where results come to lie."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_kfac.comm.message import Move
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.exchange import GradientExchange, Results
 from ds_kfac.zero.shards import Shard, ShardMap
+from tests.close import exact
 from tests.models import linear_layer
 from tests.zero.shard_maps import chunk_map
 
@@ -17,79 +21,169 @@ HALF = WHOLE // 2
 REPLICATED = ShardMap(2, (WHOLE,), tuple(Shard(0, 0, WHOLE, rank, 0, 0) for rank in range(2)))
 PARTS = chunk_map([WHOLE], 2)
 SCALE = 0.3
+FACTOR = torch.tensor(1 / 1024)
+WIRES = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+
+
+class FakeLayout:
+    """Rank 0 of two. ``stored`` has a gradient of each of its shards.
+
+    Args:
+        raw: parameters that DeepSpeed will still multiply by :data:`FACTOR`.
+    """
+
+    def __init__(self, shards: ShardMap, dtype: torch.dtype, raw: tuple[int, ...] = (), wire_factor: bool = False):
+        self.rank, self.world, self.shards, self.dtype = 0, 2, shards, dtype
+        self.engine = SimpleNamespace(device=torch.device("cpu"))
+        self.replicated = shards is REPLICATED
+        self.raw = raw
+        self.seam = SimpleNamespace(factor=FACTOR, inverse=1 / FACTOR)
+        self.wire_factor = FACTOR if wire_factor else None
+        self.params = [torch.nn.Parameter(torch.zeros(numel)) for numel in shards.numels]
+        generator = torch.Generator().manual_seed(3)
+        self.stored = {
+            (shard.param, shard.start): torch.randn(shard.numel, generator=generator).to(dtype)
+            for shard in shards.on(0)
+        }
+
+    def param_of(self, piece: int) -> torch.nn.Parameter:
+        return self.params[piece]
+
+    def gradient(self, shard: Shard) -> Tensor:
+        return self.stored[shard.param, shard.start]
+
+    def writable(self, shard: Shard) -> Tensor:
+        if self.dtype is torch.float16:
+            self.stored[shard.param, shard.start] = self.gradient(shard).float()
+        return self.gradient(shard)
+
+    def factor(self, shard: Shard) -> Tensor | None:
+        return FACTOR if shard.param in self.raw else None
+
+    def held(self, shard: Shard) -> bool:
+        return True
+
+    def to_wire(self, shard: Shard) -> Tensor:
+        if self.wire_factor is not None:
+            return self.gradient(shard)
+        return self.gradient(shard) * (1.0 if self.factor(shard) is None else FACTOR)
+
+
+def exchange_of(layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype, layer=LAYER) -> GradientExchange:
+    return GradientExchange(layout, [layer], {"a": workers}, (wire, wire))
 
 
 class Rank0:
-    """Its exchange, a result of its own, and DeepSpeed's gradient, ones."""
+    """Its exchange, and a result of its own if it is a worker, which has been put."""
 
-    def __init__(
-        self, shards: ShardMap, workers: tuple[int, ...], wire: torch.dtype, *, in_place: bool = False, stored=None
-    ):
-        self.stored = torch.ones(shards.on(0)[0].numel, dtype=stored or wire)
-        layout = SimpleNamespace(
-            rank=0,
-            engine=SimpleNamespace(device=torch.device("cpu")),
-            dtype=self.stored.dtype,
-            shards=shards,
-            replicated=shards is REPLICATED,
-            world=2,
-            in_place=in_place,
-            param_of=lambda piece: torch.nn.Parameter(torch.zeros(WHOLE)),
-            read=lambda shard: self.stored,
-            write=lambda shard, gradient: setattr(self, "written", gradient),
-        )
-        self.exchange = GradientExchange(layout, [LAYER], {"a": workers}, (wire, wire))
+    def __init__(self, shards: ShardMap, workers: tuple[int, ...], wire: torch.dtype, stored=torch.float32, raw=()):
+        self.layout = FakeLayout(shards, stored, raw)
+        self.exchange = exchange_of(self.layout, workers, wire)
         self.result = torch.randn(O, I, generator=torch.Generator().manual_seed(0))
-        self.outbox = self.exchange.outbox()
+        self.results = Results(self.exchange)
         if 0 in workers:
-            self.outbox.add([LAYER], [self.result.clone()])
-        self.sent = [self.outbox.part.piece(move) for move in self.outbox.part.plan.moves if move.source == 0]
-        self.outbox.release()
+            self.results.put([LAYER], [self.result.clone()])
+        self.sent = [self.results.part.piece(move) for move in self.results.part.plan.moves if move.source == 0]
+        self.results.release()
 
-    def step(self, *received: torch.Tensor) -> None:
+    @property
+    def stored(self) -> Tensor:
+        return self.layout.stored[0, 0]
+
+    def receive(self, *received: Tensor) -> None:
         arrivals = [(Move(0, 0, len(values), 1, 0), values) for values in received]
-        self.exchange.write(self.outbox, arrivals, {"a": torch.tensor(SCALE)})
+        self.exchange.write(self.results, arrivals, {"a": torch.tensor(SCALE)})
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@WIRES
 def test_replicas_keep_what_the_others_receive(wire):
     rank = Rank0(REPLICATED, (0,), wire)
-    own, (sent,) = rank.outbox.here[0, 0], rank.sent
-    assert torch.equal(own, sent) and torch.equal(sent, rank.result.flatten().to(wire))
+    (sent,) = rank.sent
+    exact(sent, rank.result.flatten().to(wire))
+    exact(rank.stored, sent.float())
 
 
 def test_what_nobody_receives_is_not_rounded():
     rank = Rank0(REPLICATED, (0, 1), torch.bfloat16)
-    assert not rank.sent and torch.equal(rank.outbox.here[0, 0], rank.result.flatten())
+    assert not rank.sent
+    exact(rank.stored, rank.result.flatten())
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@WIRES
 def test_of_a_partitioned_result_the_own_part_is_not_rounded(wire):
     rank = Rank0(PARTS, (0,), wire)
-    own, flat = rank.outbox.here[0, 0], rank.result.flatten()
-    assert torch.equal(own, flat[:HALF]) and torch.equal(rank.sent[0], flat[HALF:].to(wire))
+    flat = rank.result.flatten()
+    exact(rank.stored, flat[:HALF])
+    exact(rank.sent[0], flat[HALF:].to(wire))
     assert rank.sent[0].untyped_storage().nbytes() == wire.itemsize * HALF, "no more than what is sent is kept for it"
-    assert own.untyped_storage().nbytes() == 4 * HALF
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_in_place_the_own_part_lies_where_the_gradient_was(wire):
-    rank = Rank0(PARTS, (0,), wire, in_place=True)
-    flat = rank.result.flatten()[:HALF].to(wire)
-    assert torch.equal(rank.stored, flat) and rank.outbox.here[0, 0] is rank.stored
-    rank.step()
-    assert torch.equal(rank.stored, (flat.float() * SCALE).to(wire))
-    assert not hasattr(rank, "written")
-    assert not rank.exchange._views, "DeepSpeed's step frees what they are of"
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("raw", [(), (0,)])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_arrives_is_scaled_in_fp32(wire, stored, in_place):
-    rank = Rank0(PARTS, (1,), wire, in_place=in_place, stored=stored)
+@WIRES
+def test_results_lie_where_the_gradient_was_divided_by_the_factor_still_to_come(wire, stored, raw):
+    rank = Rank0(PARTS, (0,), wire, stored, raw)
+    written = rank.result.flatten()[:HALF] * (1024.0 if raw else 1.0)
+    holds = torch.float32 if stored is torch.float16 else stored
+    exact(rank.stored, written.to(holds))
+    rank.receive()
+    exact(rank.stored, (written.to(holds).float() * SCALE).to(holds))
+
+
+@pytest.mark.parametrize("raw", [(), (0,)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@WIRES
+def test_what_arrives_is_divided_and_scaled_in_fp32(wire, stored, raw):
+    rank = Rank0(PARTS, (1,), wire, stored, raw)
     values = torch.randn(HALF, generator=torch.Generator().manual_seed(1)).to(wire)
-    expected = values.float() * SCALE
-    rank.step(values)
-    found, wanted = (rank.stored, expected.to(stored)) if in_place else (rank.written, expected)
-    assert torch.equal(found, wanted)
+    rank.receive(values)
+    exact(rank.stored, values.float() * (1024.0 if raw else 1.0) * SCALE)
+
+
+def test_a_parameter_that_was_frozen_since_attach_gets_zeros():
+    layout = FakeLayout(PARTS, torch.float32)
+    layout.params[0].requires_grad_(False)
+    Results(exchange_of(layout, (0,), torch.float32)).put([LAYER], [torch.ones(O, I)])
+    exact(layout.stored[0, 0], torch.zeros(HALF))
+
+
+def test_a_weight_and_a_bias_in_groups_that_deepspeed_treats_one_after_the_other_are_one_gradient():
+    layer = replace(linear_layer("a", I + 1, O), bias="a.bias")
+    shards = ShardMap(2, (WHOLE, O), tuple(Shard(param, 0, n, 0, param, 0) for param, n in enumerate((WHOLE, O))))
+    layout = FakeLayout(shards, torch.float16, raw=(1,))
+    exchange = exchange_of(layout, (0,), torch.float32, layer)
+    weight, bias = layout.stored[0, 0].float(), layout.stored[1, 0].float()
+    gradient = exchange.gathered([]).pop("a")
+    exact(gradient, torch.cat([weight.view(O, I), (bias * FACTOR)[:, None]], dim=1))
+
+
+@pytest.mark.parametrize("wire_factor", [False, True])
+def test_a_gradient_comes_to_its_worker_as_it_will_be_applied(wire_factor):
+    """In 16 bits it travels raw, and is multiplied where it arrives; each is taken once."""
+    layout = FakeLayout(PARTS, torch.float16 if wire_factor else torch.float32, (0,), wire_factor)
+    arriving = torch.randn(HALF).to(layout.dtype)
+    gradients = exchange_of(layout, (0,), layout.dtype).gathered([(Move(0, HALF, HALF, 1, 0), arriving)])
+    assert "a" in gradients
+    found = gradients.pop("a")
+    assert found.dtype is torch.float32 and "a" not in gradients
+    arrived = arriving.float() * (FACTOR if wire_factor else 1.0)
+    exact(found.flatten(), torch.cat([layout.stored[0, 0].float() * FACTOR, arrived]))
+
+
+ALONE = ShardMap(1, (WHOLE,), (Shard(0, 0, WHOLE, 0, 0, 0),))
+
+
+@pytest.mark.parametrize("case", ["fits", "raw", "cut", "bf16", "frozen", "copied"])
+def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor(case):
+    shards = PARTS if case == "cut" else ALONE
+    layout = FakeLayout(shards, torch.bfloat16 if case == "bf16" else torch.float32, (0,) if case == "raw" else ())
+    layout.params[0].requires_grad_(case != "frozen")
+    layer = replace(LAYER, copies=2) if case == "copied" else LAYER
+    results = Results(exchange_of(layout, (0,), torch.float32, layer))
+    memory = results.memory([layer])
+    assert (memory is not None) == (case == "fits")
+    if memory is not None:
+        memory.fill_(2.0)
+        exact(layout.stored[0, 0], torch.full((WHOLE,), 2.0))
+        results.exchange.write(results, [], {"a": torch.tensor(SCALE)})
+        exact(layout.stored[0, 0], torch.full((WHOLE,), 2.0) * SCALE)

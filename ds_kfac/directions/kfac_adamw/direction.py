@@ -53,7 +53,7 @@ from ds_kfac.update.groups import chunks
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.rotation import repeated
 from ds_kfac.update.state import AdamMoments
-from ds_kfac.zero.exchange import GradientExchange, Gradients, Results
+from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 LARGEST = 1e15
 """Largest entry of a gradient that goes into moments: far from where its square leaves fp32."""
@@ -85,27 +85,35 @@ class AdamDirection(Direction):
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
-        self._announce(plan)
+        # the optimizer's layers are those of all domains, each domain's in the plan's order
+        self.first = len(optimizer.used) if optimizer.slices else 0
+        self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
+        optimizer.slices = optimizer.slices or {}
+        optimizer.used = torch.zeros(self.first + len(self.places), dtype=torch.float32, device=exchange.device)
+        self._announce()
 
-    def _announce(self, plan: Plan) -> None:
-        """Tell the optimizer which slices of what it steps are which layer's. Its layers are those of all domains, each
-        domain's in the plan's order."""
+    def _announce(self) -> None:
+        """Tell the optimizer which slices of what it steps are which layer's. Parameters that are frozen now have none:
+        they do not decay."""
         exchange, optimizer = self.exchange, self.optimizer
-        place = {layer.name: index for index, layer in enumerate(plan.layers)}
-        slices = dict(optimizer.slices or {})
-        self.first = first = len(optimizer.used) if slices else 0
-        layout = exchange.layout
-        for name, params in exchange.plan.of_layer.items():
-            for shard in (shard for param in params for shard in exchange.shards.get(param, ())):
-                slices.setdefault(id(layout.master(shard)), []).append((shard.offset, shard.numel, first + place[name]))
+        own = range(self.first, self.first + len(self.places))
+        slices = {key: [part for part in parts if part[2] not in own] for key, parts in optimizer.slices.items()}
+        for name, pieces in exchange.plan.of_layer.items():
+            for piece, parameter in zip(pieces, exchange.params[name], strict=True):
+                for shard in exchange.shards.get(piece, ()) if parameter.requires_grad else ():
+                    part = shard.offset, shard.numel, self.places[name]
+                    slices.setdefault(id(exchange.layout.master(shard)), []).append(part)
         optimizer.slices = slices
-        optimizer.used = torch.zeros(first + len(place), dtype=torch.float32, device=exchange.device)
+        self.frozen = self._frozen()
+
+    def _frozen(self) -> list[bool]:
+        return [not parameter.requires_grad for of_layer in self.exchange.params.values() for parameter in of_layer]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
         return self.parameter_groups[layer.name][0], orthogonal, layer.copies, layer.blocks
 
-    def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
+    def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         self.optimizer.check_parts(here=self.exchange.layout.rank == 0, groups=context.groups)
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
@@ -118,8 +126,8 @@ class AdamDirection(Direction):
             index: (tuple(own["betas"]), own["eps"]) for index, own in zip(self.groups_in_use, options, strict=True)
         }
         if self.recorded is None:
-            return self._directions(StepTensors(gradients, results))
-        return self.recorded.step(self._directions, gradients, results, {}, [*self.betas_and_eps.values()])
+            return self._directions(StepTensors(gradients, self.exchange))
+        return self.recorded.step(self._directions, gradients, {}, [*self.betas_and_eps.values()])
 
     def _directions(self, tensors: StepTensors | RecordedTensors) -> Outcome:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here."""
@@ -254,6 +262,8 @@ class AdamDirection(Direction):
         self, context: StepContext, outcome: Outcome, totals: Sequence[Tensor], flags: Tensor | None
     ) -> Mapping[str, Tensor] | None:
         assert flags is not None
+        if self._frozen() != self.frozen:
+            self._announce()
         self.last = totals[0], context.groups[0]["lr"]
         used = self.optimizer.used
         used[self.first : self.first + len(flags)].copy_(flags)

@@ -98,12 +98,12 @@ def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
     """Bytes of a chunk's directions and of the larger one of two stages.
 
-    - Adam's stage works on one group at a time. It holds the gradient (and a second copy if it is pending in another
-      dtype), and two more tensors of its size: half and wholly rotated.
+    - Adam's stage works on one group at a time. Beside what becomes its direction it holds two tensors of its size: the
+      gradient, and that half rotated.
     - The Newton-Schulz stage works on all maps with the same sides together.
     """
     width = 2 if plan.precision.products == "tf32" else 4
-    copies = 3
+    copies = 2
     directions = 0
     adam = 0
     iterated = 0
@@ -112,7 +112,7 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
     for group in chunk:
         numel = sum(layer.numel for layer in group)
         directions += 4 * numel
-        adam = max(adam, 4 * copies * (AT_ONCE if stepped_by_rows(group) else numel))
+        adam = max(adam, 4 * (AT_ONCE if stepped_by_rows(group) else copies * numel))
         if keeps_direction(plan.config.adam, group[0]) is not None:
             continue
         blocks = group[0].blocks
