@@ -165,7 +165,6 @@ def _dtype(name: Any, where: str) -> torch.dtype | None:
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
 REDUCED = 'kfac.factor.weight_sharing "reduce"'
-RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
 
 
@@ -318,11 +317,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: e.reduced and e.sequence,
         'the rows of a sequence lie on several ranks, and their sum is needed: use "expand"',
     ),
-    f"{RESCALED} in BF16_Optimizer": (
-        lambda e: e.config.rescale_weights and e.bf16_optimizer,
-        'its masters are cut otherwise: leave "data_types": {"grad_accum_dtype": "fp32"} out',
-    ),
-    f"{RESCALED} with tensor parallelism": (
+    "kfac.rescale_weights with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
         "each rank knows the norm of its own shard only: set it to false",
     ),

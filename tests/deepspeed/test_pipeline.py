@@ -21,7 +21,7 @@ CASES = [
     (Mode("pipe-z1-scaled", 1, kfac=SCALED), 3),
     (Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT), 1),
     (Mode("pipe-z1-inverse", 1, kfac={**TYPES, **INVERSE}), 4),
-    (Mode("pipe-adam-z1", 1, adam=True, clip=0.0, kfac=TYPES), 4),
+    (Mode("pipe-adam-z1", 1, adam=True, kfac=TYPES), 4),
     (Mode("pipe-adam-z0", 0, adam=True, clip=0.0), 4),
 ]
 FORK = [(Mode(f"pipe-fork-z{stage}", stage, clip=0.0), 3) for stage in (0, 1)]
@@ -63,7 +63,6 @@ def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
 
 REFUSED = {
     "monte_carlo": Mode("pipe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
-    "gradient_clipping": Mode("pipe", 0, adam=True),
     "parameter groups": Mode("pipe", 1, adam=True, clip=0.0),  # only the first stage has a norm
     "no layer to precondition": Mode("pipe", 0, kfac={"layers": {"types": ["LayerNorm"]}}),
 }
