@@ -5,7 +5,7 @@ rank, [W, W] the bytes from the row's rank to the column's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -127,8 +127,7 @@ class Estimate:
         self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
-        sizes = {"world": world, "nbytes": plan.bucket_bytes}
-        self.delivery = Delivery(self.factors, self.homes, self.workers, **sizes, wire=wire, method=method)
+                self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, nbytes=plan.bucket_bytes, wire=wire, method=method)
         # the layout of batch sums, always that of step 0: all updates cost the same
         self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
@@ -243,7 +242,7 @@ class Estimate:
         memory[BESIDE] = np.max(peaks, axis=0) + recorded
         return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
 
-    def _in_stacks(self, keys: Keys, inside: Sequence[Collection[str]]) -> np.ndarray:
+    def _in_stacks(self, keys: Keys, inside: Sequence[Set[str]]) -> np.ndarray:
         """Bytes [W] of the eigenbases of these factors that only layers in stacked groups use.
 
         Args:
