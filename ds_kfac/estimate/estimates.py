@@ -127,7 +127,9 @@ class Estimate:
         self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
-                self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, nbytes=plan.bucket_bytes, wire=wire, method=method)
+        self.delivery = Delivery(
+            self.factors, self.homes, self.workers, world=world, nbytes=plan.bucket_bytes, wire=wire, method=method
+        )
         # the layout of batch sums, always that of step 0: all updates cost the same
         self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Channel, Scalars
+from ds_kfac.comm.message import Channel, Scalars, deliver
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
@@ -59,9 +59,9 @@ class FactorStep:
         unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
         missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
         arriving: keys of the factors that are decomposed in this step.
-        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.receive`
+        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.deliver`
             of all, if eigenbases travel.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.receive` those made here, then those needed here.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` those made here, then those needed here.
         scalars: name -> scalar, as exchanged by all ranks.
     """
 
@@ -327,32 +327,34 @@ class FactorUpdates:
             if any(all(can.get(side, True) for side in sides) for sides in of_factor)
         ]
 
-    # what travels with the gradients
+    # what ranks tell each other
 
-    def scalars(self, update: FactorStep) -> Scalars:
-        """What each rank tells all others in this step."""
+    def deliver(self, step: int, update: FactorStep) -> None:
+        """Send new eigenbases or inverses to the gradient workers, in as many messages as these need, and scalars with
+        the first. Collective. Synchronises if eigenbases travel."""
         names = scalar_names(self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels)
-        return Scalars(names, self.rank)
+        table = Scalars(names, self.rank)
+        first, *others = self.delivery.parts(update.arriving, update.bases, self.device) or [()]
+        arrivals = deliver((*first, table.part(self._own_scalars(update), self.device)), self.channel, self.device)
+        update.scalars = table.read(arrivals.pop())
+        bases = self.delivery.received(arrivals)
+        for parts in others:
+            del arrivals  # which keep the last message
+            arrivals = deliver(parts, self.channel, self.device)
+            bases |= self.delivery.received(arrivals)
+        self._receive(step, update, bases)
 
-    def values(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Name -> scalar, of those of :meth:`scalars` that this rank sends."""
+    def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
+        """Name -> scalar, of those that this rank sends."""
         values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in update.terms.items()}
         values |= {("similar", key): code for key, code in update.similar.items()}
         values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, update.unusual, strict=True)}
         values |= {("fresh", key): outcome for key, outcome in update.outcomes.items()}
         return values
 
-    def receive(
-        self, step: int, update: FactorStep, bases: Mapping[str, Decomposition], scalars: Mapping[Hashable, Tensor]
-    ) -> None:
-        """Take in what other ranks have sent: new eigenbases or inverses for this rank's layers. Synchronises if they
-        travel.
-
-        Args:
-            bases: factor key -> decomposition that arrived.
-            scalars: name -> scalar, from all ranks.
-        """
-        update.scalars = scalars
+    def _receive(self, step: int, update: FactorStep, bases: Mapping[str, Decomposition]) -> None:
+        """Take in the scalars of all ranks, and the decompositions that have arrived."""
+        scalars = update.scalars
         update.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
         if self.travels and update.arriving:
             flags = torch.stack([scalars["fresh", key] for key in update.arriving]).tolist()

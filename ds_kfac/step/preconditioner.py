@@ -152,7 +152,7 @@ class KFACPreconditioner:
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
         with self.metrics.stage("relayout"):
-            self._deliver(update)
+            self.curvature.deliver(self.steps, update)
         self._rebase(update)
         return update
 
@@ -162,21 +162,6 @@ class KFACPreconditioner:
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
-
-    def _deliver(self, update: FactorStep) -> None:
-        """Send scalars and new eigenbases, in as many messages as these need. Collective."""
-        curvature = self.curvature
-        table = curvature.scalars(update)
-        numbers = table.part(curvature.values(update), self.device)
-        first, *others = curvature.delivery.parts(update.arriving, update.bases, self.device) or [()]
-        arrivals = deliver((*first, numbers), self.channel, self.device)
-        scalars = table.read(arrivals.pop())
-        bases = curvature.delivery.received(arrivals)
-        for parts in others:
-            del arrivals  # which keep the last message
-            arrivals = deliver(parts, self.channel, self.device)
-            bases |= curvature.delivery.received(arrivals)
-        curvature.receive(self.steps, update, bases, scalars)
 
     def _gather(self) -> Gradients:
         """Whole gradients of this rank's layers. Collective."""
@@ -310,7 +295,7 @@ class KFACPreconditioner:
         update = FactorStep(FactorsDue(frozenset(), frozenset(self.curvature.specs)), self.curvature.travels)
         self.curvature.ready.clear()
         self.curvature.decompose(self.steps, update)
-        self._deliver(update)
+        self.curvature.deliver(self.steps, update)
         self._rebase(update)
 
     def close(self) -> None:

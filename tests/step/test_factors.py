@@ -7,7 +7,6 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
-from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
@@ -47,9 +46,7 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
         sums[key] = BatchSum(summed(curvature, key, channel.rank), counts)
     update = curvature.update(step, due, reducer.reduce(sums))
     curvature.decompose(step, update)
-    table, parts = curvature.scalars(update), curvature.delivery.parts(update.arriving, update.bases, CPU)
-    *arrivals, received = deliver((*parts, table.part(curvature.values(update), CPU)), channel, CPU)
-    curvature.receive(step, update, arrivals, table.read(received))
+    curvature.deliver(step, update)
     assert FAILED not in update.outcomes.values()
     return curvature, update
 
