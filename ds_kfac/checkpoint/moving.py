@@ -6,7 +6,7 @@ K-FAC layers begin with AdamW's moments, which the first eigenbasis turns. AdamW
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
@@ -109,15 +109,16 @@ def moving(engine: Any, folder: Path, *, whole: bool, scheduled: bool) -> Iterat
         yield None
         return
     settings = [{key: value for key, value in group.items() if key != "params"} for group in own]
-    values = of_stage_0(engine, states, folder).get if states else adam_values(folder)
-    load: AbstractContextManager[None]
-    if states:
-        load = replaced(engine.optimizer, "load_state_dict", lambda saved, **_: give(engine, values, saved))
-    else:
-        load = with_global_state(engine.optimizer, {"param_groups": settings})
+    by_name: dict[str, Any] = {}
+
+    def give_by_name(saved: Mapping[str, Any], **_: Any) -> None:  # of this rank's part of a model in parts
+        by_name.update(of_stage_0(engine, saved, states, folder))
+        give(engine, by_name.get, saved)
+
+    at_universal = with_global_state(engine.optimizer, {"param_groups": settings})
     try:
-        with load:
-            yield values
+        with replaced(engine.optimizer, "load_state_dict", give_by_name) if states else at_universal:
+            yield by_name.get if states else adam_values(folder)
     finally:
         for group, setting in zip(engine.basic_optimizer.param_groups, settings, strict=True):
             group.update(setting)
@@ -142,9 +143,7 @@ def _is_others(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any
     return one_of_both and marks(then) != marks(now) and all("betas" in group for group in (*then, *now))
 
 
-def _entries(
-    state: Mapping[str, Any], groups: Sequence[Sequence[Any]]
-) -> Iterator[tuple[bool, int, Any, Sequence[Any]]]:
+def _entries(state: Mapping[str, Any], groups: Sequence[Sequence[Any]]) -> Iterator[tuple[bool, int, Any, Any]]:
     """Walk through an optimizer's state of stage 0. Yields whether K-FAC steps the entry, its place, its fp32 weight
     (None in fp32), and the members of ``groups`` (parameters or names) that it is of: one, or those of a flat group."""
     for number, (group, members) in enumerate(zip(_inner(state)["param_groups"], groups, strict=True)):
@@ -158,21 +157,23 @@ def _entries(
             yield bool(group.get(FLAG)), place, weight, of_entry
 
 
-def of_stage_0(engine: Any, states: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+def of_stage_0(engine: Any, saved: Mapping[str, Any], states: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return parameter name -> fp32 weight, moments and step in a checkpoint of stage 0; K-FAC's have no moments.
     KFACAdamW has saved what its groups have. AdamW's have what the user gives to this engine, in its order.
 
     Raises:
         CheckpointError: the groups are others, so it is not known whose moments are whose.
     """
-    parameters, saved = dict(engine.module.named_parameters()), states["optimizer"]
+    parameters = dict(engine.module.named_parameters())
+    module = (states.get("module") or {}) if engine.mpu is None else {}  # the whole model's weights
     names = {id(parameter): name for name, parameter in parameters.items()}
     entry, found = states.get(files.CLIENT_KEY) or {}, dict[str, dict[str, Any]]()
-    if entry.get("groups"):
+    if of_kfac(_inner(saved)["param_groups"]):
+        places = [(name, entry["groups"].get(name)) for name in entry.get("order", ())]  # none with pipeline stages
         numbers = range(len(_inner(saved)["param_groups"]))
-        groups = [[name for name in entry["order"] if entry["groups"][name] == number] for number in numbers]
+        groups = [[name for name, number in places if number == index] for index in numbers]
     else:
-        check_order(list(parameters), list(states["module"]), folder)
+        check_order(list(parameters), list(module), folder)
         stepped = {id(parameter) for group in parameter_groups(engine.optimizer) for parameter in group}
         given = getattr(engine.basic_optimizer, "users", engine.basic_optimizer).param_groups
         groups = [[names[id(p)] for p in group["params"] if id(p) in stepped] for group in given]
@@ -183,7 +184,7 @@ def of_stage_0(engine: Any, states: Mapping[str, Any], folder: Path) -> dict[str
             wholes = {WEIGHT: weight, **({FIRST: state[FIRST], SECOND: state[SECOND]} if state else {})}
             parts = {key: x.flatten().split(lengths) for key, x in wholes.items() if x is not None}
             for index, name in enumerate(of_entry):
-                found[name] = {WEIGHT: states["module"].get(name), **({STEP: state[STEP]} if state else {})}
+                found[name] = {WEIGHT: module.get(name), **({STEP: state[STEP]} if state else {})}
                 found[name] |= {key: part[index] for key, part in parts.items()}
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
@@ -205,7 +206,9 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 
         def joined(key: str) -> Tensor:
             pairs = zip(own, params, strict=True)  # noqa: B023
-            parts = [x[key] if x.get(key) is not None else torch.zeros_like(p) for x, p in pairs]
+            # a weight that the optimizer did not have came with the module
+            missing = torch.Tensor.detach if key == WEIGHT else torch.zeros_like
+            parts = [x[key] if x.get(key) is not None else missing(p) for x, p in pairs]
             return torch.cat([part.flatten().to(target) for part in parts]).view_as(target)  # noqa: B023
 
         target.data.copy_(joined(WEIGHT))
