@@ -520,45 +520,34 @@ def test_our_own_nan_is_never_applied():
 
 
 def schedule_worker(_) -> dict:
-    """Under kl-clip at the peak lr, halving lr halves the step; at the current lr it does not."""
-    norms = {}
-    for which in ("peak", "current"):
-        kfac = {"preconditioner": {"kl_clip": 1e-6}, "factor": {"update_interval": 1}, "plan": {"clip_lr": which}}
-        mode = Mode("sgd", 2, kfac=kfac, clip=0.0)
-        engine = build(mode, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
-        moved = []
-        for lr in (0.1, 0.05):
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lr
-            before = weights(engine)
-            train(engine, 1, steps=1, first=0)
-            after = weights(engine)
-            moved.append(sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n) ** 0.5)
-        norms[which] = moved[1] / moved[0]
-        engine.destroy()
+    """kl-clip goes by the largest rate so far, whoever sets it: halving lr halves the step."""
+    engine = build(Mode("sgd", 2, kfac={"preconditioner": {"kl_clip": 1e-6}}, clip=0.0), 1,
+                   optimizer={"type": "SGD", "params": {"lr": 0.1}})  # fmt: skip
+    moved = []
+    for lr in (0.1, 0.05):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        before = weights(engine)
+        train(engine, 1, steps=1, first=0)
+        after = weights(engine)
+        moved.append(sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n) ** 0.5)
+    peaks = engine.kfac.preconditioner.peak_lr.values()
+    found = {"halved": moved[1] / moved[0], "by hand": max(peaks)}
+    engine.destroy()
     engine = build(Mode("decay", 2, clip=0.0), 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     decaying = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, gamma=0.1)
-    engine.lr_scheduler = decaying
-    train(engine, 1, steps=2)
-    norms["peak after decay"] = max(engine.kfac.preconditioner.peak_lr.values())
+    for step in range(2):
+        train(engine, 1, steps=1, first=step)
+        decaying.step()  # by the program, as Accelerate does
+    found["by a scheduler"] = max(engine.kfac.preconditioner.peak_lr.values())
     engine.destroy()
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
-    for key, extra in (("scheduled", {"scheduler": scheduler}), ("constant", {})):
-        engine = build(Mode("default", 2, clip=0.0), 1, **extra)
-        norms[key] = engine.kfac.preconditioner.plan.clip_lr
-        train(engine, 1, steps=1)
-        norms[f"{key}, first"] = float(engine.kfac.preconditioner.peak_lr[0])
-        engine.destroy()
-    return norms
+    return found
 
 
 def test_kl_clip_respects_a_learning_rate_schedule():
     result = run_ranks("tests.deepspeed.test_traps:schedule_worker", world=1)[0]
-    near([result["peak"], result["current"]], [0.5, 1.0], 0.1, "the gradient changes from step to step")
-    assert (result["scheduled"], result["constant"]) == ("peak", "current")
-    close(result["scheduled, first"], 0.1, what="the schedule's, before the warmup has reached it")
-    close(result["constant, first"], 0.02)
-    close(result["peak after decay"], 0.1, what="the first step's rate, though the scheduler steps inside")
+    near([result["halved"]], [0.5], 0.1, "the gradient changes from step to step")
+    close([result["by hand"], result["by a scheduler"]], [0.1, 0.1])
 
 
 def failing_refresh_worker(_) -> dict:
