@@ -85,21 +85,39 @@ class AdamDirection(Direction):
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
-        self._announce(plan)
+        self._count_in(plan)
 
-    def _announce(self, plan: Plan) -> None:
-        """Tell the optimizer which slices of what it steps are which layer's. Its layers are those of all domains, each
-        domain's in the plan's order."""
+    def _count_in(self, plan: Plan) -> None:
+        """Number the layers of all domains for the optimizer, each domain's in the plan's order, and list this domain's
+        slices of what the optimizer steps."""
         exchange, optimizer = self.exchange, self.optimizer
-        place = {layer.name: index for index, layer in enumerate(plan.layers)}
-        slices = dict(optimizer.slices or {})
-        self.first = first = len(optimizer.used) if slices else 0
         layout = exchange.layout
+        self.first = len(optimizer.used) if optimizer.slices else 0
+        self.place = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
+        optimizer.used = torch.zeros(self.first + len(self.place), dtype=torch.float32, device=exchange.device)
+        self.slices: list[tuple[Any, int, tuple[int, int, int]]] = []
         for name, params in exchange.plan.of_layer.items():
-            for shard in (shard for param in params for shard in exchange.shards.get(param, ())):
-                slices.setdefault(id(layout.master(shard)), []).append((shard.offset, shard.numel, first + place[name]))
-        optimizer.slices = slices
-        optimizer.used = torch.zeros(first + len(place), dtype=torch.float32, device=exchange.device)
+            for param in params:
+                for shard in exchange.shards.get(param, ()):
+                    part = shard.offset, shard.numel, self.place[name]
+                    self.slices.append((layout.param_of(param), id(layout.master(shard)), part))
+        self.trained: list[bool] | None = None
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the optimizer which slices of what it steps are which layer's, without those of frozen parameters, which
+        must not decay. A program may freeze one at any time."""
+        trained = [parameter.requires_grad for parameter, *_ in self.slices]
+        if trained == self.trained:
+            return
+        self.trained = trained
+        own = set(self.place.values())
+        before = self.optimizer.slices or {}
+        slices = {master: [part for part in parts if part[2] not in own] for master, parts in before.items()}
+        for (_, master, part), decays in zip(self.slices, trained, strict=True):
+            if decays:
+                slices.setdefault(master, []).append(part)
+        self.optimizer.slices = slices
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
@@ -107,6 +125,7 @@ class AdamDirection(Direction):
 
     def step(self, context: StepContext, gradients: Gradients, results: Results) -> Outcome:
         self.optimizer.check_parts(here=self.exchange.layout.rank == 0, groups=context.groups)
+        self._announce()
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
             return Outcome((none,), self.moves.float())
