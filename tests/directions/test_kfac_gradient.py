@@ -29,7 +29,9 @@ def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **prec
     )
     direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
     direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
-    outcome = direction.step(StepContext(0, [{"lr": rate} for rate in rates], {}), whole({"layer": gradient}))
+    outcome = direction.step(
+        StepContext(0, [{"lr": rate} for rate in rates], dict(enumerate(rates))), whole({"layer": gradient})
+    )
     return outcome, exchange.results["layer"]
 
 
