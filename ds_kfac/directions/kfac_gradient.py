@@ -186,8 +186,8 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu * lr would not depend
-    on it where the clip binds, which would undo a schedule's decay."""
+    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu * lr would
+    not depend on it where the clip binds, which would undo a schedule's decay."""
     peaks = {}
     for index, group in enumerate(groups):
         rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor

@@ -197,7 +197,7 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                         now = weights(engine)["middle.weight"]
                         sizes.append(float((now - before).norm()))
                         scale[0] = float(engine.optimizer.loss_scale)
-                        scales.append(scale)
+                        scales.append(scale[0])
                         before = now
                 engine.destroy()
     return found
