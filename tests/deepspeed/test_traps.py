@@ -398,11 +398,9 @@ def norms_of(kfac) -> tuple[float, float]:
     factor = 1.0 if kfac.seam.factor is None else float(kfac.seam.factor)
     square = 0.0
     for layout in (kfac.layout, kfac.engine_view.other_params):
-        for shard in layout.whole.on(layout.rank):
-            gradient = layout.gradient(shard).double()
-            if layout.factor(shard) is not None:
-                gradient = gradient * factor
-            square += float(gradient.square().sum())
+        for shard, gradient in layout.gradients().items():
+            applied = gradient.double() * (factor if layout.raw(shard) else 1.0)
+            square += float(applied.square().sum())
     return square**0.5, square**0.5 / factor
 
 
@@ -420,7 +418,7 @@ def norm_worker(names: list[str]) -> dict:
             _, preconditioned = norms_of(kfac)
             layout = kfac.layout
             half = torch.float16 if layout.params[0].dtype == torch.float16 else torch.bfloat16
-            written = [layout.gradient(shard) for shard in layout.whole.on(layout.rank)]
+            written = layout.gradients().values()
             rounded = sum(float((flat != flat.to(half).to(flat.dtype)).sum()) for flat in written)
             seen.append((raw, preconditioned, rounded))
 
@@ -472,8 +470,8 @@ def large_worker(cases) -> dict:
         def record(step=step, kfac=kfac, seen=seen):
             _, raw = norms_of(kfac)
             step()
-            shards = kfac.layout.whole.on(kfac.layout.rank)
-            seen.append((raw, max(float(kfac.layout.gradient(shard).abs().max()) for shard in shards)))
+            written = kfac.layout.gradients().values()
+            seen.append((raw, max(float(gradient.abs().max()) for gradient in written)))
 
         engine.kfac.job.step = record
         with patched(mode):
