@@ -66,6 +66,7 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
+ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO stage 0 or 3"
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
@@ -247,6 +248,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         raise ValueError(f"ds_kfac.attach: got a {type(engine).__name__}; {NO_ENGINE}")
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:
+        say(ATTACHED)
         return attached
     config = find_block(engine.config) if config is None else config
     if config is None:
@@ -255,6 +257,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if isinstance(attached, Attachment):
         if given != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
+        say(ATTACHED)
         return attached
     check_config(given)
     if not given.enabled:
