@@ -122,7 +122,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
             raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
         if arguments.get("dist_init_required") is not False:
             start_alone()
-        warn_of_compilation()
+        warn_of_compilation(source)
         # DeepSpeed looks up a config's scheduler type in this module
         deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     check_objects(arguments, source, rule)
