@@ -147,7 +147,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
             rule.install(arguments, parsed, source)
     if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):
         when_made(arguments, source)
-    with saying_how_to_launch() if wanted else nullcontext():
+    with ds_kfac_startup.InitializeCall(), saying_how_to_launch() if wanted else nullcontext():
         result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
