@@ -25,7 +25,7 @@ TOO_LATE = (
 
 UNREAD = (
     'the config has a "kfac" block, which DeepSpeed alone does not read: this engine trains without K-FAC. Import '
-    "ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. \"kfac\": {\"enabled\": false} says "
+    'ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. "kfac": {"enabled": false} says '
     "that it is meant"
 )
 HOW = "import ds_kfac before deepspeed.initialize, or start with `python -m ds_kfac run`"
@@ -96,7 +96,7 @@ def watch_initialize(deepspeed):
 
 
 class InitializeCall:
-    """Wraps a call of DeepSpeed's own ``initialize``: where that refuses an optimizer that is ours, or nearly, its error
+    """Wraps a call of DeepSpeed's own ``initialize``: if that refuses an optimizer that is ours, or nearly, its error
     says so.
 
     Attributes:

@@ -141,8 +141,8 @@ def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
     remedies = "".join(f". To do without {op}: {WITHOUT[op]}" for op in ops if op in WITHOUT)
     warn(
         f"DeepSpeed now compiles {' and '.join(ops)} below {builds_folder()}, once; for one to five minutes nothing is "
-        f"printed{remedies}. If it takes longer, a run that was killed may have left a lock: `python -m ds_kfac doctor` "
-        "names it"
+        f"printed{remedies}. If it takes longer, a run that was killed may have left a lock: "
+        "`python -m ds_kfac doctor` names it"
     )
 
 

@@ -17,7 +17,7 @@ from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.kfac_adamw.optimizer import NAME, PARAMS
 from ds_kfac.engine.recipes import config_far_from_recipes
-from ds_kfac.engine.refusals import block, check_model
+from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.subject import Subject, Trace, build, config_of

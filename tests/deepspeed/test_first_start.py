@@ -14,7 +14,6 @@ from ds_kfac.engine.preflight import OF_OTHERS, OF_RANK
 from tests.deepspeed.said import heard
 from tests.ranks import ROOT, free_port
 
-
 FIRST = """
 import torch, deepspeed, ds_kfac
 model = torch.nn.Linear(3, 3)
