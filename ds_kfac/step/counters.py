@@ -106,7 +106,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
     """The traffic of a channel, with zeros for those of ``kinds`` that have had none."""
-    values = {}
+    values: dict[str, float] = {}
     for name, counter in (("calls", channel.calls), ("sent_bytes", channel.sent), ("received_bytes", channel.received)):
         values |= {f"{name}_{kind}": float(counter[kind]) for kind in dict.fromkeys([*kinds, *counter])}
     return values
