@@ -1,6 +1,6 @@
 """What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for deepspeed, and say
 at the end if a program has trained without K-FAC. The variable is read when deepspeed has been imported, so a script
-may set it itself before.
+may set it itself before. Where it does not ask for K-FAC, ``deepspeed.initialize`` says if its config does.
 
 Imports nothing of weight: a process that never imports deepspeed pays for this file and a finder, 0.1 ms.
 ``ds_kfac`` itself sees the variable, too, and enables K-FAC.
@@ -21,6 +21,16 @@ TOO_LATE = (
     "DS_KFAC was set when deepspeed had been imported already. Set it before, or call ds_kfac.enable() before the "
     "engine is built"
 )
+
+
+UNREAD = (
+    'the config has a "kfac" block, which DeepSpeed alone does not read: this engine trains without K-FAC. Import '
+    'ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. "kfac": {"enabled": false} says '
+    "that it is meant"
+)
+HOW = "import ds_kfac before deepspeed.initialize, or start with `python -m ds_kfac run`"
+NAMED = f"ds_kfac: KFACAdamW is an optimizer of ds_kfac, not of DeepSpeed: {HOW}"
+MISSPELT = f'ds_kfac: optimizer.type "{{name}}" does not exist; did you mean "KFACAdamW"? For that {HOW}'
 
 
 class Finder:
@@ -45,6 +55,8 @@ class Finder:
                 execute(module)
                 if asked():
                     __import__("ds_kfac")  # does nothing where ds_kfac is what imports deepspeed
+                else:
+                    watch_initialize(module)
 
             spec.loader.exec_module = exec_module
         return spec
@@ -62,6 +74,55 @@ def install():
     watch()
 
 
+def watch_initialize(deepspeed):
+    """Have ``deepspeed.initialize`` say what it means that a config asks for K-FAC and nobody reads that. Where
+    ds_kfac is imported it does read it, and its own call goes through this unchanged."""
+    from functools import wraps  # deepspeed has imported it
+
+    plain = deepspeed.initialize
+
+    @wraps(plain)
+    def initialize(*args, **kwargs):
+        with InitializeCall() as call:
+            result = plain(*args, **kwargs)
+        engine = result[0]
+        block = (getattr(engine, "config", None) or {}).get("kfac")
+        is_off = isinstance(block, dict) and block.get("enabled") is False
+        if call.is_outermost and block is not None and not is_off and engine.optimizer is not None:
+            _warn(UNREAD)
+        return result
+
+    deepspeed.initialize = initialize
+
+
+class InitializeCall:
+    """Wraps a call of DeepSpeed's own ``initialize``: if that refuses an optimizer that is ours, or nearly, its error
+    says so.
+
+    Attributes:
+        is_outermost: whether no other one is around this one, as ds_kfac's is around what ``watch_initialize`` makes.
+    """
+
+    depth = 0
+
+    def __enter__(self):
+        self.is_outermost = InitializeCall.depth == 0
+        InitializeCall.depth += 1
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        InitializeCall.depth -= 1
+        name = str(error).partition(" ")[0]
+        is_ours = "kfac" in name.lower().replace("-", "").replace("_", "")
+        if not (self.is_outermost and is_ours and isinstance(error, AssertionError)):
+            return
+        note = NAMED if name == "KFACAdamW" else MISSPELT.format(name=name)
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            error.args = (f"{error}\n{note}",)
+
+
 def watch():
     """Warn at exit, on rank 0, where K-FAC was asked for and no engine got it; once, however often it is called."""
     atexit.unregister(_say)
@@ -74,10 +135,15 @@ def _say():
         why = entry.unattached()
     else:
         why = asked() and (TOO_LATE if "deepspeed" in sys.modules else NEVER_IMPORTED)
-    first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
     failed = getattr(sys, "last_value", None) is not None  # which says enough
-    if why and first and not failed and _optimizers():
-        print(f"ds_kfac: WARNING: K-FAC was asked for, but this program has trained without it: {why}", file=sys.stderr)
+    if why and not failed and _optimizers():
+        _warn(f"K-FAC was asked for, but this program has trained without it: {why}")
+
+
+def _warn(text):
+    """On rank 0, as far as the environment says which that is."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def _optimizers():

@@ -99,7 +99,7 @@ COMMANDS = {
     "plot": "ds_kfac.integrations.plot:run", "doctor": "ds_kfac.engine.doctor:doctor",
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
-"""Command -> the function that returns its text, called with the parsed arguments."""
+"""Command -> the function that returns its text, or (text, exit status), called with the parsed arguments."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
 GONE = {"report": "doctor"}
@@ -148,7 +148,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model; 2 for wrong arguments."""
+    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model, and if ``doctor`` finds a fault;
+    2 for wrong arguments."""
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
@@ -178,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         print(fitted(f"{program}: {problem}"), file=sys.stderr)
         return 2
     launches = argv[:1] == ["run"]
+    status = 0
     arguments = parser.parse_args(argv[: 1 if launches else None])
     try:
         if launches and launcher.wants_help(argv[1:]):
@@ -188,13 +190,14 @@ def main(argv: list[str] | None = None) -> int:
             _check_files(arguments)
             with only_for_data():
                 module, _, function = COMMANDS[arguments.command].partition(":")
-                text = getattr(import_module(module), function)(arguments)
+                answer = getattr(import_module(module), function)(arguments)
+            text, status = answer if isinstance(answer, tuple) else (answer, 0)
             text = text if arguments.command in FOR_PROGRAMS else fitted(text)
             print(text, end="\n" if text else "")
     except ValueError as error:
         print(fitted(f"ds_kfac {arguments.command}: {error}"), file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -6,16 +6,18 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from packaging.requirements import Requirement
 from packaging.version import Version
+from torch.utils import cpp_extension
 
 import ds_kfac_startup
-from ds_kfac.engine.preflight import COMPILED, extensions_root, is_compiled, needs_compiled
+from ds_kfac.engine.preflight import COMPILED, builds_folder, is_compiled, needs_compiled
 from ds_kfac.ops.build import find_nvcc
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
@@ -34,14 +36,15 @@ TESTED_RANGES = {
 """Package -> the oldest and the newest version with which tests ran."""
 
 
-def doctor(_: object = None) -> str:
-    """The verdict, then a line for each of :data:`QUESTIONS`."""
+def doctor(_: object = None) -> tuple[str, int]:
+    """Return the verdict, then a line for each of :data:`QUESTIONS`; and the exit status, 1 if anything has to be
+    mended."""
     answers = {name: ask() for name, ask in QUESTIONS.items()}
     wrong = [name for name, (_, remedy) in answers.items() if remedy]
     verdict = f"to be mended: {', '.join(wrong)}" if wrong else "this environment will work"
     width = max(map(len, answers))
     lines = [f"  {name:{width}}  {what}{f' -> {remedy}' if remedy else ''}" for name, (what, remedy) in answers.items()]
-    return "\n".join([f"ds_kfac doctor: {verdict}", *lines])
+    return "\n".join([f"ds_kfac doctor: {verdict}", *lines]), int(bool(wrong))
 
 
 def _package(name: str) -> Answer:
@@ -107,24 +110,45 @@ def _compiler() -> Answer:
 
 
 def _cache() -> Answer:
-    root = extensions_root()
+    folder = builds_folder()
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as problem:
-        return f"{root}: {problem}", "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
-    locks = sorted(root.glob("**/lock"))
-    if locks:
-        return f"{locks[0]}", "if no build runs now, a killed one left this lock, and all runs wait for it: remove it"
-    return f"{root}, writable", ""
+        return f"{folder}: {problem}", "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
+    locks = sorted(folder.glob("*/lock"))
+    if not hasattr(cpp_extension, "FileLock"):  # torch before 2.14: the file is the lock
+        remedy = f"if no build runs now, a killed one left {'it' if len(locks) == 1 else 'them'}, and all runs wait"
+        return (_names(locks), f"{remedy}: remove {_names(locks)}") if locks else (f"{folder}, writable", "")
+    held = [lock for lock in locks if _is_held(lock)]
+    waits = f"; a build runs now, and other runs wait for it: {_names(held)} is locked" if held else ""
+    return f"{folder}, writable{waits}", ""
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds a lock of torch 2.14 or newer. Its file stays after the build; the system frees it when
+    the process ends, however that ends."""
+    from filelock import FileLock, Timeout  # which such a torch needs itself
+
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # somebody else's file
+        return False
 
 
 def _shm() -> Answer:
     if not needs_compiled():
         return "not needed", ""
     later = f'compiled at the first start, for minutes, unless deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
-    return "compiled" if is_compiled() else later, ""
+    return "compiled" if is_compiled(COMPILED) else later, ""
 
 
 def _launcher() -> Answer:

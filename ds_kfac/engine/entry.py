@@ -66,6 +66,7 @@ NO_ENGINE = (
     "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
+ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO stage 0 or 3"
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
@@ -121,7 +122,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
             raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
         if arguments.get("dist_init_required") is not False:
             start_alone()
-        warn_of_compilation()
+        warn_of_compilation(source)
         # DeepSpeed looks up a config's scheduler type in this module
         deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     check_objects(arguments, source, rule)
@@ -146,7 +147,7 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
             rule.install(arguments, parsed, source)
     if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):
         when_made(arguments, source)
-    with saying_how_to_launch() if wanted else nullcontext():
+    with ds_kfac_startup.InitializeCall(), saying_how_to_launch() if wanted else nullcontext():
         result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
@@ -247,6 +248,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         raise ValueError(f"ds_kfac.attach: got a {type(engine).__name__}; {NO_ENGINE}")
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:
+        say(ATTACHED)
         return attached
     config = find_block(engine.config) if config is None else config
     if config is None:
@@ -255,6 +257,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if isinstance(attached, Attachment):
         if given != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
+        say(ATTACHED)
         return attached
     check_config(given)
     if not given.enabled:

@@ -6,22 +6,23 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from torch import nn
 
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.engine.refusals import block
 from ds_kfac.log import say, warn
 from ds_kfac.model.layers import tensors_of
 
 COMPILED = "deepspeed_shm_comm"
-"""The op that DeepSpeed builds at a first start."""
+"""The op that DeepSpeed builds when it makes the process group on a CPU."""
 NOT_PASSED_ON = (
     "a KFACAdamW was made for {count} of the parameters that this engine trains, and is not what deepspeed.initialize "
     "was given. Pass it on as optimizer=. transformers' Trainer drops optimizers=(..) under DeepSpeed: give it "
@@ -63,11 +64,32 @@ def start_alone() -> None:
     say(f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}{more}")
 
 
-def extensions_root() -> Path:
-    """Folder in which torch and DeepSpeed build extensions."""
-    from torch.utils.cpp_extension import get_default_build_root  # setuptools: a third of what importing us would cost
+def builds_folder() -> Path:
+    """Folder in which this torch builds extensions, one for each op. Without TORCH_EXTENSIONS_DIR it is another one for
+    each Python, and for each CUDA that torch is built for, as ~/.cache/torch_extensions/py311_cpu."""
+    # setuptools, which this imports, is a third of what importing us would cost
+    from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
 
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    try:
+        return Path(_get_build_directory("", verbose=False))  # which also makes it
+    except OSError:
+        return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def is_compiled(op: str) -> bool:
+    """Whether an op of DeepSpeed's is there for the torch that runs now. torch compiles it again if the last build was
+    for another torch: one in another place, or an older one in the same place."""
+    from torch.utils.cpp_extension import TORCH_LIB_PATH
+
+    if installed_ops.get(op):  # with DeepSpeed itself
+        return True
+    library = builds_folder() / op / f"{op}.so"
+    try:
+        commands = library.with_name("build.ninja").read_text()
+        is_newer = library.stat().st_mtime >= Path(torch.__file__).with_name("version.py").stat().st_mtime
+    except OSError:
+        return False
+    return is_newer and TORCH_LIB_PATH in commands
 
 
 def needs_compiled() -> bool:
@@ -75,28 +97,53 @@ def needs_compiled() -> bool:
     return get_accelerator().device_name() == "cpu" and bool(deepspeed.ops.__compatible_ops__.get(COMPILED))
 
 
-def is_compiled() -> bool:
-    """Whether :data:`COMPILED` has been built on this machine."""
-    root = extensions_root()
-    return any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}")))
+def op_of_optimizer(ds_config: Mapping[str, Any]) -> str | None:
+    """The op that DeepSpeed compiles on a CPU for the optimizer that a config names; None if it needs none."""
+    optimizer = block(ds_config, "optimizer")
+    name = str(optimizer.get("type")).lower()
+    offload = block(block(ds_config, "zero_optimization"), "offload_optimizer")
+    offloads = offload.get("device") in ("cpu", "nvme")
+    if get_accelerator().device_name() != "cpu" or block(optimizer, "params").get("torch_adam"):
+        return None
+    if name in ("adam", "adamw"):
+        return "cpu_adam" if offloads else "fused_adam"
+    return {"kfacadamw": "cpu_adam", "lion": "cpu_lion", "adagrad": "cpu_adagrad"}.get(name) if offloads else None
 
 
-def warn_of_compilation() -> None:
-    """Warn once that DeepSpeed compiles at its first start on a CPU. One killed meanwhile leaves a blocking lock.
+WITHOUT = {
+    COMPILED: f'deepspeed.ops.__compatible_ops__["{COMPILED}"] = False before the process group is made',
+    "fused_adam": '"torch_adam": true in the optimizer\'s params',
+}
+"""Op -> how a program does without it."""
+_announced: set[str] = set()
+"""Ops of which :func:`warn_of_compilation` has warned."""
+
+
+def warn_of_compilation(ds_config: Mapping[str, Any] | None = None) -> None:
+    """Warn, once of each op, of what DeepSpeed compiles at its first start on a CPU: it is silent for minutes then, and
+    a run that is killed meanwhile leaves a lock that blocks all later ones.
+
     Launchers, which import ds_kfac where ``DS_KFAC`` is set, start no DeepSpeed themselves. A program that makes itself
-    a rank after it has called ``enable`` is warned at ``initialize``."""
-    if not alone():
-        _warn_of_compilation()
+    a rank after it has called ``enable`` is warned at ``initialize``.
 
-
-@cache
-def _warn_of_compilation() -> None:
-    if needs_compiled() and not is_compiled() and not deepspeed.comm.is_initialized():
-        warn(
-            f"DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
-            "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
-            "that was killed has left"
-        )
+    Args:
+        ds_config: what ``initialize`` was given; None before it.
+    """
+    ops = []
+    if not alone() and needs_compiled() and not deepspeed.comm.is_initialized():
+        ops.append(COMPILED)
+    if ds_config is not None and (op := op_of_optimizer(ds_config)) is not None:
+        ops.append(op)
+    ops = [op for op in ops if op not in _announced and not is_compiled(op)]
+    if not ops:
+        return
+    _announced.update(ops)
+    remedies = "".join(f". To do without {op}: {WITHOUT[op]}" for op in ops if op in WITHOUT)
+    warn(
+        f"DeepSpeed now compiles {' and '.join(ops)} below {builds_folder()}, once; for one to five minutes nothing is "
+        f"printed{remedies}. If it takes longer, a run that was killed may have left a lock: "
+        "`python -m ds_kfac doctor` names it"
+    )
 
 
 def check_tensors(model: Any, arguments: dict[str, Any]) -> None:

@@ -6,11 +6,15 @@ not. So a run fits if any recipe that its model may follow has all three within 
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
+from deepspeed.runtime import lr_schedules
 from torch import nn
 
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
+from ds_kfac.engine.refusals import block
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -83,18 +87,31 @@ def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[f
 
 
 def config_far_from_recipes(
-    params: Mapping[str, Any], scheduler: str | None, layers: Sequence[LayerSpec], model: nn.Module
+    ds_config: Mapping[str, Any], defaults: Mapping[str, Any], layers: Sequence[LayerSpec], model: nn.Module
 ) -> list[str]:
-    """:func:`far_from_recipes` of a config with KFACAdamW, as far as it has the numbers.
+    """:func:`far_from_recipes` of a config, as far as it has the numbers.
 
     Args:
-        params: the optimizer's.
-        scheduler: type of DeepSpeed's; all but one have rates of their own.
+        defaults: parameters of the optimizer where the config leaves them out.
     """
-    if "lr" not in params or "weight_decay" not in params or scheduler not in (None, "WarmupCosineLR"):
-        return []
-    beta2 = params["betas"][1] if "betas" in params else None
-    return said(kind_of(layers, model), NAME, params["lr"], params["weight_decay"], beta2)
+    optimizer, schedule = block(ds_config, "optimizer"), block(ds_config, "scheduler")
+    params = {**defaults, **block(optimizer, "params")}
+    lr, decay, betas = (params.get(name) for name in ("lr", "weight_decay", "betas"))
+    if not all(isinstance(value, Real) for value in (lr, decay)) or not isinstance(betas, list | tuple | None):
+        return []  # "auto", which a framework fills in
+    # DeepSpeed's own schedule says what the rates will be, on an optimizer of one number
+    one = [torch.zeros(1, dtype=torch.float32, device="cpu")]
+    rates = (torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW)(one, lr=float(lr))  # type: ignore[arg-type]
+    scheduler = None
+    if name := schedule.get("type"):
+        try:
+            module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
+            scheduler = getattr(module, name)(rates, **block(schedule, "params"))
+        except Exception:  # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
+            return []
+    (peak,) = planned_rates(rates.param_groups, scheduler)
+    beta2 = None if betas is None else betas[1]
+    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)  # type: ignore[arg-type]
 
 
 def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:

@@ -15,9 +15,9 @@ from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
-from ds_kfac.directions.kfac_adamw.optimizer import NAME
+from ds_kfac.directions.kfac_adamw.optimizer import NAME, PARAMS
 from ds_kfac.engine.recipes import config_far_from_recipes
-from ds_kfac.engine.refusals import block, check_model
+from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, KINDS, PARTS, STATE, TRANSIENT, Estimate, same_block
 from ds_kfac.estimate.subject import Subject, Trace, build, config_of
@@ -297,8 +297,8 @@ def check(arguments: argparse.Namespace) -> str:
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda"))
     check_model(model, config)
     texts = without_effect(rule, subject.user_config, scanned.layers, optimizer)
-    scheduler = block(ds_config, "scheduler").get("type")
-    texts += config_far_from_recipes(rule.optimizer_params(ds_config) or {}, scheduler, scanned.layers, model)
+    defaults = PARAMS if rule.optimizer_type == NAME else {"weight_decay": 0.0}
+    texts += config_far_from_recipes(ds_config, defaults, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]
     lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
     mode = f"{subject}, world size {arguments.world}"

@@ -3,6 +3,7 @@
 Both read scalars from the device, which waits for it: call them at logged steps only.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ FAILURES = (
     "missed_updates",
 )  # fmt: skip
 """Counters that a framework's logs show once they are not zero."""
+COUNTS = (
+    "steps",
+    "skipped_steps",
+    "factor_updates",
+    "captured_elements",
+    "refreshes",
+    "refresh_retries",
+    *(f"refreshes_{how}" for how in ("eigh", "iteration", "cholesky", "diagonal", "failed")),
+)
+"""Names in ``Metrics.counts``."""
+KINDS = ("factors", "gradients", "results", "numbers", "proof")
+"""Kinds of traffic, beside those of the method's decompositions."""
 
 
 def counters(job: Job) -> dict[str, float]:
@@ -33,12 +46,14 @@ def counters(job: Job) -> dict[str, float]:
       proof.
     - "captures", "captures_skipped": factors captured, and left out by the adaptive rule, on all ranks.
     - "statistics_fraction": factor elements captured, as a fraction of capturing every factor in every step.
+
+    All of these are there from attach on, as zeros before the first step.
     """
     values = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
         values |= {f"{kfac.engine_view.domain.name}/{name}": value for name, value in _of_domain(kfac).items()}
     if job.everywhere:
-        values |= {f"job/{name}": value for name, value in _of_channel(job.channel).items()}
+        values |= {f"job/{name}": value for name, value in _of_channel(job.channel, KINDS).items()}
     return values
 
 
@@ -81,18 +96,20 @@ def health(kfac: KFACPreconditioner) -> dict[str, float]:
 
 def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
-    values = kfac.metrics.values() | _of_channel(kfac.channel)
+    kinds = (*KINDS, *(part.kind for part in kfac.plan.method.parts))
+    values = dict.fromkeys(COUNTS, 0.0) | kfac.metrics.values() | _of_channel(kfac.channel, kinds)
     values |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
     every_step = sum(spec.side.numel for spec in kfac.curvature.specs.values()) * counts["steps"]
-    if every_step:
-        values["statistics_fraction"] = counts["captured_elements"] / every_step
+    values["statistics_fraction"] = counts["captured_elements"] / every_step if every_step else 0.0
     return values
 
 
-def _of_channel(channel: Channel) -> dict[str, float]:
-    values = {f"calls_{kind}": float(calls) for kind, calls in channel.calls.items()}
-    values |= {f"sent_bytes_{kind}": float(nbytes) for kind, nbytes in channel.sent.items()}
-    return values | {f"received_bytes_{kind}": float(nbytes) for kind, nbytes in channel.received.items()}
+def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
+    """The traffic of a channel, with zeros for those of ``kinds`` that have had none."""
+    values: dict[str, float] = {}
+    for name, counter in (("calls", channel.calls), ("sent_bytes", channel.sent), ("received_bytes", channel.received)):
+        values |= {f"{name}_{kind}": float(counter[kind]) for kind in dict.fromkeys([*kinds, *counter])}
+    return values
 
 
 def held(parameter: Any, rank: int) -> Tensor:

@@ -1,7 +1,9 @@
 """``check`` and attach are of one mind: of what is refused, of nulls, and of the plan."""
 
 import argparse
+import contextlib
 import copy
+import io
 import json
 from pathlib import Path
 
@@ -103,3 +105,58 @@ def test_what_fits_is_planned_and_summed_up_as_attach_does(found, name):
     assert all(same.values()), same
     lines = said.splitlines()
     assert lines[1:5] == report[:4] and lines[5] == report[4], (lines[1:6], report[:5])
+
+
+class Words(nn.Module):
+    """Of the kind that recipes are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.head = nn.Embedding(50, 12), nn.Linear(12, 12), nn.Linear(12, 50)
+
+
+def warmup(kind: str = "WarmupLR", **params) -> dict:
+    return {"scheduler": {"type": kind, "params": {"warmup_num_steps": 10, **params}}}
+
+
+def kfac_adamw(**params) -> dict:
+    return {"optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True, **params}}}
+
+
+RATES = {
+    "high, WarmupLR": (kfac_adamw(lr=0.2, weight_decay=0.01) | warmup(warmup_max_lr=0.2), True),
+    "high, WarmupDecayLR": (
+        kfac_adamw(lr=0.2, weight_decay=0.01) | warmup("WarmupDecayLR", total_num_steps=100, warmup_max_lr=0.2), True,
+    ),
+    "high, WarmupCosineLR": (kfac_adamw(lr=0.2) | warmup("WarmupCosineLR", total_num_steps=100), True),
+    "high, a step of torch": (kfac_adamw(lr=0.2) | {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}}, True),
+    "the schedule's counts": (kfac_adamw(lr=0.2, weight_decay=0.01) | warmup(warmup_max_lr=2e-3), False),
+    "the schedule's is high": (kfac_adamw(lr=2e-3, weight_decay=0.01) | warmup(warmup_max_lr=0.2), True),
+    "high, no schedule": (kfac_adamw(lr=0.2), True),
+    "defaults": (kfac_adamw(), False),
+}  # fmt: skip
+
+
+def rates_worker(folder: str) -> dict:
+    import ds_kfac
+    from ds_kfac.__main__ import main
+
+    found = {}
+    for name, (config, _) in RATES.items():
+        config = {"train_micro_batch_size_per_gpu": 2, **copy.deepcopy(config)}
+        path = Path(folder) / "ds_config.json"
+        path.write_text(json.dumps(config))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            main(["check", "--config", str(path), "--model", f"{__name__}:Words"])
+        model = Words()
+        engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        texts = printed.getvalue().splitlines(), engine.kfac.report.splitlines()
+        found[name] = [[line for line in lines if "far from every recipe" in line] for lines in texts]
+        engine.destroy()
+    return found
+
+
+def test_check_says_of_rates_what_attach_says(tmp_path):
+    found = run_ranks("tests.deepspeed.test_check:rates_worker", world=1, payload=str(tmp_path))[0]
+    for name, (checked, attached) in found.items():
+        assert checked == attached and bool(attached) == RATES[name][1], (name, checked, attached)

@@ -7,44 +7,65 @@ import sys
 
 import deepspeed
 import pytest
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-from ds_kfac.engine.preflight import COMPILED, OF_OTHERS, OF_RANK, _warn_of_compilation, warn_of_compilation
+import ds_kfac
+from ds_kfac.engine import entry, preflight
+from ds_kfac.engine.preflight import OF_OTHERS, OF_RANK
 from tests.deepspeed.said import heard
-from tests.ranks import ROOT
+from tests.ranks import ROOT, free_port
+
+FIRST = """
+import torch, deepspeed, ds_kfac
+model = torch.nn.Linear(3, 3)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, "kfac": {}}
+ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+SHM, ADAM = "deepspeed_shm_comm", "fused_adam"
 
 
-def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
-    def texts() -> list[str]:
-        _warn_of_compilation.cache_clear()
-        with heard() as said:
-            warn_of_compilation()
-        return said
+@pytest.mark.parametrize("optimizer, launched, ops", [
+    (ADAMW, True, (SHM, ADAM)), (TORCH_ADAMW, True, (SHM,)), (ADAMW, False, (ADAM,)),
+])  # fmt: skip
+def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launched, ops, tmp_path):
+    """The compiler fails at once, and so does the run."""
+    script = tmp_path / "train.py"
+    imports, rest = FIRST.replace("OPTIMIZER", repr(optimizer)).split("ds_kfac\n", 1)
+    script.write_text(f"{imports}ds_kfac\ndeepspeed.ops.__compatible_ops__['{SHM}'] = True\n{rest}")
+    kept = {key: value for key, value in os.environ.items() if key not in (*OF_RANK, *OF_OTHERS)}
+    if launched:
+        kept |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        kept["MASTER_PORT"] = str(free_port())
+    kept |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CXX": "false"}
+    kept["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "builds")
+    run = subprocess.run([sys.executable, str(script)], env=kept, capture_output=True, text=True, timeout=300,
+                         check=False)  # fmt: skip
+    lines = [line for line in run.stderr.splitlines() if line.startswith("ds_kfac")]
+    line = lines[0 if launched else 1]  # without a launcher the first says so
+    assert line.startswith(f"ds_kfac: WARNING: DeepSpeed now compiles {' and '.join(ops)} below {tmp_path / 'builds'}")
+    assert "minutes" in line and all(remedy in line for op, remedy in WITHOUT.items() if op in ops)
+    assert run.returncode != 0, "it was compiled"
 
-    def told(variable: str) -> bool:
-        """Whether a process that becomes a rank after :func:`ds_kfac.enable` is told at ``initialize``."""
-        _warn_of_compilation.cache_clear()
-        with heard() as said, monkeypatch.context() as later:
-            warn_of_compilation()
-            assert not said, "a launcher"
-            later.setenv(variable, "0")
-            warn_of_compilation()
-        return bool(said)
 
+WITHOUT = {SHM: f'deepspeed.ops.__compatible_ops__["{SHM}"] = False', ADAM: '"torch_adam": true'}
+
+
+def test_a_rank_is_warned_by_enable_and_a_launcher_is_not(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, True)
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, SHM, True)
+    monkeypatch.setattr(entry, "_enabled", None)
     for name in (*OF_RANK, *OF_OTHERS):
         monkeypatch.delenv(name, raising=False)
-    assert told("RANK") and told("OMPI_COMM_WORLD_RANK")
-    monkeypatch.setenv("RANK", "0")
-    assert f"compiles {ShareMemCommBuilder.NAME} below {tmp_path}" in "".join(texts())
-    (tmp_path / "py311_cpu" / COMPILED).mkdir(parents=True)
-    assert "remove the file lock" in "".join(texts())
-    (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").touch()
-    assert texts() == []
-    (tmp_path / "py311_cpu" / COMPILED / f"{COMPILED}.so").unlink()
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, COMPILED, False)
-    assert texts() == []
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setattr(preflight, "_announced", set())
+        with heard() as said, monkeypatch.context() as later:
+            ds_kfac.enable()
+            assert not said, "a launcher"
+            later.setenv(variable, "0")
+            ds_kfac.enable()
+            ds_kfac.enable()
+        assert len(said) == 1 and SHM in said[0], "once"
 
 
 SCRIPT = """

@@ -120,6 +120,31 @@ def test_every_counter_has_a_row():
         assert row.startswith("lr_") or any(re.match(re.sub("<.*>", ".+", row) + "$", name) for name in counted), row
 
 
+def before_worker(names: list[str]) -> dict:
+    found = {}
+    for name in names:
+        engine = build(BY_NAME[name], 1)
+        before = engine.kfac.counters()
+        train(engine, 1, steps=3)
+        found[name] = before, engine.kfac.counters()
+        engine.destroy()
+    return found
+
+
+def test_all_counters_are_there_as_zeros_from_attach_on():
+    measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}  # there is nothing to measure before a step
+    for found in run_ranks("tests.deepspeed.test_log_line:before_worker", world=2, payload=["z2", "adam-z0"]):
+        for name, (before, after) in found.items():
+            assert before.keys() == after.keys() - measured, name
+            assert before["steps"] == 0 and after["steps"] == 3, name
+            not_zero = {f"kfac/{key}" for key, value in before.items() if value}
+            of_self_test = {key for key in not_zero if key.startswith(TRAFFIC)}
+            assert not_zero - of_self_test <= CONSTANTS, (name, not_zero)
+
+
+TRAFFIC = ("kfac/calls_", "kfac/sent_bytes_", "kfac/received_bytes_")
+
+
 class Callback:
     """In place of transformers' own, where it is not installed."""
 

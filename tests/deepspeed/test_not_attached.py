@@ -64,6 +64,24 @@ def test_a_block_without_effect_is_said_once():
     assert first["named in the config"] == "Attachment", "an optimizer that only ds_kfac knows needs no enable()"
 
 
+def twice_worker(_) -> tuple[str, str, bool]:
+    import ds_kfac
+
+    engine = build(BY_NAME["z2"], 1)
+    kept = []
+    return (
+        said(lambda: kept.append(ds_kfac.attach(engine))),
+        said(lambda: kept.append(ds_kfac.attach(engine, engine.config["kfac"]))),
+        kept == [engine.kfac, engine.kfac],
+    )
+
+
+def test_a_second_attach_says_that_there_is_nothing_to_do():
+    first, second = run_ranks("tests.deepspeed.test_not_attached:twice_worker", world=2)
+    line = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
+    assert first == (line, line, True) and second == ("", "", True), "rank 0 says it"
+
+
 def frozen_worker(_) -> dict:
     """Reference models, of which the config is that of a trained one."""
     import ds_kfac

@@ -123,6 +123,33 @@ def test_a_toy_rule_and_a_toy_method_train():
     assert not complaints, "\n".join(complaints)
 
 
+def named_worker(_) -> dict:
+    """Two steps by a config that names the toy's optimizer, and by its object."""
+    DIRECTIONS.insert(0, rule := ToyRule())
+    found = {}
+    for way in ("config", "object"):
+        config, model = Mode("toy", 2, clip=0.0).config(1, dist.get_world_size()), make_net()
+        arguments = {"model_parameters": model.parameters()}
+        config["optimizer"] = {"type": "ToySGD", "params": {"lr": LR}}
+        if way == "object":
+            del config["optimizer"]
+            arguments = {"optimizer": ToySGD(model.parameters(), lr=LR)}
+        engine, *_ = ds_kfac.initialize(model=model, config=config, **arguments)
+        train(engine, 1, 2)
+        found[way] = repr(engine.kfac), engine.kfac.report, weights(engine)
+        engine.destroy()
+    DIRECTIONS.remove(rule)
+    return found
+
+
+def test_a_config_names_the_toys_optimizer():
+    for found in run_ranks("tests.deepspeed.test_toys:named_worker", world=2):
+        (shown, report, named), (_, _, of_object) = found["config"], found["object"]
+        assert shown.startswith("<ds_kfac.Attachment: ToySGD, ZeRO stage 2") and "2 steps" in shown
+        assert "step: the update rule's direction, applied by ToySGD" in report
+        assert all(torch.equal(weight, of_object[name]) for name, weight in named.items())
+
+
 class Miscounting(ToyRule):
     numbers = 2
 

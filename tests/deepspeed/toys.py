@@ -1,5 +1,6 @@
 """An update rule that nobody needs: a new one costs its own file and a line of ``DIRECTIONS``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,3 +54,17 @@ class ToyRule(UpdateRule):
 
     def moments(self, config: KFACConfig) -> type[Mean]:
         return Mean
+
+    # so that a DeepSpeed config can name the optimizer: {"optimizer": {"type": "ToySGD", "params": {"lr": 0.1}}}
+
+    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        block = ds_config.get("optimizer") or {}
+        return block.get("params") or {} if block.get("type") == "ToySGD" else None
+
+    def given(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, ToySGD)
+
+    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+        params = self.optimizer_params(ds_config)
+        if params is not None:  # else the optimizer is an argument already
+            arguments["optimizer"] = lambda parameters: ToySGD(parameters, **params)

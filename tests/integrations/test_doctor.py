@@ -1,16 +1,23 @@
 """``python -m ds_kfac doctor`` says what is wrong here, and what mends it."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from filelock import FileLock
+from torch.utils import cpp_extension
 
 from ds_kfac.__main__ import main
 from ds_kfac.engine import doctor
 from tests.ranks import ROOT
 
+OP = "deepspeed_shm_comm"
 
-def said(capsys) -> list[str]:
-    assert main(["doctor"]) == 0
+
+def said(capsys, status: int = 0) -> list[str]:
+    assert main(["doctor"]) == status
     return capsys.readouterr().out.splitlines()
 
 
@@ -35,8 +42,10 @@ def no_torch(patch, folder):
 
 
 def lock(patch, folder):
-    (folder / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
-    (folder / "py311_cpu" / "deepspeed_shm_comm" / "lock").touch()
+    patch.delattr(cpp_extension, "FileLock", raising=False)  # as before torch 2.14
+    for op in (OP, "fused_adam"):
+        (folder / op).mkdir(parents=True)
+        (folder / op / "lock").touch()
 
 
 def not_writable(patch, folder):
@@ -57,7 +66,7 @@ def no_startup(patch, folder):
 
 @pytest.mark.parametrize("damage, name, remedy", [
     (no_compiler, "compiler", "apt install g++"), (no_torch, "torch", "pip install 'torch>=2.8'"),
-    (lock, "cache", "remove it"), (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
+    (lock, "cache", f"{OP}/lock"), (lock, "cache", "fused_adam/lock"), (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
     (half_a_launcher, "launcher", "MASTER_PORT"), (no_startup, "switched on", "pip install ds_kfac"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, monkeypatch, tmp_path):
@@ -65,9 +74,62 @@ def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, mo
     for variable in ("RANK", "WORLD_SIZE", "DS_KFAC"):
         monkeypatch.delenv(variable, raising=False)
     damage(monkeypatch, tmp_path)
-    lines = said(capsys)
+    lines = said(capsys, status=1)
     assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
     assert [line for line in lines[1:] if " -> " in line and line.split("  ")[1] == name and remedy in line], lines
+
+
+HOLDS = "import filelock, sys\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(capsys, monkeypatch, tmp_path):
+    """Its file stays after every build."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "FileLock", FileLock, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
+        monkeypatch.delenv(name, raising=False)
+    locks = [tmp_path / op / "lock" for op in (OP, "fused_adam")]
+    for path in locks:
+        path.parent.mkdir()
+        path.touch()
+    (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
+    assert line.endswith(", writable")
+    command = [sys.executable, "-c", HOLDS, str(locks[1])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as build:
+        assert build.stdout.readline() == "held\n"
+        (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
+        build.stdin.close()
+    assert str(locks[1]) in line and str(locks[0]) not in line and "a build runs now" in line
+
+
+def built(folder: Path, torch_folder: Path) -> None:
+    """What torch leaves of a build."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(f"ldflags = -shared -L{torch_folder}/lib -lc10")
+    (folder / f"{OP}.so").touch()
+
+
+def test_an_op_that_was_built_for_another_torch_is_not_compiled(capsys, monkeypatch, tmp_path):
+    import deepspeed
+
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, OP, True)
+    for name in ("TORCH_EXTENSIONS_DIR", "RANK", "WORLD_SIZE", "DS_KFAC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = Path(torch.__file__).parent
+
+    def answer() -> str:
+        (line,) = (line for line in said(capsys) if line.split()[0] == OP)
+        return line.removeprefix(f"  {OP}").strip()
+
+    root = tmp_path / "torch_extensions"
+    own = Path(cpp_extension._get_build_directory(OP, verbose=False))
+    assert own.is_relative_to(root)
+    for other, where in ((root / "py39_cu999" / OP, here), (own, tmp_path / "another" / "torch")):
+        built(other, where)
+        assert answer().startswith("compiled at the first start"), other
+    built(own, here)
+    assert answer() == "compiled"
 
 
 def test_what_is_needed_is_what_an_installation_asks_for():

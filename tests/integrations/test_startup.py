@@ -142,6 +142,53 @@ def test_a_process_without_deepspeed_imports_nothing(python, built):
     assert best < 1e-3 and asked < 1e-4  # seconds, at the start of every Python process
 
 
+PLAIN = """
+import os
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+IMPORT
+model = torch.nn.Linear(3, 3)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": TYPE, "params": {"lr": 1e-3}}}
+config |= {"kfac": BLOCK} if BLOCK is not None else {}
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+
+
+def start(python: str, folder: Path, name: str, block: object = None, imports: str = "") -> str:
+    """What deepspeed.initialize says on standard error, of ds_kfac, and of its error."""
+    code = PLAIN.replace("TYPE", repr(name)).replace("BLOCK", repr(block)).replace("IMPORT", imports)
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DS_KFAC")}
+    kept |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    kept["MASTER_PORT"] = str(free_port())
+    run = subprocess.run([python, "-c", code], cwd=folder, env=kept, capture_output=True, text=True, check=False)
+    lines = [line for line in run.stderr.splitlines() if 'File "' not in line]
+    return "\n".join(line for line in lines if "ds_kfac" in line or "Error" in line)
+
+
+def test_a_block_that_nobody_reads_is_said(python, built):
+    text = start(python, built, "SGD", {})
+    assert text.startswith('ds_kfac: WARNING: the config has a "kfac" block, which DeepSpeed alone does not read'), text
+    assert "python -m ds_kfac run" in text and text.count("\n") == 0
+    assert start(python, built, "SGD") == start(python, built, "SGD", {"enabled": False}) == ""
+    text = start(python, built, "SGD", {}, "import ds_kfac; ds_kfac.enable()")
+    assert "ds_kfac steps 100%" in text and "does not read" not in text
+    text = start(python, built, "SGD", {}, "import ds_kfac")
+    assert text.count("WARNING") == 1 and "ds_kfac.enable()" in text, "ds_kfac says it in its own words"
+
+
+@pytest.mark.parametrize("name", ["KFACAdamW", "K-FAC", "KFAC", "kfac"])
+def test_an_optimizer_that_only_ds_kfac_has_is_an_error_that_names_it(name, python, built):
+    text = start(python, built, name)
+    assert "AssertionError" in text and "python -m ds_kfac run" in text and "import ds_kfac" in text, text
+    assert text.count("ds_kfac: ") == 1 and ('did you mean "KFACAdamW"?' in text) == (name != "KFACAdamW")
+
+
+def test_an_optimizer_that_is_misspelt_is_named_with_ds_kfac_too(python, built):
+    text = start(python, built, "K-FAC", None, "import ds_kfac")
+    assert text.count('did you mean "KFACAdamW"?') == 1, text
+    assert "ds_kfac" not in start(python, built, "Adamm"), "that is none of ours"
+
+
 @pytest.mark.distributed
 def test_the_launcher_enables_in_every_rank(tmp_path):
     script = tmp_path / "show.py"
