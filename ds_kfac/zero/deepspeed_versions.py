@@ -295,8 +295,8 @@ def gives_gradients(optimizer: Any) -> bool:
 
 
 def never_steps(optimizer: Any) -> bool:
-    """Whether FP16_Optimizer returns before its step in fp16, whether or not there is an overflow: in 0.17.6 and 0.18.0,
-    not in 0.17.0 and 0.18.9. Read from its code: the return is not inside the branch of an overflow."""
+    """Whether FP16_Optimizer returns before every step in fp16: in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9. Read
+    from its code: the return stands outside the branch for an overflow."""
     if not isinstance(optimizer, FP16_Optimizer) or optimizer.fp16_groups[0][0].dtype is not torch.float16:
         return False
     code = inspect.getsource(FP16_Optimizer.step)
