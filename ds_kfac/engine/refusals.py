@@ -273,6 +273,13 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
         "deepspeed 0.17.6 and 0.18.0 return from every step of FP16_Optimizer before it is taken: use another version",
     ),
+    "skipped steps at ZeRO stage 1 in this DeepSpeed": (
+        lambda e: (
+            e.engine is not None and e.engine.dp_world_size > 1 and deepspeed_versions.looks_alone(e.engine.optimizer)
+        ),
+        "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the others would wait for "
+        "it. Use another version, ZeRO stage 2, or in bf16 set bf16.check_grad_overflow to false",
+    ),
     "Adagrad of several parameter groups with ZeRO": (
         lambda e: (
             e.engine is not None

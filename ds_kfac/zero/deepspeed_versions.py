@@ -4,6 +4,7 @@ other file reads such an attribute. The self-test at attach proves where a versi
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from deepspeed.utils import groups
 from packaging.version import Version
 from torch import Tensor
@@ -88,6 +89,24 @@ def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
     return (
         "this DeepSpeed forgets all micro-batches of a step but the last: use 0.18.9 or later, or 1 micro-batch a step",
     )
+
+
+def reduction_faults(optimizer: Any) -> tuple[str, ...]:
+    """Faults of ZeRO-1/2 in which gradients are not averaged over ranks: up to 0.19.4, not in 0.19.8. Read from its
+    code."""
+    cls = type(optimizer)
+    if optimizer.use_grad_accum_attribute and "grad_accum.to(" in inspect.getsource(cls.get_gradient_for_reduction):
+        return (
+            "ZeRO-1 of this DeepSpeed averages a copy of gradients that are accumulated in another dtype than the "
+            "model's, so each rank trains on its own: use deepspeed 0.19.8, or leave data_types.grad_accum_dtype out",
+        )
+    drops = "device_name()" in inspect.getsource(stage_1_and_2.split_half_float_double)
+    if drops and not optimizer.contiguous_gradients and get_accelerator().device_name() == "cpu":
+        return (
+            "on CPUs this DeepSpeed does not average gradients if contiguous_gradients is false: use deepspeed 0.19.8, "
+            "or set it to true",
+        )
+    return ()
 
 
 def bf16_optimizer_faults() -> tuple[str, ...]:
@@ -266,8 +285,8 @@ def bf16_clipping(optimizer: Any) -> Tensor | None:
 
 def skips_by_rank(optimizer: Any) -> bool:
     """Whether ZeRO leaves it to a GradScaler to skip a step, which it does on each rank and for each group on its own:
-    until 0.19.8. Read from its code."""
-    return "is_invalid_grad_norm" not in inspect.getsource(type(optimizer).step)
+    until 0.19.8. Read from its code: of the whole class, since stage 3 wraps its ``step``."""
+    return "is_invalid_grad_norm" not in inspect.getsource(type(optimizer))
 
 
 def gives_gradients(optimizer: Any) -> bool:
@@ -276,10 +295,22 @@ def gives_gradients(optimizer: Any) -> bool:
 
 
 def never_steps(optimizer: Any) -> bool:
-    """Whether FP16_Optimizer returns before its step in fp16, as in 0.17.6 and 0.18.0. Read from its code."""
+    """Whether FP16_Optimizer returns before every step in fp16: in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9. Read
+    from its code: the return stands outside the branch for an overflow."""
     if not isinstance(optimizer, FP16_Optimizer) or optimizer.fp16_groups[0][0].dtype is not torch.float16:
         return False
-    return Version("0.17.1") < Version(deepspeed.__version__) < Version("0.18.1")
+    code = inspect.getsource(FP16_Optimizer.step)
+    found = re.search(r"^( *)if self\.overflow:\n.*?^( *)return\b", code, re.MULTILINE | re.DOTALL)
+    return found is not None and len(found[2]) <= len(found[1])
+
+
+def looks_alone(optimizer: Any) -> bool:
+    """Whether each rank of ZeRO-1 skips a step by the gradients of its own slice: in 0.17.6, not in 0.17.0 and 0.18.0.
+    Read from its code."""
+    if getattr(optimizer, "partition_gradients", True) or not getattr(optimizer, "check_grad_overflow", False):
+        return False  # not ZeRO-1, or it never looks
+    is_told = "check_overflow(partition_gradients=" in inspect.getsource(type(optimizer).step)
+    return is_told and "if partition_gradients:" in inspect.getsource(type(optimizer).has_overflow)
 
 
 def backup_optimizer(optimizer: Any) -> Any | None:
@@ -362,6 +393,11 @@ def offsets(optimizer: Any, group: int) -> Sequence[int]:
 def wait_for_offload(optimizer: Any) -> None:
     """Wait for gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
     getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
+
+
+def has_dynamic_scale(optimizer: Any) -> bool:
+    """Whether ZeRO's loss scale grows. It does so before gradients are divided by it. All versions."""
+    return bool(optimizer.dynamic_loss_scale)
 
 
 def states_are_linked(optimizer: Any) -> bool:

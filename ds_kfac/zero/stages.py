@@ -92,6 +92,11 @@ class ZeroLayout(ShardLayout):
                 "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a scheduler in "
                 "the config, or use ZeRO stage 0 or another optimizer",
             )
+        if deepspeed_versions.has_dynamic_scale(self.optimizer):
+            self.faults += (
+                "in a step in which the loss scale grows it divides by the new scale: that step is half as long, "
+                "unless it is clipped",
+            )
         if self.grad_scaler and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 
@@ -179,6 +184,8 @@ class Stage12(ZeroLayout):
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
             )
         micro_batches = engine.gradient_accumulation_steps()
+        if self.averaged_over > 1:
+            self.faults += deepspeed_versions.reduction_faults(optimizer)
         if self.offloads:
             self.faults += deepspeed_versions.offload_faults(micro_batches)
         else:

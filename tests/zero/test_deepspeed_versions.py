@@ -105,6 +105,33 @@ def test_a_stage_2_that_forgets_micro_batches_is_a_known_fault():
     assert len(found(Forgets(), 2)) == 1 and found(Forgets(), 1) == found(Keeps(), 2) == ()
 
 
+class LooksAlone:
+    """As ZeRO-1 of 0.17.6."""
+
+    partition_gradients, check_grad_overflow = False, True
+
+    def step(self):
+        self.check_overflow(partition_gradients=self.partition_gradients)
+
+    def has_overflow(self, partition_gradients):
+        if partition_gradients:
+            self.reduce()
+
+
+class LooksTogether(LooksAlone):
+    """As in 0.18.0."""
+
+    def has_overflow(self, partition_gradients):
+        self.reduce()
+
+
+def test_ranks_that_look_for_overflow_alone_are_found_in_zero_1():
+    assert deepspeed_versions.looks_alone(LooksAlone()) and not deepspeed_versions.looks_alone(LooksTogether())
+    zero_2, bf16 = LooksAlone(), LooksAlone()
+    zero_2.partition_gradients, bf16.check_grad_overflow = True, False
+    assert not deepspeed_versions.looks_alone(zero_2) and not deepspeed_versions.looks_alone(bf16)
+
+
 @pytest.mark.parametrize(
     ("installed", "offload", "bf16_optimizer"),
     [("0.17.0", 1, 0), ("0.18.0", 1, 0), ("0.18.9", 1, 1), ("0.19.0", 0, 0), ("0.19.8", 0, 0)],

@@ -305,17 +305,17 @@ def test_a_skipped_step_drops_what_its_hooks_have_seen(name):
 
 def lost(self: ZeroLayout, shard: Any) -> torch.Tensor:
     """Of a later group a copy: what is written there is lost."""
-    view = PLAIN_READ(self, shard)
+    view = PLAIN(self, shard)
     return view.clone() if shard.group else view
 
 
 def moved(self: ZeroLayout, shard: Any) -> torch.Tensor:
     """Of a later group one element from where it is."""
-    view = PLAIN_READ(self, shard)
+    view = PLAIN(self, shard)
     return view.roll(1) if shard.group else view
 
 
-PLAIN_READ = ZeroLayout._gradient
+PLAIN = ZeroLayout._gradient
 FAULTS: dict[str, tuple[Callable, str]] = {
     "written elsewhere": (lost, "would not step with the gradients written to group"),
     "read elsewhere": (moved, "did not arrive at its worker"),
