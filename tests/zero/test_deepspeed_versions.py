@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
@@ -19,7 +22,7 @@ PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
 NAMES = {
     # private
-    "_take_model_step", "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
+    "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
     "_config", "_global_grad_norm", "_get_expert_parallel_rank", "_get_expert_data_parallel_group",
     "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
     "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",
@@ -135,6 +138,12 @@ def waits_for_all(launch_handles):
 def test_gathers_that_are_not_waited_for_are_a_known_fault_with_gloo(code, faults, monkeypatch):
     monkeypatch.setattr(deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code)
     assert len(deepspeed_versions.gather_faults("gloo")) == faults and deepspeed_versions.gather_faults("nccl") == ()
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks(kind):
+    skips = deepspeed_versions.skips_by_rank(object.__new__(kind))
+    assert skips == (Version(deepspeed.__version__) < Version("0.19.8"))
 
 
 def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
