@@ -141,7 +141,9 @@ def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
     """With offload; a part of it may stay on the device. torch multiplies no tensor by one on another device."""
     layout, multiplied = FakeLayout(PARTS, torch.float32), list[tuple[Tensor, Tensor]]()
     exchange = exchange_of(layout, (0,), torch.float32)
-    noting = patch.object(torch, "_foreach_mul_", lambda ours, others: multiplied.extend(zip(ours, others, strict=True)))
+    noting = patch.object(
+        torch, "_foreach_mul_", lambda ours, others: multiplied.extend(zip(ours, others, strict=True))
+    )
     with FakeTensorMode(), noting:
         for device in ("cpu", "cuda"):
             exchange.gradients = {layout.own[0]: torch.ones(HALF, device=device)}
