@@ -255,10 +255,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         "each rank skips a step on its own, for each parameter group, and the others would wait for it: use deepspeed "
         "0.19.8, or bf16",
     ),
-    "torch_autocast fp16 at stage 0 with a fused optimizer": (
+    "torch_autocast fp16 with a fused optimizer": (
         lambda e: (
             e.engine is not None
-            and e.stage == 0
             and e.autocast is torch.float16
             and getattr(e.engine.basic_optimizer, "_step_supports_amp_scaling", False)
         ),

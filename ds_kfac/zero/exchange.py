@@ -223,8 +223,13 @@ class GradientExchange:
         """
         self._write([self._here[move.param, move.start] for move, _ in received], [values for _, values in received])
         if scales is not None and self.gradients:
-            of_param = {param: scales[name] for name, params in self.plan.of_layer.items() for param in params}
-            torch._foreach_mul_([*self.gradients.values()], [of_param[shard.param] for shard in self.gradients])
+            layer_of = {param: name for name, params in self.plan.of_layer.items() for param in params}
+            stacked = torch.stack([*scales.values()])
+            # with offload gradients may lie on the host, or some of them
+            on = {device: stacked.to(device).unbind() for device in {x.device for x in self.gradients.values()}}
+            on_device = {device: dict(zip(scales, values, strict=True)) for device, values in on.items()}
+            factors = [on_device[x.device][layer_of[shard.param]] for shard, x in self.gradients.items()]
+            torch._foreach_mul_([*self.gradients.values()], factors)
         self.gradients = {}  # DeepSpeed's step frees what they are of
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:

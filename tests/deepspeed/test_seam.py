@@ -238,6 +238,13 @@ def refusals_worker(_) -> dict:
 
     pretend("Muon", basic_optimizer=MuonWithAuxAdam(make_net().parameters(), lr=0.1))
 
+    pretend(
+        "torch_autocast fp16 with a fused optimizer",
+        torch_autocast_enabled=lambda: True,
+        torch_autocast_dtype=lambda: torch.float16,
+        basic_optimizer=torch.optim.SGD(make_net().parameters(), lr=0.1, fused=True),
+    )
+
     class Unknown(type(engine.optimizer)):
         pass
 
@@ -260,6 +267,7 @@ def test_refusals_say_what_to_change():
         "sequence parallelism by mesh_param": "parallel_state_sp",
         "compressed-communication optimizer": "AdamW", "no optimizer": '"optimizer" block',
         "SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"', "Muon": "choose Muon or K-FAC",
+        "torch_autocast fp16 with a fused optimizer": "set fused=False",
     }  # fmt: skip
     for mode, remedy in modes.items():
         assert f"{mode}: " in result[mode] and remedy in result[mode], (mode, result[mode])

@@ -55,7 +55,7 @@ def make(
         direction = kind(plan, exchange_of(specs), moments, SimpleNamespace(nu=None))
     else:
         optimizer = SimpleNamespace(
-            slices={}, used=None, adam_ratio=1.0, check_parts=lambda **_: None, state={}, marked=0
+            slices=None, used=None, adam_ratio=1.0, check_parts=lambda **_: None, state={}, marked=0
         )
         direction = kind(plan, exchange_of(specs), optimizer)
     for group in direction.layer_groups:
@@ -192,6 +192,19 @@ def test_slices_of_frozen_parameters_do_not_decay():
         bias.requires_grad_(trained)
         step()
         assert optimizer.slices == {1: [(0, 3, 7)], id(optimizer): expected}
+
+
+def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the_first_one():
+    """As where ZeRO gives a rank nothing of a few small layers: else flags of both would be written to one place."""
+    first = make(AdamDirection, layers="abc", groups=ADAM)
+    optimizer = first.optimizer
+    assert optimizer.slices == {}, "the exchange has no shards"
+    plan = planned({"preconditioner": {"kl_clip": 0.001}, "adam": PLAIN}, batched=False)
+    plan.layers = (linear_layer("d", COLUMNS, ROWS),)
+    second = AdamDirection(plan, exchange_of(plan.layers), optimizer)
+    for direction, flags in ((first, [True, False, True]), (second, [True])):
+        direction.finish(StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
+    assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
 def test_adam_takes_the_betas_of_the_layers_own_group():

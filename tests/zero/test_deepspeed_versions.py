@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
@@ -162,6 +165,12 @@ def waits_for_all(launch_handles):
 def test_gathers_that_are_not_waited_for_are_a_known_fault_with_gloo(code, faults, monkeypatch):
     monkeypatch.setattr(deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code)
     assert len(deepspeed_versions.gather_faults("gloo")) == faults and deepspeed_versions.gather_faults("nccl") == ()
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_a_stage_that_looks_for_overflow_itself_skips_on_all_ranks(kind):
+    skips = deepspeed_versions.skips_by_rank(object.__new__(kind))
+    assert skips == (Version(deepspeed.__version__) < Version("0.19.8"))
 
 
 def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():

@@ -3,10 +3,12 @@ DeepSpeed's factor, what is rounded, what waits in memory, and where results com
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_kfac.comm.message import Move
 from ds_kfac.zero.exchange import GradientExchange
@@ -136,6 +138,20 @@ def test_what_arrives_is_divided_and_scaled_in_fp32(wire, stored, raw):
     values = torch.randn(HALF, generator=torch.Generator().manual_seed(1)).to(wire)
     rank.receive(values)
     exact(rank.stored, values.float() * (1024.0 if raw else 1.0) * SCALE)
+
+
+def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
+    """With offload; a part of it may stay on the device. torch multiplies no tensor by one on another device."""
+    layout, multiplied = FakeLayout(PARTS, torch.float32), list[tuple[Tensor, Tensor]]()
+    exchange = exchange_of(layout, (0,), torch.float32)
+    noting = patch.object(
+        torch, "_foreach_mul_", lambda ours, others: multiplied.extend(zip(ours, others, strict=True))
+    )
+    with FakeTensorMode(), noting:
+        for device in ("cpu", "cuda"):
+            exchange.gradients = {layout.own[0]: torch.ones(HALF, device=device)}
+            exchange.write([], {"a": torch.ones((), device="cuda")})
+    assert [(x.device.type, scale.device.type) for x, scale in multiplied] == [("cpu", "cpu"), ("cuda", "cuda")]
 
 
 def test_a_parameter_that_was_frozen_since_attach_gets_zeros():

@@ -86,7 +86,7 @@ class AdamDirection(Direction):
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
         # the optimizer's layers are those of all domains, each domain's in the plan's order
-        self.first = len(optimizer.used) if optimizer.slices else 0
+        self.first = len(optimizer.used) if isinstance(optimizer.slices, dict) else 0  # a dict: of an earlier domain
         self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
         optimizer.slices = optimizer.slices or {}
         optimizer.used = torch.zeros(self.first + len(self.places), dtype=torch.float32, device=exchange.device)
