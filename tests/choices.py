@@ -35,9 +35,7 @@ def planned(block: Mapping[str, Any], *, batched: bool = False, device: torch.de
     """What a direction reads of a plan."""
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
-    return SimpleNamespace(
-        config=config, layers=(), precision=precision, batched=batched, clip_lr="current", method=EIGEN
-    )
+    return SimpleNamespace(config=config, layers=(), precision=precision, batched=batched, method=EIGEN)
 
 
 @contextmanager

@@ -104,7 +104,8 @@ class Channel:
         """
         received = sent.new_empty(sum(incoming))
         with naming(", ".join(carries), self):
-            handle = dist.all_to_all_single(
+            # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the same on all ranks
+            handle = torch.distributed.all_to_all_single(
                 received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
             )
         self.calls[next(iter(carries))] += 1

@@ -7,12 +7,10 @@ kl-clip.
 Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a group.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,7 +38,7 @@ class KFACGradient(Direction):
 
     def __init__(self, plan: Plan, exchange: GradientExchange, moments: type[Moments] | None, metrics: Metrics) -> None:
         super().__init__(plan, exchange, moments)
-        self.plan, self.clip_lr, self.metrics = plan, plan.clip_lr, metrics
+        self.plan, self.metrics = plan, metrics
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
         inputs = {"damping": one.clone(), "terms": one.repeat(len(self.layers))}
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
@@ -69,10 +67,7 @@ class KFACGradient(Direction):
 
     def _rates(self, context: StepContext) -> list[list[Any]]:
         """Of each layer's parameters, those that kl-clip goes by."""
-        of_group: Mapping[int, Any] = context.peak_lr
-        if self.clip_lr != "peak":
-            of_group = {index: own["lr"] for index, own in enumerate(context.groups)}
-        return [[of_group[group] for group in self.parameter_groups[name]] for name in self.names]
+        return [[context.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names]
 
     def _directions(
         self,
@@ -190,53 +185,20 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
     return torch.stack([torch.stack(some).sum() * rate**2 for rate, some in of_rate.items()]).sum()
 
 
-def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], scheduler: Any = None) -> dict[int, Any]:
-    """Parameter group -> largest learning rate so far, or to come where the scheduler tells. During a warmup that
-    matters: a momentum keeps what the first steps let through, and multiplies it by the rates of later ones."""
+def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
+    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu * lr would
+    not depend on it where the clip binds, which would undo a schedule's decay."""
     peaks = {}
     for index, group in enumerate(groups):
-        found = [before[index]] if index in before else []
-        if scheduler is not None:  # of DeepSpeed or torch, as far as it says
-            lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
-            planned = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
-            planned += [group[key] for key in ("initial_lr", "max_lr") if key in group]
-            factors = factors_of(scheduler)  # of rates that may only be what they multiply, as Noam's
-            part = factors[index] if index < len(factors) else 1.0
-            found = [float(rate) * part for rate in planned] or found  # a larger one was another schedule's
-        peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
-        for rate in found:
-            if isinstance(peak, Tensor) or isinstance(rate, Tensor):
-                device = next(x.device for x in (peak, rate) if isinstance(x, Tensor))
-                options: Any = {"dtype": torch.float32, "device": device}
-                peak = torch.maximum(*(torch.as_tensor(x, **options) for x in (peak, rate)))
-            else:
-                peak = max(peak, rate)
-        peaks[index] = peak
+        rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
+        peak = before.get(index, rate)
+        if isinstance(peak, Tensor) or isinstance(rate, Tensor):
+            device = next(x.device for x in (rate, peak) if isinstance(x, Tensor))
+            options: Any = {"dtype": torch.float32, "device": device}
+            peaks[index] = torch.maximum(torch.as_tensor(rate, **options), torch.as_tensor(peak, **options))
+        else:
+            peaks[index] = max(rate, peak)
     return peaks
-
-
-_LARGEST: "WeakKeyDictionary[Any, list[float]]" = WeakKeyDictionary()
-
-
-def factors_of(scheduler: Any) -> Sequence[float]:
-    """:func:`largest` of each group's factor in torch's LambdaLR, computed once; of other schedulers none."""
-    functions = getattr(scheduler, "lr_lambdas", ())
-    if functions and scheduler not in _LARGEST:
-        _LARGEST[scheduler] = [*map(largest, functions)]
-    return _LARGEST[scheduler] if functions else ()
-
-
-def largest(factor: Callable[[int], float]) -> float:
-    """Largest value of a schedule's factor up to its first fall, by its steps 0, 1, 2, 4, 8, .. It is 1 if that is from
-    a half to 1, as where a warmup ends between two of them, and of what rises for ever, as in a search for a rate."""
-    values = list[float]()
-    with suppress(Exception):  # a table of rates ends
-        for step in (0, *(2**k for k in range(21))):
-            values.append(float(factor(step)))
-            if values[-1] < max(values):
-                break
-    most = max(values, default=1.0)
-    return 1.0 if 0.5 <= most <= 1 or values[-2:] == sorted({*values[-2:]}) else most
 
 
 def precondition(

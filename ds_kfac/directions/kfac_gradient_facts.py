@@ -14,7 +14,7 @@ class KFACGradientFacts(RuleFacts):
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         config, method = plan.config, plan.method
         options, damping = config.preconditioner, config.damping
-        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
+        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the largest lr so far"
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}"
         if not method.rotates:

@@ -114,7 +114,6 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
         gradients=layout.dtype,
         moments=view.rule.moments_count(config),
         device=torch.device(layout.engine.device),
-        scheduled=layout.engine.lr_scheduler is not None,
         sequence=sequence,
         rotates=view.rule.rotates(config),
     )

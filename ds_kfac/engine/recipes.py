@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ds_kfac.directions.kfac_adamw.optimizer import NAME
-from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -63,13 +62,24 @@ RECIPES = (
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
     """A sentence for the attach report where no recipe that the model may follow is near; else nothing."""
     kind, groups = kind_of(kfac.layers, kfac.engine_view.model), kfac.layout.optimizer.param_groups
-    peaks = peak_rates(groups, {}, kfac.layout.engine.lr_scheduler)
+    peaks = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     own = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
-    first = max(own, key=lambda index: float(peaks[index]))  # a schedule or a user may have groups of less
+    first = max(own, key=lambda index: peaks[index])  # a schedule or a user may have groups of less
     decay = max(float(groups[index].get("weight_decay", 0.0)) for index in own)
     optimizer = kfac.rule.optimizer_type or type(kfac.engine_view.inner).__name__
     beta2 = groups[first]["betas"][1] if "betas" in groups[first] else None
-    return said(kind, optimizer, float(peaks[first]), decay, beta2)
+    return said(kind, optimizer, peaks[first], decay, beta2)
+
+
+def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[float]:
+    """Each parameter group's largest learning rate, as far as the scheduler says."""
+    rates = []
+    lists = [getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs")]
+    for index, group in enumerate(groups):
+        planned = [group[key] for key in ("lr", "initial_lr", "max_lr") if key in group]
+        planned += [of[index] for of in lists if isinstance(of, Sequence) and index < len(of)]
+        rates.append(max(map(float, planned)))
+    return rates
 
 
 def config_far_from_recipes(

@@ -237,7 +237,6 @@ class Subject:
             parameters=self.context.parameters,
             gradients=self.gradients,
             moments=self.rule.moments_count(self.config),
-            scheduled=block(self.ds_config, "scheduler").get("type") is not None,
             rotates=self.rule.rotates(self.config),
         )
         plan = make_plan(self.layers, facts, self.config, costs)

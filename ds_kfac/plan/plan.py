@@ -56,7 +56,6 @@ class Plan:
         config: with its nulls answered.
         precision: of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
-        clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         first: which ranks captured a factor's batch before rows were known; None: they are not known.
     """
@@ -73,7 +72,6 @@ class Plan:
     config: KFACConfig
     precision: Precision
     batched: bool
-    clip_lr: str
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     first: roles.Contributors | None = None
@@ -166,7 +164,6 @@ class EngineFacts:
         parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
         moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: where layers are preconditioned.
-        scheduled: whether DeepSpeed runs an lr scheduler.
         sequence: ranks that have the parts of one sequence, consecutive ones.
         rotates: whether those moments are kept in the eigenbasis, and go with it.
     """
@@ -177,7 +174,6 @@ class EngineFacts:
     gradients: torch.dtype
     moments: int
     device: torch.device = CPU
-    scheduled: bool = False
     sequence: int = 1
     rotates: bool = False
 
@@ -237,7 +233,7 @@ def _made(
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
         gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients),
         config=config, precision=choose(config.preconditioner.precision, facts.device),
-        batched=batched(facts.device, method), clip_lr=clip_lr(facts.scheduled), answers=answers,
+        batched=batched(facts.device, method), answers=answers,
         reasons=tuple(reasons),
     )  # fmt: skip
 
@@ -326,9 +322,3 @@ def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[to
     """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
     model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
     return gradients, torch.bfloat16 if parameters.itemsize == 2 else torch.float32
-
-
-def clip_lr(scheduled: bool) -> str:
-    """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
-    undo a schedule that DeepSpeed runs; with the "peak", the largest planned or seen, the step shrinks with it."""
-    return "peak" if scheduled else "current"

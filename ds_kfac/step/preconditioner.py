@@ -199,8 +199,7 @@ class KFACPreconditioner:
 
     def _peak_rates(self) -> dict[int, Tensor | float]:
         if self.rule.optimizer_type is None:  # now: DeepSpeed's scheduler steps before the next step
-            scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
-            self.peak_lr = peak_rates(self.seam.groups, self.peak_lr, scheduler)
+            self.peak_lr = peak_rates(self.seam.groups, self.peak_lr)
         return self.peak_lr
 
     def _record(self, running: Running, summary: Tensor) -> None:

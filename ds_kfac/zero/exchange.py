@@ -157,6 +157,8 @@ class GradientExchange:
             weight, *bias = (flats.pop(param) for param in params)
             # with a bias the matrix is a copy
             matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
+            if any(map(layout.lacks, self.params[layer.name])):
+                matrix_OI = torch.zeros_like(matrix_OI)  # a layer is stepped as a whole or stands still
             held[layer.name] = matrix_OI, factor if raw.issuperset(params) else None
         return Gradients(held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])])
 

@@ -114,6 +114,10 @@ class ShardLayout(ABC):
         """Whether DeepSpeed will still multiply a shard's gradient by the seam's factor."""
         return False
 
+    def lacks(self, param: Any) -> bool:
+        """Whether DeepSpeed will not step a parameter in this step, as its gradient was taken away."""
+        return False
+
     sends_raw = False
     """Whether gradients travel raw: in 16 bits, as they were rounded."""
 
@@ -236,9 +240,12 @@ class Replicated(ShardLayout):
     def master(self, shard: Shard) -> Any:
         return self.params[self.pieces[shard.param].param]
 
+    def lacks(self, param: Any) -> bool:
+        return param.grad is None
+
     def _gradient(self, shard: Shard) -> Tensor:
         param = self.master(shard)
-        if param.grad is None:  # DeepSpeed skips it
+        if param.grad is None:
             return param.new_zeros(shard.numel)
         return super()._gradient(shard)
 
@@ -278,6 +285,9 @@ class ReplicatedHalf(Replicated):
     def master(self, shard: Shard) -> Any:
         group, place = self.position[id(self.params[self.pieces[shard.param].param])]
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
+
+    def lacks(self, param: Any) -> bool:
+        return False  # the master of one without a gradient has zeros
 
     def _gradient(self, shard: Shard) -> Tensor:
         return ShardLayout._gradient(self, shard)

@@ -184,11 +184,10 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                 sizes, scales = runs[window] = [], []
                 seam, direction = engine.kfac.preconditioner.seam, engine.kfac.preconditioner.direction
                 before = weights(engine)["middle.weight"]
-                scale = float(engine.optimizer.loss_scale)
+                scale = [float(engine.optimizer.loss_scale)]
 
-                def measured(*given, plain=direction.step, seam=seam, parts=parts):
-                    nonlocal scale
-                    parts.append(1.0 if seam.factor is None else float(seam.factor) * scale)
+                def measured(*given, plain=direction.step, seam=seam, parts=parts, scale=scale):
+                    parts.append(1.0 if seam.factor is None else float(seam.factor) * scale[0])
                     return plain(*given)
 
                 measuring = window == 4 and not clip
@@ -197,8 +196,8 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                         train(engine, 1, steps=1, first=step, times=1.0 if window == 4 else parts[step])
                         now = weights(engine)["middle.weight"]
                         sizes.append(float((now - before).norm()))
-                        scale = float(engine.optimizer.loss_scale)
-                        scales.append(scale)
+                        scale[0] = float(engine.optimizer.loss_scale)
+                        scales.append(scale[0])
                         before = now
                 engine.destroy()
     return found

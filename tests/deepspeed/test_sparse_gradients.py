@@ -60,5 +60,5 @@ def test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped():
                     weight = found[0.0, True][0][0][name]
                 # three steps, each 1 / damping as sensitive as its factors
                 close(sparse[steps - 1][name], weight, sums=STEPS * 100, condition=100, what=f"{clip} {name}")
-        heads = [found[clip, True][0][0]["head.weight"] for clip in clips]
-        assert (heads[0] - heads[1]).abs().max() > 1e-3, "clipped"
+        tables = [found[clip, False][0][0]["table.weight"] for clip in clips]
+        assert (tables[0] - tables[1]).abs().max() > 1e-2, "dense ones are clipped"

@@ -398,11 +398,9 @@ def norms_of(kfac) -> tuple[float, float]:
     factor = 1.0 if kfac.seam.factor is None else float(kfac.seam.factor)
     square = 0.0
     for layout in (kfac.layout, kfac.engine_view.other_params):
-        for shard in layout.whole.on(layout.rank):
-            gradient = layout.gradient(shard).double()
-            if layout.factor(shard) is not None:
-                gradient = gradient * factor
-            square += float(gradient.square().sum())
+        for shard, gradient in layout.gradients().items():
+            applied = gradient.double() * (factor if layout.raw(shard) else 1.0)
+            square += float(applied.square().sum())
     return square**0.5, square**0.5 / factor
 
 
@@ -420,7 +418,7 @@ def norm_worker(names: list[str]) -> dict:
             _, preconditioned = norms_of(kfac)
             layout = kfac.layout
             half = torch.float16 if layout.params[0].dtype == torch.float16 else torch.bfloat16
-            written = [layout.gradient(shard) for shard in layout.whole.on(layout.rank)]
+            written = layout.gradients().values()
             rounded = sum(float((flat != flat.to(half).to(flat.dtype)).sum()) for flat in written)
             seen.append((raw, preconditioned, rounded))
 
@@ -453,33 +451,38 @@ def test_the_reported_norm_is_of_the_raw_gradient():
         assert norms["not_16_bit"] > 100, f"{name}: results are rounded to 16 bits"
 
 
+DAMPING, RATE = 1e-11, 1e-6
+"""With them results leave fp16, and weights move all the same."""
+
+
 def large_worker(cases) -> dict:
     """Results that leave fp16, and a step in which one rank alone overflows."""
     results, scale = {}, {"loss_scale": 1.0}
-    block = {**KFAC, "damping": {"kind": "tikhonov", "value": 1e-11}, "preconditioner": {"kl_clip": 0}}
+    block = {**KFAC, "damping": {"kind": "tikhonov", "value": DAMPING}, "preconditioner": {"kl_clip": 0}}
     for name, clip in cases:
         mode = BY_NAME[name]
         half = {"fp16": {"enabled": True, **scale}} if mode.dtype == "fp16" else {}
-        optimizer = {"type": "SGD", "params": {"lr": 1e-6, "momentum": 0.9}}
+        optimizer = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
         engine = build(mode, 1, kfac=block, optimizer=optimizer, gradient_clipping=clip, **half)
-        kfac, seen, reported = engine.kfac.preconditioner, [], []
+        kfac, seen, reported, first = engine.kfac.preconditioner, [], [], {}
         step = engine.kfac.job.step
 
         def record(step=step, kfac=kfac, seen=seen):
             _, raw = norms_of(kfac)
             step()
-            shards = kfac.layout.whole.on(kfac.layout.rank)
-            seen.append((raw, max(float(kfac.layout.gradient(shard).abs().max()) for shard in shards)))
+            written = kfac.layout.gradients().values()
+            seen.append((raw, max(float(gradient.abs().max()) for gradient in written)))
 
         engine.kfac.job.step = record
         with patched(mode):
             for index in range(3):
                 train(engine, 1, steps=1, first=index)
                 reported.append(float(engine.get_global_grad_norm() or 0))
+                first = weights(engine) if index == 0 else first
             trained, before, skipped = weights(engine), snapshot(kfac), engine.skipped_steps
             train(engine, 1, steps=1, first=3, times=float("inf") if dist.get_rank() == 1 else 1.0)
         kept = same(trained, weights(engine)) and same(before, snapshot(kfac))
-        results[name, clip] = trained, skipped, engine.skipped_steps - skipped, kept, seen, reported
+        results[name, clip] = first, trained, skipped, engine.skipped_steps - skipped, kept, seen, reported
         engine.destroy()
     return results
 
@@ -488,14 +491,18 @@ def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
     """FP16_UnfusedOptimizer takes the norm of gradients in the parameters' dtype: all steps were skipped."""
     cases = [(name, clip) for name in ("z0-fp16", "z0-fp16-fused", "z0-bf16", "z0-bf16-fused") for clip in (0.0, 0.5)]
     for results in run_ranks("tests.deepspeed.test_traps:large_worker", world=2, payload=cases):
-        for (name, clip), (trained, skipped, then, kept, seen, reported) in results.items():
+        for (name, clip), (first, trained, skipped, then, kept, seen, reported) in results.items():
             case = name, clip, seen, reported
             assert skipped == 0 and then == 1 and kept, (*case, skipped, then, kept)
             for norm, (raw, largest) in zip(reported, seen[:3], strict=True):
                 assert "bf16" in name or clip or largest > 2 * torch.finfo(torch.float16).max, case
                 assert abs(norm / raw - 1) < 1e-3, case  # of terms in bf16, at most
-            fused = results[f"{name.removesuffix('-fused')}-fused", clip][0]
-            assert same(trained, fused), case
+            fused_first, fused, *_ = results[f"{name.removesuffix('-fused')}-fused", clip]
+            if clip:  # the wrappers add up the norm that they clip by in different orders
+                rounded = clip * torch.finfo(torch.float32).eps  # of a gradient
+                near(first, fused_first, 2 * rounded * RATE / DAMPING, "rounding, over the damping", what=str(case))
+            else:
+                assert same(trained, fused), case
 
 
 def nan_worker(_) -> dict:
@@ -520,45 +527,34 @@ def test_our_own_nan_is_never_applied():
 
 
 def schedule_worker(_) -> dict:
-    """Under kl-clip at the peak lr, halving lr halves the step; at the current lr it does not."""
-    norms = {}
-    for which in ("peak", "current"):
-        kfac = {"preconditioner": {"kl_clip": 1e-6}, "factor": {"update_interval": 1}, "plan": {"clip_lr": which}}
-        mode = Mode("sgd", 2, kfac=kfac, clip=0.0)
-        engine = build(mode, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
-        moved = []
-        for lr in (0.1, 0.05):
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lr
-            before = weights(engine)
-            train(engine, 1, steps=1, first=0)
-            after = weights(engine)
-            moved.append(sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n) ** 0.5)
-        norms[which] = moved[1] / moved[0]
-        engine.destroy()
+    """kl-clip goes by the largest rate so far, whoever sets it: halving lr halves the step."""
+    engine = build(Mode("sgd", 2, kfac={"preconditioner": {"kl_clip": 1e-6}}, clip=0.0), 1,
+                   optimizer={"type": "SGD", "params": {"lr": 0.1}})  # fmt: skip
+    moved = []
+    for lr in (0.1, 0.05):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        before = weights(engine)
+        train(engine, 1, steps=1, first=0)
+        after = weights(engine)
+        moved.append(sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n) ** 0.5)
+    peaks = engine.kfac.preconditioner.peak_lr.values()
+    found = {"halved": moved[1] / moved[0], "by hand": max(peaks)}
+    engine.destroy()
     engine = build(Mode("decay", 2, clip=0.0), 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     decaying = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, gamma=0.1)
-    engine.lr_scheduler = decaying
-    train(engine, 1, steps=2)
-    norms["peak after decay"] = max(engine.kfac.preconditioner.peak_lr.values())
+    for step in range(2):
+        train(engine, 1, steps=1, first=step)
+        decaying.step()  # by the program, as Accelerate does
+    found["by a scheduler"] = max(engine.kfac.preconditioner.peak_lr.values())
     engine.destroy()
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
-    for key, extra in (("scheduled", {"scheduler": scheduler}), ("constant", {})):
-        engine = build(Mode("default", 2, clip=0.0), 1, **extra)
-        norms[key] = engine.kfac.preconditioner.plan.clip_lr
-        train(engine, 1, steps=1)
-        norms[f"{key}, first"] = float(engine.kfac.preconditioner.peak_lr[0])
-        engine.destroy()
-    return norms
+    return found
 
 
 def test_kl_clip_respects_a_learning_rate_schedule():
     result = run_ranks("tests.deepspeed.test_traps:schedule_worker", world=1)[0]
-    near([result["peak"], result["current"]], [0.5, 1.0], 0.1, "the gradient changes from step to step")
-    assert (result["scheduled"], result["constant"]) == ("peak", "current")
-    close(result["scheduled, first"], 0.1, what="the schedule's, before the warmup has reached it")
-    close(result["constant, first"], 0.02)
-    close(result["peak after decay"], 0.1, what="the first step's rate, though the scheduler steps inside")
+    near([result["halved"]], [0.5], 0.1, "the gradient changes from step to step")
+    close([result["by hand"], result["by a scheduler"]], [0.1, 0.1])
 
 
 def failing_refresh_worker(_) -> dict:

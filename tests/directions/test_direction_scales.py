@@ -81,7 +81,7 @@ def gradients_of(layers: str, times=()) -> dict[str, torch.Tensor]:
 def stepped(*arguments, layers="a", times=(), **options):
     """A direction's outcome of one step, its results and its moments by layer."""
     direction = make(*arguments, layers=layers, **options)
-    context = StepContext(0, direction.param_groups, {})
+    context = StepContext(0, direction.param_groups, {i: own["lr"] for i, own in enumerate(direction.param_groups)})
     outcome = direction.step(context, whole(gradients_of(layers, times)))
     moments = {name: group.state(i).moments for group in direction.layer_groups for i, name in enumerate(group.names)}
     return outcome, direction.exchange.results, moments

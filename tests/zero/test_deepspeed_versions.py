@@ -19,7 +19,7 @@ PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
 NAMES = {
     # private
-    "_take_model_step", "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
+    "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
     "_config", "_global_grad_norm", "_get_expert_parallel_rank", "_get_expert_data_parallel_group",
     "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
     "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",

@@ -61,6 +61,9 @@ class FakeLayout:
     def raw(self, shard: Shard) -> bool:
         return shard.param in self.raw_params
 
+    def lacks(self, param: torch.nn.Parameter) -> bool:
+        return False
+
 
 def exchange_of(layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype, layer=LAYER) -> GradientExchange:
     exchange = GradientExchange(layout, [layer], {"a": workers}, (wire, wire))

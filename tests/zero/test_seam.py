@@ -129,7 +129,8 @@ def doubling_worker(stage: int) -> dict:
         own = len(doubling.layout.shards.on(doubling.layout.rank))
         found[mode.name] = {
             "wrong": doubling.wrong, "narrow": doubling.narrow, "missing": STEPS * own - doubling.stepped,
-            "told": doubling.told, "weights": (weights(engine), weights(twice)), "norm": float(engine.get_global_grad_norm() or 1.0),
+            "told": doubling.told, "weights": (weights(engine), weights(twice)),
+            "norm": float(engine.get_global_grad_norm() or 1.0),
         }  # fmt: skip
         engine.destroy()
         twice.destroy()

@@ -59,7 +59,8 @@ def no_state(key: str) -> NoReturn:
     raise ValueError(
         f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC layer's moments are in its "
         f"eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Ask for states of other parameters "
-        f'only: those of parameter groups whose "{FLAG}" is not true'
+        f'only: those of parameter groups whose "{FLAG}" is not true. To begin anew with moments of zero, as after a '
+        "restart, take the state away: optimizer.state.clear(), or optimizer.state.pop(parameter)"
     )
 
 
@@ -68,6 +69,9 @@ class NoStates(dict[str, Any]):
     a restart of a schedule, the layer's moments begin at zero."""
 
     def __missing__(self, key: str) -> NoReturn:
+        no_state(key)
+
+    def __setitem__(self, key: str, value: Any) -> NoReturn:
         no_state(key)
 
 
