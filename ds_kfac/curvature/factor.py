@@ -260,7 +260,7 @@ def update_(
     for factor, computed in zip(factors, here, strict=True):
         if computed.packed_P is not factor.packed_P:
             factor.packed_P.copy_(computed.packed_P, non_blocking=True)
-    return similar, torch.stack([over > 1, ~used])
+    return similar, torch.stack([(over > 1) & used, ~used])
 
 
 def average_(
@@ -291,22 +291,23 @@ def average_(
     ]
     # of second moments nothing is negative
     usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
-    over = excess(traces / counts, usual, torch.stack(updates))
+    over = excess(torch.where(counts > 0, traces / counts, 0.0), usual, torch.stack(updates))
     # a larger count scales the batch down
     return over, ema_update_(averages_P, sums_P, (counts * over).unbind(), updates, decays)
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it is not finite, or
-    the average is zero or too young to judge by.
+    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it is NaN, or the
+    average is zero or too young to judge by. Infinity if the size or the factor leaves fp32: the batch counts for
+    nothing.
 
     Args:
-        new: size of the batch; not finite if it has no row.
+        new: size of the batch; infinite also where a sum of finite values leaves fp32.
         usual: size of the running average.
         updates: number of batches in the average.
     """
     over = new / (SPIKE * usual)
-    comparable = (updates >= SETTLED) & (usual > 0) & torch.isfinite(over)
+    comparable = (updates >= SETTLED) & (usual > 0) & ~torch.isnan(over)
     return torch.where(comparable, over.clamp(min=1), torch.ones_like(over))
 
 

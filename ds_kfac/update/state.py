@@ -109,7 +109,7 @@ class CorrectedEigenvalues(Moments):
             divided = torch.div(x, torch.add(second, damping, out=averaged), out=averaged)
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
-        return quotient, torch.stack(dots).sum(dim=0), over > 1
+        return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""

@@ -1,8 +1,10 @@
 """The running average of a factor."""
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, average_, update_, usable
@@ -96,6 +98,26 @@ def test_a_spike_counts_for_ten_times_the_average_and_is_forgotten_in_a_few_upda
     for seed in range(20):
         fold(after, *batch(seed, rows=40)[1:], decay=0.9)
     assert trace(after) < 1.3 * trace(factor)
+
+
+@pytest.mark.parametrize(("usual", "spike"), [(1e-6, 1e35), (1.0, 2e38)])
+def test_a_spike_whose_size_or_ratio_leaves_fp32_counts_for_nothing(usual, spike):
+    factor, (_, total, count) = settled(usual), batch(99, rows=40)
+    total = total / total.abs().max() * spike
+    assert torch.isfinite(total).all()
+    after = deepcopy(factor)
+    _, flags = update_([after], [total], count[None], decays=[0.9], device=torch.device("cpu"))
+    assert flags.tolist() == [[True], [False]], "scaled down, not left out"
+    close(after.packed_P, 0.9 * factor.packed_P, sums=1)
+
+
+def test_a_batch_with_a_value_that_is_not_finite_is_left_out_and_not_scaled_down():
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    before = factor.packed_P.clone()
+    total[2] = math.inf
+    _, flags = update_([factor], [total], count[None], decays=[0.9], device=torch.device("cpu"))
+    assert flags.tolist() == [[False], [True]]
+    assert torch.equal(factor.packed_P, before)
 
 
 def test_what_is_not_a_spike_is_averaged_as_ever():

@@ -72,6 +72,7 @@ class Doubling:
         told: what the seam has called, step by step.
         promised: shard -> gradient times the factor that is still to come, as doubled.
         wrong: shards that the inner optimizer stepped with something else.
+        narrow: shards in whose memory a large result would overflow.
         stepped: how many shards it has stepped.
     """
 
@@ -81,7 +82,7 @@ class Doubling:
             engine, list(engine.module.parameters()), engine.seq_data_parallel_group, seam=self.seam
         )
         self.promised: dict[Any, torch.Tensor] = {}
-        self.wrong, self.stepped = list[Any](), 0
+        self.wrong, self.narrow, self.stepped = list[Any](), list[Any](), 0
         self.seam.open(self)
         self.inner = self.seam.inner
         self.inner.register_step_pre_hook(self._look)
@@ -94,6 +95,8 @@ class Doubling:
         self.told.append("step")
         for shard, gradient in self.layout.gradients().items():
             gradient.mul_(2.0)
+            if gradient.dtype is torch.float16:
+                self.narrow.append(shard)
             factor = self.seam.factor if self.layout.raw(shard) else None
             self.promised[shard] = gradient.float().clone() if factor is None else gradient.float() * factor.view(1)
 
@@ -125,8 +128,9 @@ def doubling_worker(stage: int) -> dict:
             train(engine, 1, steps=STEPS)
         own = len(doubling.layout.shards.on(doubling.layout.rank))
         found[mode.name] = {
-            "wrong": doubling.wrong, "missing": STEPS * own - doubling.stepped, "told": doubling.told,
-            "weights": (weights(engine), weights(twice)), "norm": float(engine.get_global_grad_norm() or 1.0),
+            "wrong": doubling.wrong, "narrow": doubling.narrow, "missing": STEPS * own - doubling.stepped,
+            "told": doubling.told, "weights": (weights(engine), weights(twice)),
+            "norm": float(engine.get_global_grad_norm() or 1.0),
         }  # fmt: skip
         engine.destroy()
         twice.destroy()
@@ -143,6 +147,7 @@ def test_a_gradient_times_the_factor_is_what_the_inner_optimizer_steps_with(doub
     for rank in doubled:
         for name, mode in rank.items():
             assert not mode["wrong"] and not mode["missing"], name
+            assert not mode["narrow"], f"{name}: fp16 does not hold every result"
 
 
 def test_gradients_that_are_doubled_in_place_give_the_weights_of_twice_the_rate(doubled):
