@@ -111,6 +111,11 @@ class CorrectedEigenvalues(Moments):
             out.copy_(divided)
         return quotient, torch.stack(dots).sum(dim=0), over > 1
 
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """Into the first basis, as far as a diagonal can be: what has left another one is not lost. Else they stay."""
+        if old is None:
+            change_basis_(self.second_OI, None, new.squared())
+
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
         return replace(self, second_OI=basis.squared().restore(self.second_OI).contiguous())
