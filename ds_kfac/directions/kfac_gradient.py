@@ -103,10 +103,12 @@ class KFACGradient(Direction):
                 V, dot, limited = self._precondition(group, gradient, on, damping, terms_n)
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
-            outcome.replaced = outcome.replaced + group.any_map(~finite).sum()
-            zero = ~finite[:, None, None]
+            replaced = group.any_map(~finite)
+            outcome.replaced = outcome.replaced + replaced.sum()
+            still = repeated(replaced, group.maps)  # all maps of a layer or none
+            zero = still[:, None, None]
             V = V.masked_fill(zero, 0.0) if V is gradient else V.masked_fill_(zero, 0.0)
-            dot = torch.where(finite, dot, 0.0)
+            dot = dot.masked_fill(still, 0.0)
             dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
@@ -136,6 +138,8 @@ class KFACGradient(Direction):
             norm = norms(gradient.flatten(-2)).float()
             if on is not None:
                 norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
+            if group.maps > 1:
+                norm = norm.masked_fill(repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan)
             V, dot, limited = precondition_corrected(
                 gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
             )

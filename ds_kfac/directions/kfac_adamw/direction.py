@@ -175,16 +175,15 @@ class AdamDirection(Direction):
         largest = torch.linalg.vector_norm(x.flatten(1), ord=INFINITY, dim=1).view(len(group.layers), -1).amax(dim=1)
         step.largest = largest
         step.used = (largest > 0) & (largest < LARGEST) & self.moves[step.own]
-        if (rotation := group.rotation) is not None:
-            rotated = rotation.rotate(x, overwrite=is_ours)
-            is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
-            x = rotated
-        x = x.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+        rotation = group.rotation
+        rotated = x if rotation is None else rotation.rotate(x, overwrite=is_ours)
+        rotated = rotated.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+        is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
         moments = group.moments
-        direction = x if is_ours else torch.empty_like(x)
+        direction = rotated if is_ours else torch.empty_like(rotated)
         adam_step_(
             direction,
-            x,
+            rotated,
             moments.first_OI,
             moments.second_OI,
             moments.updates,
