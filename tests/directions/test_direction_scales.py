@@ -44,6 +44,7 @@ def make(
     adam=None,
     based=None,
     optimizer=None,
+    damping=None,
     **preconditioner,
 ):
     """A direction over layers of one shape, with random eigenbases of those in ``based`` (None: all).
@@ -52,7 +53,8 @@ def make(
         groups: the optimizer's parameter groups.
     """
     specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies, blocks=blocks) for name in layers)
-    plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN}, batched=batched)
+    block = {"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN, "damping": damping or {}}
+    plan = planned(block, batched=batched)
     plan.layers = specs
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
@@ -166,6 +168,13 @@ def test_a_layer_stands_still_whose_gradient_is_zero_or_not_finite_or_too_large_
     assert [name for name, flag in zip(direction.names, outcome.left_out, strict=True) if flag] == ["c"]
     squares = sum(results[name].double().square().sum() for name in "af")
     close(outcome.numbers[0], squares, sums=2 * ROWS * COLUMNS)
+
+
+@pytest.mark.parametrize("damping", [{"kind": "relative"}, {"kind": "tikhonov", "value": 0.1}])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, damping):
+    outcome, results, _ = stepped(layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping)
+    assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
 
 
 @pytest.mark.parametrize("blocks", [(), (1,) * ROWS, (2, 3)])
