@@ -7,6 +7,7 @@ kl-clip.
 Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a group.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -159,7 +160,8 @@ class KFACGradient(Direction):
                 [part.sum() for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))]
                 for layer, on, x, y in pairs
             ]
-            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+            # NaN is 0 times what is not finite, of a layer that stands still; infinity more than fp32 holds
+            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
         return dot / group.layers[0].copies

@@ -9,7 +9,7 @@ import torch
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
+from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, kl_clip_scale, peak_rates
 from tests.choices import planned
 from tests.close import close, exact
 from tests.directions.outbox import exchange_of, whole
@@ -56,6 +56,12 @@ def test_a_layer_whose_result_is_not_finite_stands_still_and_counts_for_nothing(
     outcome, result = stepped(gradient, rates, values=float("nan") if wrong == "basis" else 1.0)
     exact(result, torch.zeros(5, 8))
     assert outcome.replaced == 1 and outcome.numbers[0] == 0
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
+def test_more_than_fp32_holds_is_clipped_to_nothing(rates):
+    outcome, _ = stepped(1e19 * torch.ones(5, 8), rates)
+    assert kl_clip_scale(outcome.numbers[0], kl_clip=0.001) == 0 and outcome.replaced == 0
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
