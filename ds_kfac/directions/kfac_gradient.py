@@ -7,6 +7,7 @@ kl-clip.
 Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a group.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -98,10 +99,12 @@ class KFACGradient(Direction):
                 V, dot, limited = self._precondition(group, gradient, on, damping, terms_n)
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
-            outcome.replaced = outcome.replaced + group.any_map(~finite).sum()
-            zero = ~finite[:, None, None]
+            replaced = group.any_map(~finite)
+            outcome.replaced = outcome.replaced + replaced.sum()
+            still = repeated(replaced, group.maps)  # all maps of a layer or none
+            zero = still[:, None, None]
             V = V.masked_fill(zero, 0.0) if V is gradient else V.masked_fill_(zero, 0.0)
-            dot = torch.where(finite, dot, 0.0)
+            dot = dot.masked_fill(still, 0.0)
             dots.append(self._dots(group, ready[own], V, gradient, dot, split))
             tensors.put(group, V)
             del V, gradient  # before those of the next group are there
@@ -131,6 +134,8 @@ class KFACGradient(Direction):
             norm = norms(gradient.flatten(-2)).float()
             if on is not None:
                 norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
+            if group.maps > 1:
+                norm = norm.masked_fill(repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan)
             V, dot, limited = precondition_corrected(
                 gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
             )
@@ -150,7 +155,8 @@ class KFACGradient(Direction):
                 [part.sum() for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))]
                 for layer, on, x, y in pairs
             ]
-            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=0.0, neginf=0.0)
+            # NaN is 0 times what is not finite, of a layer that stands still; infinity more than fp32 holds
+            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
         return dot / group.layers[0].copies

@@ -40,7 +40,7 @@ def orthogonal_factors(
 
     Args:
         directions: fp32, overwritten: zero stays zero, and rows and columns of zeros stay so to the bit.
-        whitenings: of each direction s, [n, 2, I] as of ``Rotation.whitening``, or None. With s it becomes the factor
+        whitenings: of each direction s, [2, n, I] as of ``Rotation.whitening``, or None. With s it becomes the factor
             of x diag(s), times diag(s); a column whose s is 0 is left out.
         precision: with TF32 the iteration is in fp16: it rounds as TF32 does, at twice the speed.
 
@@ -57,8 +57,8 @@ def orthogonal_factors(
         if whitening is None:
             scale = norm.clamp(min=SMALLEST).reciprocal()[:, None, None]
         else:  # the norm of what is not left out, and of that scaled
-            norm, scaled = torch.linalg.vector_norm(norm[:, None] * whitening, dim=-1).unbind(1)
-            scale = (whitening[:, 1] / scaled.clamp(min=SMALLEST)[:, None])[:, None, :]
+            norm, scaled = torch.linalg.vector_norm(norm * whitening, dim=-1)
+            scale = (whitening[1] / scaled.clamp(min=SMALLEST)[:, None])[:, None, :]
         sizes.append(norm)
         torch.mul(rows, scale.mT if rows is not direction else scale, out=place)
     del place  # the memory of what is iterated
@@ -79,7 +79,7 @@ def orthogonal_factors(
         if whitening is None:
             rows.copy_(part)
         else:
-            s = whitening[:, 1, None]
+            s = whitening[1, :, None]
             torch.mul(part, s.mT if rows is not direction else s, out=rows)
     return sizes
 

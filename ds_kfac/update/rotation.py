@@ -97,7 +97,7 @@ class Rotation:
 
     def whitening(self, power: float, *, repeats: int = 1) -> Tensor:
         """s = (alpha / mean alpha + WHITEN_DAMPING)^-power, which is A^-power as it is in the eigenbasis, and 0 in A's
-        null space. fp32 [n * repeats, 2, I]: whether s is above 0, as a number, and s.
+        null space. fp32 [2, n * repeats, I]: whether s is above 0, as a number, and s.
 
         Args:
             repeats: how often each matrix's is repeated: for blocks of its rows.
@@ -109,7 +109,7 @@ class Rotation:
     def _whitening(self, power: float, repeats: int) -> Tensor:
         mean = self.values_A.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         s = (self.values_A / mean + WHITEN_DAMPING) ** -power * self.range_A
-        return repeated(torch.stack([self.range_A, s], dim=1), repeats).contiguous()  # a repeated one is a view
+        return torch.stack([repeated(self.range_A, repeats), repeated(s, repeats)])
 
     def follow(self) -> None:
         """What is derived from eigenvalues, in its place, once they have changed."""
@@ -162,8 +162,8 @@ class Rotation:
 
 
 def repeated(x_n: Tensor, times: int) -> Tensor:
-    """Each entry of the first dimension so many times in a row, [n * times, ..]."""
-    return x_n if times == 1 else x_n[:, None].expand(-1, times, *x_n.shape[1:]).flatten(0, 1)
+    """Each entry of the first dimension so many times in a row, [n * times, ..]. A copy: kernels take no strides."""
+    return x_n if times == 1 else x_n.repeat_interleave(times, dim=0)
 
 
 def range_mask(vectors: Sequence[Tensor], values: Tensor) -> Tensor:

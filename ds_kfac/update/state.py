@@ -99,7 +99,8 @@ class CorrectedEigenvalues(Moments):
         if layer_mean is not None:  # the mean of the new S is known before it
             old, count = self.second_OI.mean(dim=(-2, -1)), rotated_nOI.shape[-2] * rotated_nOI.shape[-1]
             mean = torch.where(usable, keep * old + (1 - keep) * (size / count), old)
-            damping = damping * layer_mean(mean)[:, None, None]
+            units = layer_mean(mean)
+            damping = damping * units.masked_fill(units == 0, 1.0)[:, None, None]  # S is 0: the quotient is, too
         keep, weight = torch.where(usable, keep, 1.0)[:, None, None], ((1 - keep) * terms)[:, None, None]
         quotient = rotated_nOI if is_large(rotated_nOI) else torch.empty_like(rotated_nOI)
         parts, dots = (quotient, rotated_nOI, self.second_OI), []
@@ -110,6 +111,11 @@ class CorrectedEigenvalues(Moments):
             dots.append((x * divided).sum(dim=(-2, -1)))
             out.copy_(divided)
         return quotient, torch.stack(dots).sum(dim=0), (over > 1) & usable
+
+    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """Into the first basis, as far as a diagonal can be: what has left another one is not lost. Else they stay."""
+        if old is None:
+            change_basis_(self.second_OI, None, new.squared())
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""

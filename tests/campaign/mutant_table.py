@@ -101,8 +101,8 @@ _ROWS = {
         ("orthogonal: Gram matrix multiplied once", "torch.matmul(spare_mm, p_mm, out=r_mm)", "r_mm.copy_(spare_mm)"),
         ("orthogonal: no restart in 16 bits", "if half else (STEPS,)", "if False else (STEPS,)"),
         ("whitened on one side", "else s, out=rows", "else 1, out=rows"),
-        ("null directions: counted in a direction's size", "linalg.vector_norm(norm[:, None] * whitening, dim=-1)",
-         "linalg.vector_norm(norm[:, None] * torch.stack([1 + 0 * norm, whitening[:, 1]], 1), dim=-1)"),
+        ("null directions: counted in a direction's size", "linalg.vector_norm(norm * whitening, dim=-1)",
+         "linalg.vector_norm(norm * torch.stack([1 + 0 * norm, whitening[1]]), dim=-1)"),
         ("directions: a copy for the factors", "            rows.copy_(part)", "            rows.clone().copy_(part)")],
     ("update/rotation.py", "tests/update/test_rotation.py"): [
         ("null directions: stepped along, whitened", "** -power * self.range_A", "** -power"),

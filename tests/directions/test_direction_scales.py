@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from ds_kfac.directions.direction import Outcome, StepContext
+from ds_kfac.directions.kfac_adamw import direction as kfac_adamw_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.group_step import BASE, GroupStep
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
+from ds_kfac.ops import functional
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.groups import LayerGroup
 from ds_kfac.update.newton_schulz import orthogonal_factors
@@ -36,10 +38,13 @@ def make(
     *,
     layers="a",
     copies: int = 1,
+    blocks: tuple[int, ...] = (),
     groups=None,
     batched=False,
     adam=None,
     based=None,
+    optimizer=None,
+    damping=None,
     **preconditioner,
 ):
     """A direction over layers of one shape, with random eigenbases of those in ``based`` (None: all).
@@ -47,15 +52,16 @@ def make(
     Args:
         groups: the optimizer's parameter groups.
     """
-    specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies) for name in layers)
-    plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN}, batched=batched)
+    specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies, blocks=blocks) for name in layers)
+    block = {"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN, "damping": damping or {}}
+    plan = planned(block, batched=batched)
     plan.layers = specs
     if kind is KFACGradient:
         moments = KFACGradientRule().moments(plan.config)
         direction = kind(plan, exchange_of(specs), moments, SimpleNamespace(nu=None))
     else:
-        optimizer = SimpleNamespace(
-            slices=None, used=None, adam_ratio=1.0, check_parts=lambda **_: None, state={}, marked=0
+        optimizer = optimizer or SimpleNamespace(
+            slices={}, used=torch.zeros(0), adam_ratio=1.0, check_parts=lambda **_: None, lacks_states=lambda: False
         )
         direction = kind(plan, exchange_of(specs), optimizer)
     for group in direction.layer_groups:
@@ -162,6 +168,43 @@ def test_a_layer_stands_still_whose_gradient_is_zero_or_not_finite_or_too_large_
     assert [name for name, flag in zip(direction.names, outcome.left_out, strict=True) if flag] == ["c"]
     squares = sum(results[name].double().square().sum() for name in "af")
     close(outcome.numbers[0], squares, sums=2 * ROWS * COLUMNS)
+
+
+@pytest.mark.parametrize("damping", [{"kind": "relative"}, {"kind": "tikhonov", "value": 0.1}])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, damping):
+    outcome, results, _ = stepped(layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping)
+    assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
+
+
+@pytest.mark.parametrize("blocks", [(), (1,) * ROWS, (2, 3)])
+@pytest.mark.parametrize("layers", ["a", "abc"])
+def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
+    """Triton's would leave anything else to plain torch, silently."""
+    called = []
+
+    def checked(op):
+        def run(*tensors, **options):
+            called.append(op.__name__)
+            assert all(x.is_contiguous() for x in tensors if x is not None), [x.stride() for x in tensors]
+            op(*tensors, **options)
+
+        return run
+
+    for op in (functional.adam_step_, functional.finish_direction_):
+        monkeypatch.setattr(kfac_adamw_direction, op.__name__, checked(op))
+    stepped(AdamDirection, layers=layers, batched=True, blocks=blocks, groups=ADAM, adam=ORTHOGONAL)
+    assert called == ["adam_step_", "finish_direction_"]
+
+
+def test_layers_of_two_domains_have_places_of_their_own_in_what_the_optimizer_is_told():
+    """Also on a rank that holds no slice of the first one's."""
+    dense = make(AdamDirection, layers="abc", groups=ADAM)
+    optimizer = dense.optimizer
+    experts = make(AdamDirection, layers="d", groups=ADAM, optimizer=optimizer)
+    for direction, flags in ((dense, [True, False, True]), (experts, [True])):
+        direction.finish(StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
+    assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
 def test_the_optimizer_is_told_which_layers_of_all_ranks_a_step_used():

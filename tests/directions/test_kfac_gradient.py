@@ -1,13 +1,15 @@
 """The sum under kl-clip's root: from the pass that divides where a layer has one learning rate, else part by part."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
+from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, kl_clip_scale, peak_rates
 from tests.choices import planned
 from tests.close import close, exact
 from tests.directions.outbox import exchange_of, whole
@@ -56,6 +58,32 @@ def test_a_layer_whose_result_is_not_finite_stands_still_and_counts_for_nothing(
     outcome, result = stepped(gradient, rates, values=float("nan") if wrong == "basis" else 1.0)
     exact(result, torch.zeros(5, 8))
     assert outcome.replaced == 1 and outcome.numbers[0] == 0
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
+def test_more_than_fp32_holds_is_clipped_to_nothing(rates):
+    outcome, _ = stepped(1e19 * torch.ones(5, 8), rates)
+    assert kl_clip_scale(outcome.numbers[0], kl_clip=0.001) == 0 and outcome.replaced == 0
+
+
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
+    def side(width: int) -> Side:
+        return Side.dense(width).repeated(2)
+
+    layer = replace(linear_layer("layer", 8, 5), groups=2, A=side(8), G=side(5))
+    plan = planned({"preconditioner": {"kl_clip": 0.001, "eigenvalues": eigenvalues}})
+    exchange = exchange_of([layer])
+    direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
+    (group,) = direction.layer_groups
+    bases = (Eigenbasis((torch.eye(width).repeat(2, 1, 1),), torch.ones(2 * width)) for width in (8, 5))
+    group.rebase(0, *bases)
+    gradient = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    gradient[1, 2, 3] = torch.nan
+    outcome = direction.step(StepContext(0, [{"lr": 0.3}], {}), whole({"layer": gradient}))
+    exact(exchange.results["layer"], torch.zeros(2, 5, 8))
+    assert outcome.replaced == 1 and outcome.numbers[0] == 0
+    assert group.moments is None or not group.moments.updates.any()
 
 
 def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():

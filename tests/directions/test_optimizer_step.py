@@ -182,6 +182,24 @@ def test_parts_of_a_channels_last_parameter_are_its_rows():
     exact(kernel.detach(), torch.cat([weight[:2], 0.75 * weight[2:]]))
 
 
+def test_all_domains_see_that_a_program_took_states_away():
+    optimizer, p = stepped_once()
+    assert not optimizer.lacks_states()
+    optimizer.state.clear()
+    assert optimizer.lacks_states() and optimizer.lacks_states(), "whoever asks, before the next step"
+    optimizer.step()
+    assert type(optimizer.state[p]) is NoStates and not optimizer.lacks_states()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.lacks_states(), "a load takes nothing away"
+
+
+def stepped_once() -> tuple[KFACTorchAdamW, Tensor]:
+    p = parameter(torch.ones(4), torch.zeros(4))
+    optimizer = attached(KFACTorchAdamW([{"params": [p], FLAG: True}]), {p: [(0, 4, 0)]}, torch.ones(1))
+    optimizer.step()
+    return optimizer, p
+
+
 def test_what_was_used_is_moved_once_for_all_groups_of_a_step():
     """As with offload, where DeepSpeed calls ``step`` with one parameter group after another."""
 

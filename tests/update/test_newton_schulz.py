@@ -31,13 +31,13 @@ def terms(x: torch.Tensor) -> dict:
 
 def whitening(s: torch.Tensor) -> torch.Tensor:
     """Column scales as of Rotation.whitening."""
-    return torch.stack([(s > 0).float(), s], dim=-2)
+    return torch.stack([(s > 0).float(), s])
 
 
 def factored(x: torch.Tensor, s: torch.Tensor | None = None, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of one matrix, with column scales [I], and the norm that it had."""
     factor = x.clone()[None]
-    (size,) = orthogonal_factors([factor], [None if s is None else whitening(s)[None]], **options)
+    (size,) = orthogonal_factors([factor], [None if s is None else whitening(s[None])], **options)
     return factor[0], size[0]
 
 

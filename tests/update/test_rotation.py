@@ -87,7 +87,7 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
         turn, seen = of(basis), torch.tensor(expected)
         exact(turn.range_A[0], seen if side == "A" else torch.ones(3))
         exact(turn.range_G[0], seen if side == "G" else torch.ones(3))
-        is_above, s = turn.whitening(0.5)[0]
+        is_above, s = turn.whitening(0.5)[:, 0]
         exact(is_above, turn.range_A[0])
         exact(s > 0, turn.range_A[0] > 0)
         exact(masked(turn, torch.ones(3, 4)), seen.expand(3, 4))

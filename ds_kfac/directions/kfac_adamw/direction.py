@@ -86,7 +86,7 @@ class AdamDirection(Direction):
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
         self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
         # the optimizer's layers are those of all domains, each domain's in the plan's order
-        self.first = len(optimizer.used) if isinstance(optimizer.slices, dict) else 0  # a dict: of an earlier domain
+        self.first = len(optimizer.used)
         self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
         optimizer.slices = optimizer.slices or {}
         optimizer.used = torch.zeros(self.first + len(self.places), dtype=torch.float32, device=exchange.device)
@@ -118,9 +118,8 @@ class AdamDirection(Direction):
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
             return Outcome((none,), self.moves.float())
-        if (marked := [*map(type, self.optimizer.state.values())].count(NoStates)) < self.optimizer.marked:
+        if self.optimizer.lacks_states():
             self._begin_anew()
-        self.optimizer.marked = marked
         options = [context.groups[index] for index in self.groups_in_use]
         self.betas_and_eps = {
             index: (tuple(own["betas"]), own["eps"]) for index, own in zip(self.groups_in_use, options, strict=True)
@@ -155,6 +154,9 @@ class AdamDirection(Direction):
             left_out=left_out.float(),
         )
 
+    def loaded(self) -> None:
+        self.optimizer.marked = 0  # what DeepSpeed has loaded in place of states was not taken away by a program
+
     def _begin_anew(self) -> None:
         """A program took away what ``optimizer.state`` has for a layer's weight, or, where DeepSpeed's parameters are
         flat, for any: as Adam's would, its moments begin at zero."""
@@ -173,16 +175,15 @@ class AdamDirection(Direction):
         largest = torch.linalg.vector_norm(x.flatten(1), ord=INFINITY, dim=1).view(len(group.layers), -1).amax(dim=1)
         step.largest = largest
         step.used = (largest > 0) & (largest < LARGEST) & self.moves[step.own]
-        if (rotation := group.rotation) is not None:
-            rotated = rotation.rotate(x, overwrite=is_ours)
-            is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
-            x = rotated
-        x = x.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+        rotation = group.rotation
+        rotated = x if rotation is None else rotation.rotate(x, overwrite=is_ours)
+        rotated = rotated.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+        is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
         moments = group.moments
-        direction = x if is_ours else torch.empty_like(x)
+        direction = rotated if is_ours else torch.empty_like(rotated)
         adam_step_(
             direction,
-            x,
+            rotated,
             moments.first_OI,
             moments.second_OI,
             moments.updates,
@@ -246,9 +247,8 @@ class AdamDirection(Direction):
         size = step.sizes[0] if step.normalized else None
         used = repeated(step.used, step.maps)
         finish_direction_(x if memory is None else memory, x, norm, size, step.target, step.full, used)
-        scale = step.target if size is None else scale_to(step.target, size=size, norm=norm, full=step.full)
-        squared = (norm * scale).square().masked_fill(~used, 0.0)
-        step.squared = squared.view(-1, step.maps).sum(dim=1)
+        length = norm * step.target if size is None else step.target * (size / step.full).clamp_(max=1)
+        step.squared = length.square_().masked_fill_(~used, 0.0).view(-1, step.maps).sum(dim=1)
 
     def _scale_blocks(self, step: GroupStep) -> None:
         """Each block of the rows to its own size."""

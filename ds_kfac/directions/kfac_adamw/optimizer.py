@@ -107,7 +107,7 @@ class KFACAdamWStep:
             DeepSpeed steps with zeros to allocate states; None once it was detached.
         used: fp32 [layers], 1 where a step uses the layer, else 0. Set it anew before each step.
         adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set one rate for all.
-        marked: how many :class:`NoStates` there were in the last step.
+        marked: how many :class:`NoStates` there were after the last step; 0 after a load.
         users: the optimizer with the groups as the user knows them.
     """
 
@@ -117,7 +117,7 @@ class KFACAdamWStep:
     users: Any = None
     param_groups: list[dict[str, Any]]
     _told = False
-    _used: Tensor
+    _used = torch.zeros(0, device="cpu", dtype=torch.float32)
     _used_by_device: dict[torch.device, Tensor]
 
     @property
@@ -165,6 +165,7 @@ class KFACAdamWStep:
         for parameter in parameters:
             # also in place of zeros that DeepSpeed has read from a universal checkpoint
             self.state[parameter] = NoStates()  # type: ignore[attr-defined]
+        self.marked = self._count_states()
         if not parameters:
             return
         self._decay(group, parameters)
@@ -175,6 +176,13 @@ class KFACAdamWStep:
         else:  # alpha is a number, and on CPUs one in the parameters' dtype
             rates = [_vector(rate, parameters[0].device)] * len(parameters)
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
+
+    def _count_states(self) -> int:
+        return [*map(type, self.state.values())].count(NoStates)  # type: ignore[attr-defined]
+
+    def lacks_states(self) -> bool:
+        """Return whether a program has taken a :class:`NoStates` away since the last step."""
+        return self._count_states() < self.marked
 
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Decay the parts of layers in use as AdamW does, W <- (1 - lr weight_decay) W."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
@@ -94,3 +95,4 @@ class KFACAdamWRule(UpdateRule):
 
     def release(self, optimizer: Any) -> None:
         optimizer.slices = None
+        optimizer.used = torch.zeros(0)
