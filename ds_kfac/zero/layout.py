@@ -241,7 +241,7 @@ class Replicated(ShardLayout):
         return self.params[self.pieces[shard.param].param]
 
     def lacks(self, param: Any) -> bool:
-        return param.grad is None
+        return param.requires_grad and param.grad is None  # that of a frozen one is zero
 
     def _gradient(self, shard: Shard) -> Tensor:
         param = self.master(shard)
