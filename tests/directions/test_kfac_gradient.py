@@ -80,7 +80,7 @@ def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
     group.rebase(0, *bases)
     gradient = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
     gradient[1, 2, 3] = torch.nan
-    outcome = direction.step(StepContext(0, [{"lr": 0.3}], {}), whole({"layer": gradient}))
+    outcome = direction.step(StepContext(0, [{"lr": 0.3}], {0: 0.3}), whole({"layer": gradient}))
     exact(exchange.results["layer"], torch.zeros(2, 5, 8))
     assert outcome.replaced == 1 and outcome.numbers[0] == 0
     assert group.moments is None or not group.moments.updates.any()
