@@ -3,6 +3,7 @@
     header.json            what the save holds; of every file its size, CRC-32 and parts; and its own CRC-32
     <layer>.A.factor.pt    a factor
     <layer>.layer.pt       a layer
+    states.json            of every file that DeepSpeed wrote into the tag its size and CRC-32
 
 A CRC finds every flipped byte and every other file; it is no signature. A name of the model never becomes a path.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import time
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +29,7 @@ from ds_kfac.curvature.methods import METHODS
 
 GRAMS = "grams"
 """Folder of a checkpoint for A of every layer, of which a resumed run reads nothing."""
-FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
+FOLDER, LATEST, HEADER, TOKEN, STATES = "kfac", "latest", "header.json", "token", "states.json"
 PATIENCE = 5.0
 """Seconds that a network file system may take to show a new file to another node."""
 PLAIN = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,119}")
@@ -327,23 +329,54 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     )
 
 
-def unfinished(tag_directory: Path, save_id: str) -> str | None:
-    """What speaks for a save of this tag that was interrupted, after which DeepSpeed's files may be of two saves: a
-    sentence, or None. For one rank."""
-    folder = tag_directory / FOLDER
-    if not folder.is_dir():
+def fingerprints(tag_directory: Path) -> dict[str, list[int]]:
+    """Of DeepSpeed's files in a tag: the file's name -> its bytes, and one CRC-32 over those that torch's archive has
+    of its records. Values are not read, and times do not count: a copy has the same."""
+    found = {}
+    for path in sorted(tag_directory.glob("*_states.pt")):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                records = [[record.filename, record.file_size, record.CRC] for record in archive.infolist()]
+        except zipfile.BadZipFile:  # of another checkpoint engine
+            records = []
+        found[path.name] = [path.stat().st_size, zlib.crc32(json.dumps(records).encode())]
+    return found
+
+
+def write_states(folder: Path, names: bool = True) -> None:
+    """The last file of a save: DeepSpeed's, too, has reached its end. Without ``names`` its files are still written."""
+    write_text(folder / STATES, json.dumps(fingerprints(folder.parent.parent) if names else {}, indent=1))
+
+
+def _read_states(folder: Path) -> dict[str, list[int]] | None:
+    """None: the save did not reach its end."""
+    try:
+        return dict(json.loads((folder / STATES).read_bytes()))
+    except (OSError, ValueError, TypeError):
         return None
-    latest = folder / LATEST
-    if not latest.is_file() or latest.read_text().strip() != save_id:
-        return f"save {save_id} of {tag_directory} was interrupted before its end"
-    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name != save_id]
-    return f"save {', '.join(others)}, later than that of {tag_directory}, was interrupted" if others else None
 
 
-def older_files(tag_directory: Path, save_id: str) -> list[str]:
-    """Names of DeepSpeed's files in a tag that were there before this save of it: K-FAC's header is written first."""
-    header = tag_directory / FOLDER / save_id / HEADER
-    if not header.is_file():
-        return []
-    begun = header.stat().st_mtime_ns
-    return sorted(path.name for path in tag_directory.glob("*_states.pt") if path.stat().st_mtime_ns < begun)
+def unfinished(tag_directory: Path, save_id: str) -> tuple[str, list[str]] | None:
+    """What speaks for an interrupted save over this one's tag, or of it: a sentence, and the names of DeepSpeed's files
+    that are not this save's. None: nothing does. For one rank."""
+    folder = tag_directory / FOLDER
+    others = [path for path in folder.iterdir() if path.is_dir() and path.name != save_id] if folder.is_dir() else []
+    own = _read_states(folder / save_id)
+    if own is not None and not others:
+        return None
+    here = fingerprints(tag_directory)
+    if own is not None:
+        named = ", ".join(path.name for path in others)
+        sentence = f"save {named}, later than that of {tag_directory}, was interrupted"
+        differ = [name for name, found in here.items() if own.get(name, found) != found]
+        return (sentence, differ) if differ or not own else None
+    if not (folder / save_id).is_dir():
+        return None  # converted or moved: K-FAC's state is elsewhere
+    # a file of layers alone may be the same in both: DeepSpeed writes it before the rank's other files
+    older = [
+        name
+        for other in others
+        for name, found in (_read_states(other) or {}).items()
+        if here.get(name) == found and not name.startswith("layer_")
+    ]
+    return f"save {save_id} of {tag_directory} was interrupted before its end", sorted(older)

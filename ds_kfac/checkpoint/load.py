@@ -333,12 +333,13 @@ def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
 
 def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> None:
     """Of a save that did not reach its end, or another one over it. Raises CheckpointError on every rank if some of
-    DeepSpeed's files are of an older save."""
-    interrupted = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
+    DeepSpeed's files are of another save."""
+    found = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
+    interrupted, others = found or ("", [])
     torn, own_tag = f"ds_kfac: the checkpoint in {tag_directory} is torn", "and give every save its own tag"
     with failing_together(torn, job.channel.group, CheckpointError) as problems:
-        if interrupted and (older := files.older_files(tag_directory, save_id)):
-            whose = f"{', '.join(older)} belong to an earlier save, and were partly loaded"
+        if others:
+            whose = f"{', '.join(others)} belong to another save ({files.STATES} says so), and were partly loaded"
             problems.append(f"{interrupted}: {whose}. Load another tag, {own_tag}")
     if interrupted:
         whose = "if DeepSpeed was writing then, its files of this tag belong to two saves"

@@ -166,12 +166,13 @@ def _united(written: Sequence[Entries]) -> Entries:
     return {file: entry for own in written for file, entry in sorted(own.items())}
 
 
-def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
+def finish(job: Job, tag_directory: Path, header: Mapping[str, Any], later: bool = False) -> None:
     """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective; raises
     CheckpointError on every rank if that fails."""
     folder = tag_directory / files.FOLDER
     with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
         if job.channel.rank == 0:
+            files.write_states(folder / header["save_id"], names=not later)
             files.write_text(folder / files.LATEST, header["save_id"])
             for old in folder.iterdir():
                 if old.is_dir() and old.name != header["save_id"]:
@@ -221,7 +222,7 @@ def save_checkpoint(
             f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with {files.FRESH}, K-FAC then "
             "starts afresh"
         )
-    finish(job, folder, header)
+    finish(job, folder, header, later)
     if grams is not None and steps:
         grams(folder / files.GRAMS)
     return result

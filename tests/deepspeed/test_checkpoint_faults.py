@@ -1,5 +1,6 @@
 """Saves and loads in which something goes wrong or has changed: DeepSpeed's part always works, ours is never silent."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -91,6 +92,35 @@ def interrupted(folder: Path) -> str:
     with heard() as messages:
         engine.load_checkpoint(str(folder / "interrupted"), tag="tag")
     return "\n".join(messages)
+
+
+def copied(folder: Path) -> dict:
+    """A tag that a tool copied, without files named latest and with a new time for every file; and a save over it that
+    was killed before it had replaced one rank's optimizer states."""
+    engine, whole, copy = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "copied/whole", folder / "copied/copy"
+    train(engine, 1, steps=2)
+    engine.save_checkpoint(str(whole), tag="tag")
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        ignored = shutil.ignore_patterns("latest")
+        shutil.copytree(whole, copy, ignore=ignored, copy_function=shutil.copyfile)
+        for age, path in enumerate(sorted(copy.rglob("*.*"))):
+            os.utime(path, (1_000_000 - age, 1_000_000 - age))
+    torch.distributed.barrier()
+    fresh = build(BY_NAME["z2"], 1, seed=5, kfac=KFAC)
+    with heard() as messages:
+        fresh.load_checkpoint(str(copy), tag="tag")
+    found = {"messages": "\n".join(messages), "losses": [train(it, 1, steps=2, first=2) for it in (engine, fresh)]}
+    original, saving.finish = saving.finish, lambda *_: None
+    fresh.save_checkpoint(str(copy), tag="tag")
+    saving.finish = original
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (older,) = (whole / "tag").glob("*zero_pp_rank_1_*optim_states.pt")
+        shutil.copyfile(older, copy / "tag" / older.name)
+    torch.distributed.barrier()
+    found["torn"] = error_of(lambda: engine.load_checkpoint(str(copy), tag="tag"))
+    return found
 
 
 def cut_off(folder: Path) -> dict:
@@ -218,7 +248,7 @@ def unrotated(engine) -> dict:
 
 
 def worker(folder: str) -> dict:
-    cases = (names, torn, interrupted, cut_off, unwritable, not_shared, other_fisher)
+    cases = (names, torn, interrupted, copied, cut_off, unwritable, not_shared, other_fisher)
     return {case.__name__: case(Path(folder)) for case in cases}
 
 
@@ -242,6 +272,20 @@ def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(results):
 
 def test_a_save_that_did_not_reach_its_end_is_warned_of(results):
     assert "was interrupted before its end" in results[0]["interrupted"]
+
+
+def test_a_copy_without_latest_and_with_new_times_is_the_same_save(results):
+    for result in results:
+        found = result["copied"]
+        assert found["losses"][0] == found["losses"][1]
+        assert "interrupted" not in found["messages"]
+
+
+def test_a_save_over_another_tag_that_did_not_replace_all_files_names_them(results):
+    for result in results:
+        error = result["copied"]["torn"]
+        assert "is torn" in error and "zero_pp_rank_1_mp_rank_00_optim_states.pt" in error and "states.json" in error
+        assert "zero_pp_rank_0" not in error
 
 
 def test_a_save_that_ends_while_latest_is_written_leaves_the_last_one_named(results):
