@@ -106,7 +106,12 @@ class Channel:
         with naming(", ".join(carries), self):
             # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the same on all ranks
             handle = torch.distributed.all_to_all_single(
-                received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
+                output=received,
+                input=sent,
+                output_split_sizes=incoming,
+                input_split_sizes=outgoing,
+                group=self.group,
+                async_op=True,
             )
         self.calls[next(iter(carries))] += 1
         for kind, (to, from_) in carries.items():

@@ -274,7 +274,7 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "skipped steps at ZeRO stage 1 in this DeepSpeed": (
         lambda e: (
-            e.engine is not None and e.engine.dp_world_size > 1 and deepspeed_versions.looks_alone(e.engine.optimizer)
+            e.engine is not None and e.engine.dp_world_size != 1 and deepspeed_versions.looks_alone(e.engine.optimizer)
         ),
         "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the others would wait for "
         "it. Use another version, ZeRO stage 2, or in bf16 set bf16.check_grad_overflow to false",

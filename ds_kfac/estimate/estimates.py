@@ -311,8 +311,12 @@ class Estimate:
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
             missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
             memory[0, rank] = left = sum(missing.values())
+            # DeepSpeed has finished gradients in fp32 at stage 0: those of a layer that is stepped alone are not copied
+            finished = self.subject.replicated and self.subject.gradients is torch.float32
+            alone = {group[0].name for group in groups if len(group) == 1} & held if finished else set()
             done, most = 0, 0
             for chunk, nbytes in self.rule.facts.workspace(plan, groups):
+                nbytes -= sum(FP32 * layer.numel for layer in chunk if layer.name in alone)
                 before = left
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
                 of_results = [sum(waiting[rank, param] for param in params[layer.name]) for layer in chunk]

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_kfac.comm import message as traffic
 from ds_kfac.comm.message import Channel
 
 PATIENCE = 20.0
@@ -17,7 +16,7 @@ PATIENCE = 20.0
 
 
 class FakeNetwork:
-    """Stands in for ``deepspeed.comm`` in :mod:`ds_kfac.comm.message`.
+    """Stands in for ``torch.distributed``.
 
     Attributes:
         wire: bytes from each rank to others, as they were really sent, padding included.
@@ -46,7 +45,7 @@ class FakeNetwork:
                     self._failed = True
                     self._changed.notify_all()
 
-        with mock.patch.object(traffic, "dist", self):
+        with mock.patch.object(torch.distributed, "all_to_all_single", self.all_to_all_single):
             threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(self.world)]
             for thread in threads:
                 thread.start()

@@ -94,7 +94,9 @@ def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
             assert run["steps"] == 8
             kinds = [".A.factor.pt", ".layer.pt"] + [".G.factor.pt"] * (not name.startswith("adam"))
             files = [layer + kind for layer in ("first", "head", "middle") for kind in kinds]
-            assert run["files"] == sorted([*files, "header.json"]), "each factor and each layer once, nothing else"
+            assert run["files"] == sorted([*files, "header.json", "states.json"]), (
+                "each factor and each layer once, nothing else"
+            )
         peak, last = result["z2-falling_lr"]["rates"]
         assert last < 0.7 * peak and result["z2-falling_lr"]["nu"] < 1, "the rate fell, and kl-clip was at work"
 

@@ -55,7 +55,6 @@ def test_g_of_an_expert_is_that_of_one_process():
 REFUSED = {
     "weight_sharing": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}),
     "monte_carlo": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
-    "gradient_clipping": Mode("moe", 0, adam=True),
 }
 
 

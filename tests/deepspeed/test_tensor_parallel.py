@@ -100,7 +100,6 @@ def test_a_checkpoint_holds_every_shard_and_every_copy_once():
 
 REFUSED = {
     "labels": ("megatron", Mode("tp", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}})),
-    "gradient_clipping": ("megatron", Mode("tp", 0, adam=True)),
     "cuts the layers": ("autotp", Mode("tp", 0, adam=True, clip=0.0)),
 }
 

@@ -180,7 +180,7 @@ def without_worker(_) -> dict:
         found[name] = weights(engine)
         if optimizer is not None:
             found["counted"], found["said"] = engine.kfac.counters()["unpreconditioned_layers"], engine.kfac.report
-            engine.kfac.preconditioner.rule = Miscounting()
+            engine.kfac.preconditioner.totals.rule = Miscounting()
             try:
                 train(engine, 1, 1)
             except ValueError as error:

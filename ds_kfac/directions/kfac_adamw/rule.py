@@ -95,4 +95,4 @@ class KFACAdamWRule(UpdateRule):
 
     def release(self, optimizer: Any) -> None:
         optimizer.slices = None
-        optimizer.used = torch.zeros(0)
+        optimizer.used = torch.zeros(0, device="cpu", dtype=torch.float32)
