@@ -157,7 +157,7 @@ def beside_worker(modes) -> dict:
             plain()
             peaks.append(live.peak)
 
-        for step in range(7):
+        for step in range(11):
             x = torch.randn(ROWS, SIDES[0], generator=torch.Generator().manual_seed(step))
             x = x.to(engine.get_data_types()[0])
             loss = engine(x).float().square().mean()
@@ -165,8 +165,8 @@ def beside_worker(modes) -> dict:
             with live if step else nullcontext():  # counting takes most of the time
                 engine.backward(loss)
                 engine.step()
-        # steps 4 and 6 capture and replace what was counted; before the others there are DeepSpeed's gradients
-        captured = [peaks[step - 1] - before[step - 2] for step in (4, 6)]
+        # steps 4, 6, 8 and 10 capture and replace what was counted; before the others there are DeepSpeed's gradients
+        captured = [peaks[step - 1] - before[step - 2] for step in (4, 6, 8, 10)]
         with chosen(config["kfac"]):
             estimate = Estimate(subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS)
             assert estimate.plan.assignment == kfac.plan.assignment, mode.name
