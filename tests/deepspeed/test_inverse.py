@@ -90,7 +90,9 @@ def test_inverses_match_reference(world):
             if name.startswith("tikhonov") != ("layers do not share A" in result["report"]):
                 wrong.append(f"{name}: the report must tell whether layers share A")
             counters = result["counters"]
-            other = {key for key, count in counters.items() if key.startswith("refreshes_") and count} - {"refreshes_cholesky"}
+            other = {key for key, count in counters.items() if key.startswith("refreshes_") and count} - {
+                "refreshes_cholesky"
+            }
             if other or any(counters.get(f"sent_bytes_{kind}") for kind in ("eigenvectors", "eigenvalues")):
                 wrong.append(f"{name}: not only inverses: {result}")
     assert not wrong, "\n".join(wrong)
