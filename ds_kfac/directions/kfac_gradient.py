@@ -169,7 +169,7 @@ class KFACGradient(Direction):
             self.metrics.nu = self.metrics.kl = None
             return None
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
-        self.metrics.kl = nu.square() * totals[0] / 2
+        self.metrics.kl = torch.where(nu == 0, nu, nu.square() * totals[0] / 2)
         if flags is None:
             return None
         scales = torch.where(flags, nu, torch.ones_like(nu))
@@ -188,7 +188,9 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
     of_rate: dict[Any, list[Tensor]] = {}
     for rate, dot in zip(rates, dots.unbind(), strict=True):  # a tensor is hashed by its identity
         of_rate.setdefault(rate, []).append(dot)
-    return torch.stack([torch.stack(some).sum() * rate**2 for rate, some in of_rate.items()]).sum()
+    sums = torch.stack([torch.stack(some).sum() * rate**2 for rate, some in of_rate.items()])
+    # a rate of 0 leaves nothing of an infinite product
+    return sums.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf).sum()
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
@@ -278,8 +280,8 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
     """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec. 3).
 
     Args:
-        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does what is no number,
-            which DeepSpeed's overflow check has to find. More than fp32 holds gives 0: no step is too small for it.
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does NaN. More than fp32
+            holds gives 0: no step is too small for it.
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
     return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)

@@ -320,5 +320,5 @@ def batched(device: torch.device, method: Method) -> bool:
 
 def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
-    model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
+    model is in 16 bits (fp16 lacks the range)."""
     return gradients, torch.bfloat16 if parameters.itemsize == 2 else torch.float32

@@ -219,7 +219,7 @@ class LayerGroup:
         return self._places[index]
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
-        """[n, ..] of one tensor of each layer, gradients or moments: of several layers a copy, of one layer a view."""
+        """[n, ..] of each layer's gradient: of several layers a copy, of one layer a view."""
         return parts[0].view(self.n, *parts[0].shape[self.maps > 1 :]) if len(parts) == 1 else torch.stack(list(parts))
 
     def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:

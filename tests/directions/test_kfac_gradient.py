@@ -9,7 +9,13 @@ import torch
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.direction import Outcome, StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, kl_clip_scale, peak_rates
+from ds_kfac.directions.kfac_gradient import (
+    KFACGradient,
+    KFACGradientRule,
+    kl_clip_scale,
+    peak_rates,
+    weighted_by_rates,
+)
 from tests.choices import planned
 from tests.close import close, exact
 from tests.directions.outbox import exchange_of, whole
@@ -64,6 +70,11 @@ def test_a_layer_whose_result_is_not_finite_stands_still_and_counts_for_nothing(
 def test_more_than_fp32_holds_is_clipped_to_nothing(rates):
     outcome, _ = stepped(1e19 * torch.ones(5, 8), rates)
     assert kl_clip_scale(outcome.numbers[0], kl_clip=0.001) == 0 and outcome.replaced == 0
+
+
+def test_an_infinite_product_at_a_rate_of_zero_is_left_out_of_the_sum():
+    dots = torch.tensor([torch.inf, 2.0])
+    torch.testing.assert_close(weighted_by_rates(dots, [0.0, 0.5]), torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
