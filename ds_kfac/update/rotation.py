@@ -236,10 +236,3 @@ def norms(x: Tensor) -> Tensor:
     """
     parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
-
-
-def lengths(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Frobenius norms [n] of n tensors, on a GPU in few launches and without copies; see :func:`norms`."""
-    if all(x.numel() <= PIECE or x.device.type != "cpu" for x in matrices):
-        return torch.stack(torch._foreach_norm(list(matrices), 2, dtype))
-    return torch.stack([norms(x.flatten()) for x in matrices]).to(dtype)
