@@ -7,7 +7,6 @@ row, p consecutive ranks, mostly of one node. g = 1 is MEM-OPT, g = W COMM-OPT.
 """
 
 import heapq
-import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -69,8 +68,8 @@ class Assignment:
 def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
     """Assign layers to columns of workers, then factors to eigen workers, the heaviest first, each to the least loaded.
 
-    Several plans are made, which balance whole layers or only their preconditioning, with or without the sending of
-    replicated results; the one with the smallest maximal load is taken. If none respects the cap, bytes are balanced.
+    Several plans are made, which balance whole layers or only their preconditioning; the one with the smallest maximal
+    load is taken. If none respects the cap, bytes are balanced.
 
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 if gradients are partitioned.
@@ -82,12 +81,11 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     """
     assert work.world % workers == 0 and (work.held is None or workers == 1), "a divisor of the world, 1 under ZeRO"
     kinds = ((True, False), (True, True), (False, True)) if workers > 1 and not paired else ((True, False),)
-    cap, sends = math.inf if memory_cap is None else memory_cap, work.held is None and work.world > workers
+    cap = math.inf if memory_cap is None else memory_cap
     for by_memory in (False, True):
         found = list[Assignment]()
-        movings = (True, False) if sends and not by_memory else (True,)
-        for (whole, split), moving in itertools.product(kinds, movings):
-            placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
+        for whole, split in kinds:
+            placed = place_workers(work, workers, whole=whole, memory_cap=cap, by_memory=by_memory)
             homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
             found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
         if fitting := [plan for plan in found if max(plan.peak) <= cap]:
@@ -108,17 +106,16 @@ NEAR_TIE = 0.99
 
 
 def place_workers(
-    work: Work, workers: int, *, whole: bool, moving: bool, memory_cap: float, by_memory: bool
+    work: Work, workers: int, *, whole: bool, memory_cap: float, by_memory: bool
 ) -> Workers:
     """Layer name -> its workers.
 
     If gradients are partitioned, the rank that holds most of a layer's gradient takes the layer, unless its load would
     exceed ``1 + LOAD_TOLERANCE`` times the mean: then the least loaded rank does, with the moving of the gradient
-    counted. Near-equal holders compete by load. In the end ranks without a layer take one from the busiest.
+    counted. Near-equal holders compete by load.
 
     Args:
         whole: count a layer's decompositions, evenly over its column, with the layer; else only its preconditioning.
-        moving: count the sending of replicated results.
         by_memory: balance bytes in place of seconds.
     """
     count, part = work.world // workers, whole / workers
@@ -138,7 +135,7 @@ def place_workers(
     placed: dict[str, int] = {}
     for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
         state, after = sum(work.worker_bytes(layer)), []
-        sent = work.moved(layer, 0, workers) if moving and work.held is None else 0.0
+        sent = work.moved(layer, 0, workers) if work.held is None else 0.0
         for i in range(count):
             moved = sent if work.held is None else work.moved(layer, i)
             seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + state
@@ -163,21 +160,7 @@ def place_workers(
         for factor in work.used[layer.name]:
             bases[factor.key].add(index)
         placed[layer.name] = index
-    if work.held is not None and not by_memory:
-        _employ_idle(placed, loads, weights)
     return {layer.name: column(placed[layer.name], world=work.world, workers=workers) for layer in work.layers}
-
-
-def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[str, float]) -> None:
-    for idle in (index for index, load in enumerate(loads) if load == 0):
-        counts = Counter(placed.values())
-        donor = max((i for i in range(len(loads)) if counts[i] >= 2), key=loads.__getitem__, default=None)
-        if donor is None:
-            return
-        name = min((name for name, index in placed.items() if index == donor), key=weights.__getitem__)
-        placed[name] = idle
-        loads[donor] -= weights[name]
-        loads[idle] += weights[name]
 
 
 def place_eigen_workers(
