@@ -1,9 +1,10 @@
-"""What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for deepspeed, and say
-at the end if a program has trained without K-FAC. The variable is read when deepspeed has been imported, so a script
-may set it itself before. Where it does not ask for K-FAC, ``deepspeed.initialize`` says if its config does.
+"""What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for
+deepspeed, and say at the end if a program has trained without K-FAC. The variable is read when
+deepspeed has been imported, so a script may set it itself before. Where it does not ask for K-FAC,
+``deepspeed.initialize`` says if its config does.
 
-Imports nothing of weight: a process that never imports deepspeed pays for this file and a finder, 0.1 ms.
-``ds_kfac`` itself sees the variable, too, and enables K-FAC.
+Imports nothing of weight: a process that never imports deepspeed pays for this file and a finder,
+0.1 ms. ``ds_kfac`` itself sees the variable, too, and enables K-FAC.
 """
 
 import atexit
@@ -13,31 +14,39 @@ import sys
 NO = ("", "0", "false", "no", "off")
 """What DS_KFAC may be without asking for anything."""
 NEVER_IMPORTED = (
-    "deepspeed was never imported, and K-FAC works in DeepSpeed's engines only. Give the launcher or the trainer a "
+    "deepspeed was never imported, and K-FAC works in DeepSpeed's engines only. Give the launcher "
+    "or the trainer a "
     "DeepSpeed config: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json, or "
     'TrainingArguments(deepspeed="ds_config.json")'
 )
 TOO_LATE = (
-    "DS_KFAC was set when deepspeed had been imported already. Set it before, or call ds_kfac.enable() before the "
+    "DS_KFAC was set when deepspeed had been imported already. Set it before, or call "
+    "ds_kfac.enable() before the "
     "engine is built"
 )
 
 
 UNREAD = (
-    'the config has a "kfac" block, which DeepSpeed alone does not read: this engine trains without K-FAC. Import '
-    'ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. "kfac": {"enabled": false} says '
+    'the config has a "kfac" block, which DeepSpeed alone does not read: this engine trains '
+    "without K-FAC. Import "
+    'ds_kfac and call ds_kfac.initialize, or start with `python -m ds_kfac run`. "kfac": '
+    '{"enabled": false} says '
     "that it is meant"
 )
 HOW = "import ds_kfac before deepspeed.initialize, or start with `python -m ds_kfac run`"
 NAMED = f"ds_kfac: KFACAdamW is an optimizer of ds_kfac, not of DeepSpeed: {HOW}"
-MISSPELT = f'ds_kfac: optimizer.type "{{name}}" does not exist; did you mean "KFACAdamW"? For that {HOW}'
+MISSPELT = (
+    f'ds_kfac: optimizer.type "{{name}}" does not exist; did you mean "KFACAdamW"? For that {HOW}'
+)
 
 
 class Finder:
-    """Imports ds_kfac as soon as deepspeed has been executed, where the variable asks for it then. It stays in
-    ``sys.meta_path``: transformers and others look for deepspeed (``find_spec``) long before they import it."""
+    """Imports ds_kfac as soon as deepspeed has been executed, where the variable asks for it then.
+    It stays in ``sys.meta_path``: transformers and others look for deepspeed (``find_spec``) long
+    before they import it."""
 
-    asking = False  # another finder that asks all others, as this one does, must not be asked without end
+    # another finder that asks all others, as this one does, must not be asked without end
+    asking = False
 
     def find_spec(self, name, path=None, target=None):
         if name != "deepspeed" or self.asking:
@@ -45,11 +54,15 @@ class Finder:
         self.asking = True
         try:
             others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
-            spec = next((spec for f in others if (spec := f.find_spec(name, path, target)) is not None), None)
+            spec = next(
+                (spec for f in others if (spec := f.find_spec(name, path, target)) is not None),
+                None,
+            )
         finally:
             self.asking = False
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module  # of this loader only, so that its class stays what others ask for
+            # of this loader only, so that its class stays what others ask for
+            execute = spec.loader.exec_module
 
             def exec_module(module):
                 execute(module)
@@ -69,14 +82,17 @@ def asked():
 
 def install():
     """In front of all other finders; once."""
-    if "deepspeed" not in sys.modules and not any(isinstance(finder, Finder) for finder in sys.meta_path):
+    if "deepspeed" not in sys.modules and not any(
+        isinstance(finder, Finder) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, Finder())
     watch()
 
 
 def watch_initialize(deepspeed):
-    """Have ``deepspeed.initialize`` say what it means that a config asks for K-FAC and nobody reads that. Where
-    ds_kfac is imported it does read it, and its own call goes through this unchanged."""
+    """Have ``deepspeed.initialize`` say what it means that a config asks for K-FAC and nobody reads
+    that. Where ds_kfac is imported it does read it, and its own call goes through this
+    unchanged."""
     from functools import wraps  # deepspeed has imported it
 
     plain = deepspeed.initialize
@@ -96,11 +112,12 @@ def watch_initialize(deepspeed):
 
 
 class InitializeCall:
-    """Wraps a call of DeepSpeed's own ``initialize``: if that refuses an optimizer that is ours, or nearly, its error
-    says so.
+    """Wraps a call of DeepSpeed's own ``initialize``: if that refuses an optimizer that is ours, or
+    nearly, its error says so.
 
     Attributes:
-        is_outermost: whether no other one is around this one, as ds_kfac's is around what ``watch_initialize`` makes.
+        is_outermost: whether no other one is around this one, as ds_kfac's is around what
+            ``watch_initialize`` makes.
     """
 
     depth = 0
@@ -124,7 +141,8 @@ class InitializeCall:
 
 
 def watch():
-    """Warn at exit, on rank 0, where K-FAC was asked for and no engine got it; once, however often it is called."""
+    """Warn at exit, on rank 0, where K-FAC was asked for and no engine got it; once, however often
+    it is called."""
     atexit.unregister(_say)
     atexit.register(_say)
 
@@ -147,8 +165,8 @@ def _warn(text):
 
 
 def _optimizers():
-    """Whether an optimizer of torch's was made here, as launchers and programs that do not train make none: torch marks
-    the step of its class then."""
+    """Whether an optimizer of torch's was made here, as launchers and programs that do not train
+    make none: torch marks the step of its class then."""
     kinds = [sys.modules["torch"].optim.Optimizer] if "torch.optim" in sys.modules else []
     while kinds:
         kind = kinds.pop()

@@ -1,8 +1,8 @@
-"""All metadata is in pyproject.toml. This adds ds_kfac.pth, which DS_KFAC=1 works by, the sources of the native ops,
-and their libraries if asked for.
+"""All metadata is in pyproject.toml. This adds ds_kfac.pth, which DS_KFAC=1 works by, the sources
+of the native ops, and their libraries if asked for.
 
-DS_KFAC_BUILD_OPS=1 compiles the CUDA ops if that is possible here, DS_KFAC_BUILD_CUDA=1 compiles them or fails.
-TORCH_CUDA_ARCH_LIST names the GPUs, e.g. "8.0;9.0".
+DS_KFAC_BUILD_OPS=1 compiles the CUDA ops if that is possible here, DS_KFAC_BUILD_CUDA=1 compiles
+them or fails. TORCH_CUDA_ARCH_LIST names the GPUs, e.g. "8.0;9.0".
 """
 
 import os
@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent
 
 
 def builders():
-    """ds_kfac.ops.build without the package's root, which needs torch and DeepSpeed: they may not be there yet."""
+    """ds_kfac.ops.build without the package's root, which needs torch and DeepSpeed: they may not
+    be there yet."""
     for name in ("ds_kfac", "ds_kfac.ops"):
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
@@ -27,7 +28,8 @@ def builders():
 
 
 class BuildPyWithOps(build_py):
-    """Puts ``csrc`` into the package, where ops are compiled from at first use, and libraries that are built now."""
+    """Puts ``csrc`` into the package, where ops are compiled from at first use, and libraries that
+    are built now."""
 
     def run(self) -> None:
         super().run()
@@ -46,7 +48,9 @@ class WithOps(Distribution):
     """A wheel with libraries in it is for this platform."""
 
     def has_ext_modules(self) -> bool:
-        return any(name.startswith("DS_KFAC_BUILD_") and value == "1" for name, value in os.environ.items())
+        return any(
+            name.startswith("DS_KFAC_BUILD_") and value == "1" for name, value in os.environ.items()
+        )
 
 
 setup(cmdclass={"build_py": BuildPyWithOps}, distclass=WithOps)

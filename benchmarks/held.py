@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def bytes_in(*kept: Any) -> int:
-    """Of the tensors in dataclasses and sequences, each once: a history's last value may be the average itself."""
+    """Of the tensors in dataclasses and sequences, each once: a history's last value may be the
+    average itself."""
     found, left = dict[int, int](), list(kept)
     while left:
         x = left.pop()
@@ -24,4 +25,6 @@ def nbytes_of(kfac: Any) -> tuple[int, int]:
     """Bytes of a preconditioner's factors and eigenbases, and of its moments."""
     states = kfac.state.values()
     bases = bytes_in(*(side for state in states for side in (state.A, state.G)))
-    return bytes_in(*kfac.curvature.factors.values()) + bases, bytes_in(*(state.moments for state in states))
+    return bytes_in(*kfac.curvature.factors.values()) + bases, bytes_in(
+        *(state.moments for state in states)
+    )

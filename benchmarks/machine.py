@@ -1,10 +1,28 @@
-"""What a machine has of what the benchmarks need: each thing by itself, so that one that is missing hides no other."""
+"""What a machine has of what the benchmarks need: each thing by itself, so that one that is missing
+hides no other."""
 
 import importlib
 import subprocess
 
-PACKAGES = ("torch", "triton", "pytest", "numpy", "matplotlib", "PIL", "ninja", "pydantic", "hjson", "deepspeed")
-COMMANDS = ("nvidia-smi", "nvcc --version", "compute-sanitizer --version", "git describe --always --dirty", "nproc")
+PACKAGES = (
+    "torch",
+    "triton",
+    "pytest",
+    "numpy",
+    "matplotlib",
+    "PIL",
+    "ninja",
+    "pydantic",
+    "hjson",
+    "deepspeed",
+)
+COMMANDS = (
+    "nvidia-smi",
+    "nvcc --version",
+    "compute-sanitizer --version",
+    "git describe --always --dirty",
+    "nproc",
+)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""The estimator against a clock: predicted and measured processor seconds of every stage, for three models on this CPU.
+"""The estimator against a clock: predicted and measured processor seconds of every stage, for three
+models on this CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/predicted.py [--costs costs.json] [--periods 2]
 
-One rank and one thread, so processor seconds are what an idle machine would take. Rates are measured first (as
-benchmarks/kernels/costs.py does) unless a file has them.
+One rank and one thread, so processor seconds are what an idle machine would take. Rates are
+measured first (as benchmarks/kernels/costs.py does) unless a file has them.
 """
 
 import argparse
@@ -58,7 +59,9 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(IMAGES, 3, SIZE, SIZE), torch.randint(10, (IMAGES,))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], dict, int]] = {
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], dict, int]
+] = {
     "GPT, width 128, KFACAdamW": (gpt(128), tokens, KFAC_ADAMW, ROWS * CONTEXT),
     "GPT, width 256, KFACAdamW": (gpt(256), tokens, KFAC_ADAMW, ROWS * CONTEXT),
     "ResNet-20, K-FAC into SGD": (Classifier, images, SGD, IMAGES),
@@ -89,10 +92,11 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
         "optimizer": optimizer,
         "steps_per_print": 1_000_000,
         "kfac": {
-            "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
+            "factor": {"update_interval": UPDATE},
+            "eigenbasis": {"refresh_interval": REFRESH},
             "burn_in": {"steps": 0},
         },
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     model, batch = build(), draw()
     subject = Subject(model, config, trace=Trace(model, batch))
@@ -107,7 +111,9 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--costs", type=Path)
     parser.add_argument("--periods", type=int, default=2, help="refresh intervals that are timed")
     arguments = parser.parse_args()
@@ -118,7 +124,9 @@ def main() -> None:
         file = arguments.costs or Path(folder) / "costs.json"
         if arguments.costs is None:
             costs.main(["--device", "cpu", "--out", str(file)])
-        print("| ms a step: predicted / measured | " + " | ".join((*STAGES, "K-FAC", "model")) + " |")
+        print(
+            "| ms a step: predicted / measured | " + " | ".join((*STAGES, "K-FAC", "model")) + " |"
+        )
         print("|---" * (len(STAGES) + 3) + "|")
         for name in MODELS:
             found = compared(name, file, arguments.periods)
@@ -134,7 +142,13 @@ def _cell(predicted: float, clock: float) -> str:
 
 
 if __name__ == "__main__":
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29671}
+    alone = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29671,
+    }
     for key, value in alone.items():
         os.environ.setdefault(key, str(value))
     main()

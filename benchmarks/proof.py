@@ -1,9 +1,11 @@
-"""What the proof of a layer's rows costs in the step that it is in: seconds of the process's own work, in pairs.
+"""What the proof of a layer's rows costs in the step that it is in: seconds of the process's own
+work, in pairs.
 
     python benchmarks/proof.py [--width 384] [--blocks 4] [--tokens 2048] [--pairs 15]
 
-A GPT on one CPU core whose every step captures and refreshes nothing; every other step proves. Processor time and not
-the clock's, so that other processes count little. The mean step at the shipped intervals proves in one of every 10,000.
+A GPT on one CPU core whose every step captures and refreshes nothing; every other step proves.
+Processor time and not the clock's, so that other processes count little. The mean step at the
+shipped intervals proves in one of every 10,000.
 """
 
 import argparse
@@ -30,7 +32,9 @@ def seconds(width: int, blocks: int, tokens: int, pairs: int) -> tuple[list[floa
     """Of steps without and with the proof, in their order."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     config = {
@@ -43,7 +47,9 @@ def seconds(width: int, blocks: int, tokens: int, pairs: int) -> tuple[list[floa
             "report": "none",
         },
     }
-    engine, *_ = ds_kfac.initialize(model=GPT(GPTConfig(width, blocks, width // 64, CONTEXT)), config=config)
+    engine, *_ = ds_kfac.initialize(
+        model=GPT(GPTConfig(width, blocks, width // 64, CONTEXT)), config=config
+    )
     plain = Proving.begin
 
     def begin(self: Proving, step: int, key, **how):
@@ -64,15 +70,19 @@ def seconds(width: int, blocks: int, tokens: int, pairs: int) -> tuple[list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in {"width": 384, "blocks": 4, "tokens": 2048, "pairs": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     without, proving = seconds(**vars(parser.parse_args()))
     ratios = sorted(b / a for a, b in zip(without, proving, strict=True))
     middle, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
-    print(f"a step that captures: {statistics.median(without):.3f} s; one that proves, too: "
-          f"{statistics.median(proving):.3f} s; ratio {middle:.4f} (s.e. {error:.4f}, median "
-          f"{statistics.median(ratios):.4f}, {len(ratios)} pairs)")  # fmt: skip
+    print(
+        f"a step that captures: {statistics.median(without):.3f} s; one that proves, too: "
+        f"{statistics.median(proving):.3f} s; ratio {middle:.4f} (s.e. {error:.4f}, median "
+        f"{statistics.median(ratios):.4f}, {len(ratios)} pairs)"
+    )
 
 
 if __name__ == "__main__":

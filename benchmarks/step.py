@@ -1,9 +1,10 @@
-"""What a step costs with K-FAC and without, side by side in one run, on any stage and number of ranks.
+"""What a step costs with K-FAC and without, side by side in one run, on any stage and number of
+ranks.
 
     deepspeed --num_accelerators 2 benchmarks/step.py --stage 2 [--out benchmarks/results]
 
-The engines alternate, so that noise hits both. Prints medians and spread of each kind of step, the ratio to AdamW's
-step, bytes on the wire per rank and K-FAC state per rank.
+The engines alternate, so that noise hits both. Prints medians and spread of each kind of step, the
+ratio to AdamW's step, bytes on the wire per rank and K-FAC state per rank.
 """
 
 import argparse
@@ -45,14 +46,19 @@ def build(arguments: argparse.Namespace, *, kfac: bool):
     }
     if kfac:
         planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
-        config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH}}
+        config["kfac"] = {
+            "factor": {"update_interval": UPDATE},
+            "eigenbasis": {"refresh_interval": REFRESH},
+        }
     model = GPT(GPTConfig(arguments.width, arguments.blocks, 4, arguments.context))
     return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def timed_step(engine, arguments: argparse.Namespace, step: int) -> float:
     generator = torch.Generator().manual_seed(step * 7 + dist.get_rank())
-    x = torch.randint(256, (arguments.rows, arguments.context), generator=generator).to(engine.device)
+    x = torch.randint(256, (arguments.rows, arguments.context), generator=generator).to(
+        engine.device
+    )
     get_accelerator().synchronize()
     dist.barrier()
     start = time.perf_counter()
@@ -69,7 +75,9 @@ def kind(step: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (
         ("stage", 2),
         ("width", 256),
@@ -101,15 +109,30 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     medians = {name: statistics.median(values) for name, values in times.items()}
     mean = sum(weight * medians[name] for name, weight in WEIGHTS.items())
     device = get_accelerator().device_name()
-    print(f"\n{platform.processor() or platform.machine()}, {device}, torch {torch.__version__}, deepspeed "
-          f"{deepspeed.__version__}, {dist.get_world_size()} ranks, ZeRO {arguments.stage}, width {arguments.width}, "
-          f"{arguments.blocks} blocks, {arguments.rows * arguments.context} tokens a rank")  # fmt: skip
+    print(
+        f"\n{platform.processor() or platform.machine()}, {device}, torch {torch.__version__}, "
+        f"deepspeed "
+        f"{deepspeed.__version__}, {dist.get_world_size()} ranks, ZeRO {arguments.stage}, width "
+        f"{arguments.width}, "
+        f"{arguments.blocks} blocks, {arguments.rows * arguments.context} tokens a rank"
+    )
     print(f"{'step':24} {'median [ms]':>12} {'min..max [ms]':>18} {'to AdamW':>9} {'steps':>6}")
     rows = []
     for name, values in times.items():
         spread = f"{1000 * min(values):.1f}..{1000 * max(values):.1f}"
-        print(f"{name:24} {1000 * medians[name]:12.1f} {spread:>18} {medians[name] / base:9.2f} {len(values):6d}")
-        rows.append([name, 1000 * medians[name], 1000 * min(values), 1000 * max(values), medians[name] / base])
+        print(
+            f"{name:24} {1000 * medians[name]:12.1f} {spread:>18} {medians[name] / base:9.2f} "
+            f"{len(values):6d}"
+        )
+        rows.append(
+            [
+                name,
+                1000 * medians[name],
+                1000 * min(values),
+                1000 * max(values),
+                medians[name] / base,
+            ]
+        )
     print(f"{ROW:24} {1000 * mean:12.1f} {'':>18} {mean / base:9.2f}")
     rows.append([ROW, 1000 * mean, "", "", mean / base])
     rank, world, exchange = kfac.rank, kfac.layout.world, kfac.exchange

@@ -1,13 +1,17 @@
-"""What optimizers cost in a training step of a GPT-2-small on one device: AdamW, Muon, KFACAdamW, K-FAC into AdamW.
+"""What optimizers cost in a training step of a GPT-2-small on one device: AdamW, Muon, KFACAdamW,
+K-FAC into AdamW.
 
-    python benchmarks/step_gpu.py [--methods AdamW KFACAdamW] [--kfac '{"preconditioner": {...}}'] [--out FOLDER]
+    python benchmarks/step_gpu.py [--methods AdamW KFACAdamW] [--kfac '{"preconditioner": {...}}']
+    [--out FOLDER]
     python benchmarks/step_gpu.py --smoke      # two steps of each K-FAC method in every ZeRO stage
 
-One method after the other, each with its own engine, at the default intervals: medians of each kind of step, the mean
-of whole refresh intervals, what that is more than AdamW's step, and the memory peak. A step is over when its own stream
-is done: a decomposition on another one may go on beside the next steps. A second, slower run waits for the device
-around every stage, which gives the stages' shares; a third is recorded by torch.profiler. Every row is in the csv file
-when it is measured, and what fails is a row. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
+One method after the other, each with its own engine, at the default intervals: medians of each kind
+of step, the mean of whole refresh intervals, what that is more than AdamW's step, and the memory
+peak. A step is over when its own stream is done: a decomposition on another one may go on beside
+the next steps. A second, slower run waits for the device around every stage, which gives the
+stages' shares; a third is recorded by torch.profiler. Every row is in the csv file when it is
+measured, and what fails is a row. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that
+it works.
 """
 
 import argparse
@@ -23,8 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and os.environ.get("DS_ACCELERATOR") == "cpu":  # torch reads it when it is imported
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Muon's kernels: minutes, and no faster on a CPU
+# torch reads it when it is imported
+if __name__ == "__main__" and os.environ.get("DS_ACCELERATOR") == "cpu":
+    # Muon's kernels: minutes, and no faster on a CPU
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import deepspeed
 import torch
@@ -49,17 +55,32 @@ LONG_REFRESH = planning.LONG_REFRESH
 ADAM = {"betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}
 METHODS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"lr": 3e-4, **ADAM}},
-    "Muon": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, **ADAM}},
+    "Muon": {
+        "type": "Muon",
+        "params": {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, **ADAM},
+    },
     "KFACAdamW": {"type": "KFACAdamW", "params": {"lr": 3e-4, **ADAM}},
     "K-FAC into AdamW": {"type": "AdamW", "params": {"lr": 3e-4, **ADAM}},
 }
 """Optimizer blocks; those with K-FAC have its name in theirs."""
-COLUMNS = ("method", "stage", "what", "median_ms", "low_ms", "high_ms", "of_adamw", "count", "memory_mb", "problem")
+COLUMNS = (
+    "method",
+    "stage",
+    "what",
+    "median_ms",
+    "low_ms",
+    "high_ms",
+    "of_adamw",
+    "count",
+    "memory_mb",
+    "problem",
+)
 SMOKE_STEPS = 2
 
 
 class GPT2(nn.Module):
-    """Tokens [B, T] -> their mean cross-entropy; the head is the embedding. 124 M parameters as GPT-2 small."""
+    """Tokens [B, T] -> their mean cross-entropy; the head is the embedding. 124 M parameters as
+    GPT-2 small."""
 
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
         super().__init__()
@@ -84,7 +105,8 @@ def has_kfac(method: str) -> bool:
 
 
 def first_of(method: str) -> int:
-    """The first step that is timed. A factor's first refresh is by eigh, as is every tenth one from then on."""
+    """The first step that is timed. A factor's first refresh is by eigh, as is every tenth one from
+    then on."""
     return REFRESH + FIRST if has_kfac(method) else FIRST
 
 
@@ -104,7 +126,9 @@ def config_of(options: argparse.Namespace, method: str, *, stage: int) -> dict[s
         rotation.BATCHED = options.batched or rotation.BATCHED
         blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
-            blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
+            blocks[name] = (
+                {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
+            )
         config["kfac"] = blocks
     return config
 
@@ -112,7 +136,9 @@ def config_of(options: argparse.Namespace, method: str, *, stage: int) -> dict[s
 def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool = False) -> Any:
     torch.manual_seed(0)
     config = config_of(options, method, stage=stage)
-    model = GPT2(GPTConfig(options.width, options.blocks, options.heads, options.context), options.vocabulary)
+    model = GPT2(
+        GPTConfig(options.width, options.blocks, options.heads, options.context), options.vocabulary
+    )
     start = ds_kfac.initialize if has_kfac(method) else deepspeed.initialize
     with contextlib.redirect_stdout(io.StringIO()):
         engine = start(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -152,7 +178,8 @@ def engine_of(options: argparse.Namespace, method: str, **how: Any):
 
 
 def measure(options: argparse.Namespace, method: str) -> tuple[list[tuple[str, float]], float]:
-    """(kind, seconds) of each step after those that allocate and compile; and the peak of memory in MB."""
+    """(kind, seconds) of each step after those that allocate and compile; and the peak of memory in
+    MB."""
     times = []
     get_accelerator().reset_peak_memory_stats()
     with engine_of(options, method, stage=options.stage) as engine:
@@ -166,7 +193,8 @@ def measure(options: argparse.Namespace, method: str) -> tuple[list[tuple[str, f
 
 
 def stages(options: argparse.Namespace, method: str) -> dict[str, tuple[float, float]]:
-    """Stage -> (seconds of one, part of the steps that have it); each waited for, so their sum is more than a step."""
+    """Stage -> (seconds of one, part of the steps that have it); each waited for, so their sum is
+    more than a step."""
     spent: dict[str, dict[str, list[float]]] = {name: {} for name in STAGES}
     with engine_of(options, method, stage=options.stage, timings=True) as engine:
         metrics = engine.kfac.preconditioner.metrics
@@ -175,11 +203,16 @@ def stages(options: argparse.Namespace, method: str) -> dict[str, tuple[float, f
             step(engine, options, index)
             if index > REFRESH:
                 for stage in STAGES:
-                    spent[stage].setdefault(name, []).append(metrics.seconds[stage] - before.get(stage, 0.0))
+                    spent[stage].setdefault(name, []).append(
+                        metrics.seconds[stage] - before.get(stage, 0.0)
+                    )
     found = {}
     for stage, by_kind in spent.items():
         medians = {name: statistics.median(values) for name, values in by_kind.items()}
-        found[stage] = max(medians.values()), sum(WEIGHTS[name] * medians.get(name, 0.0) for name in WEIGHTS)
+        found[stage] = (
+            max(medians.values()),
+            sum(WEIGHTS[name] * medians.get(name, 0.0) for name in WEIGHTS),
+        )
     return found
 
 
@@ -201,29 +234,49 @@ def trace(options: argparse.Namespace, method: str) -> None:
             stem = f"trace_{method}_{name}".replace(" ", "_")
             recorded.export_chrome_trace(str(options.out / f"{stem}.json.gz"))
             by = "self_cuda_time_total" if options.gpu else "self_cpu_time_total"
-            (options.out / f"{stem}.txt").write_text(recorded.key_averages().table(sort_by=by, row_limit=40))
+            (options.out / f"{stem}.txt").write_text(
+                recorded.key_averages().table(sort_by=by, row_limit=40)
+            )
 
 
-def rows_of(options: argparse.Namespace, method: str, base: float | None, add: Callable[..., None]) -> float:
+def rows_of(
+    options: argparse.Namespace, method: str, base: float | None, add: Callable[..., None]
+) -> float:
     """Adds the rows of a method; returns the seconds of its mean step. ``base``: AdamW's."""
     times, memory = measure(options, method)
     by_kind: dict[str, list[float]] = {}
     for name, seconds in times:
         by_kind.setdefault(name, []).append(seconds)
     for name, values in by_kind.items():
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        add(what=name, median_ms=1e3 * middle, low_ms=1e3 * low, high_ms=1e3 * high,
-            of_adamw=middle / base if base else "", count=len(values), memory_mb=memory)  # fmt: skip
+        low, middle, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
+        add(
+            what=name,
+            median_ms=1e3 * middle,
+            low_ms=1e3 * low,
+            high_ms=1e3 * high,
+            of_adamw=middle / base if base else "",
+            count=len(values),
+            memory_mb=memory,
+        )
     if not has_kfac(method):
         return statistics.median(by_kind["step"])
     mean = statistics.fmean(seconds for _, seconds in times)
     add(what=ROW, median_ms=1e3 * mean, of_adamw=mean / base if base else "", count=len(times))
     if base:
         verdict = "below" if mean / base < 1 + TARGET else "not below"
-        print(f"{method}: overhead {mean / base - 1:.1%} of AdamW's step, {verdict} {TARGET:.0%}", flush=True)
+        print(
+            f"{method}: overhead {mean / base - 1:.1%} of AdamW's step, {verdict} {TARGET:.0%}",
+            flush=True,
+        )
     for stage, (most, weighed) in stages(options, method).items():
         add(what=f"stage {stage}, most in a step", median_ms=1e3 * most)
-        add(what=f"stage {stage}, weighed", median_ms=1e3 * weighed, of_adamw=weighed / base if base else "")
+        add(
+            what=f"stage {stage}, weighed",
+            median_ms=1e3 * weighed,
+            of_adamw=weighed / base if base else "",
+        )
     return mean
 
 
@@ -245,7 +298,12 @@ def run(options: argparse.Namespace) -> int:
 
             def add(method=method, stage=stage, **row: Any) -> None:
                 file.add([{"method": method, "stage": stage, **row}])
-                print(method, f"stage {stage}", *(f"{key} {value}" for key, value in row.items()), flush=True)
+                print(
+                    method,
+                    f"stage {stage}",
+                    *(f"{key} {value}" for key, value in row.items()),
+                    flush=True,
+                )
 
             try:
                 if options.smoke:
@@ -263,14 +321,23 @@ def run(options: argparse.Namespace) -> int:
 
 def about(options: argparse.Namespace) -> str:
     device = torch.cuda.get_device_name() if options.gpu else "CPU"
-    return (f"Step on {device}, {options.blocks} x {options.width}, {options.rows} x {options.context} tokens, bf16, "
-            f"ZeRO {options.stage}, torch {torch.__version__}, deepspeed {deepspeed.__version__}")  # fmt: skip
+    return (
+        f"Step on {device}, {options.blocks} x {options.width}, {options.rows} x "
+        f"{options.context} tokens, bf16, "
+        f"ZeRO {options.stage}, torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    )
 
 
 def start() -> bool:
     """DeepSpeed in this process; whether on a GPU."""
     gpu = get_accelerator().device_name() == "cuda"
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+    }
     for name, value in place.items():
         os.environ.setdefault(name, value)
     if not gpu:
@@ -281,21 +348,43 @@ def start() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1,
-             "accumulation": 1}  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "width": 768,
+        "blocks": 12,
+        "heads": 12,
+        "context": 1024,
+        "vocabulary": 50304,
+        "rows": 32,
+        "stage": 1,
+        "accumulation": 1,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps")
-    parser.add_argument("--staggered", action="store_true", help="refreshes spread over steps, as in a run")
-    parser.add_argument("--batched", type=int, help="elements of the layers that are stepped in one batch")
+    parser.add_argument(
+        "--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps"
+    )
+    parser.add_argument(
+        "--staggered", action="store_true", help="refreshes spread over steps, as in a run"
+    )
+    parser.add_argument(
+        "--batched", type=int, help="elements of the layers that are stepped in one batch"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
-    parser.add_argument("--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage")
+    parser.add_argument(
+        "--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage"
+    )
     parser.add_argument("--trace", action="store_true", help="record steps by torch.profiler, too")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"))
     options = parser.parse_args(arguments)
-    options.methods = [method for method in options.methods if has_kfac(method) or not options.smoke]
+    options.methods = [
+        method for method in options.methods if has_kfac(method) or not options.smoke
+    ]
     options.gpu = start()
     return 1 if run(options) else 0
 

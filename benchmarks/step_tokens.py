@@ -1,13 +1,15 @@
-"""What K-FAC costs in a step, by the tokens of a rank: GPT-2 small and medium on one device, beside what is predicted.
+"""What K-FAC costs in a step, by the tokens of a rank: GPT-2 small and medium on one device, beside
+what is predicted.
 
     python benchmarks/step_tokens.py [--seconds 500] [--out FOLDER]    # again, until it says that all is done
     python benchmarks/step_tokens.py --dry-run                         # what is to be measured, and what it takes
 
-Micro-batches of 32,768 tokens, accumulated above that. K-FAC's methods run with the plan that a run has by default,
-which spreads long refreshes over steps, and with all at once. A measurement is of a whole refresh interval (of ten
-steps without K-FAC), and is in the csv file when it is done; one that no time was left for, or that failed, is made in
-the next call. The mean is of the interval. K-FAC's milliseconds are the mean minus AdamW's median; what
-`ds_kfac estimate` predicts stands beside them.
+Micro-batches of 32,768 tokens, accumulated above that. K-FAC's methods run with the plan that a run
+has by default, which spreads long refreshes over steps, and with all at once. A measurement is of a
+whole refresh interval (of ten steps without K-FAC), and is in the csv file when it is done; one
+that no time was left for, or that failed, is made in the next call. The mean is of the interval.
+K-FAC's milliseconds are the mean minus AdamW's median; what `ds_kfac estimate` predicts stands
+beside them.
 """
 
 import argparse
@@ -35,9 +37,25 @@ from ds_kfac.estimate.estimates import Estimate
 from ds_kfac.estimate.subject import Subject, Trace
 from examples.gpt import GPTConfig
 
-COLUMNS = ["model", "tokens", "method", "plan", "what", "median_ms", "low_ms", "high_ms", "count", "memory_mb",
-           "overhead", "predicted_overhead", "kfac_ms", "predicted_kfac_ms", "predicted_over_measured", "device",
-           "problem"]  # fmt: skip
+COLUMNS = [
+    "model",
+    "tokens",
+    "method",
+    "plan",
+    "what",
+    "median_ms",
+    "low_ms",
+    "high_ms",
+    "count",
+    "memory_mb",
+    "overhead",
+    "predicted_overhead",
+    "kfac_ms",
+    "predicted_kfac_ms",
+    "predicted_over_measured",
+    "device",
+    "problem",
+]
 CONTEXT, MICRO, VOCABULARY = 1024, 32_768, 50304
 MODELS = {"gpt2_small": (768, 12, 12), "gpt2_medium": (1024, 24, 16)}
 """Width, blocks, heads."""
@@ -46,12 +64,20 @@ TOKENS = 32_768, 8_192, 131_072, 524_288
 """Of GPT-2 small, in order of worth; the first one of the medium one, too."""
 PLAIN_STEPS = 10
 ACCUMULATED_FIRST = 2
-"""Steps that are not timed where each has several micro-batches; with K-FAC first refreshes, which are by eigh, are."""
+"""Steps that are not timed where each has several micro-batches; with K-FAC first refreshes, which
+are by eigh, are."""
 DEFAULT, AT_ONCE = "default", "all at once"
-KINDS = [("AdamW", ""), ("KFACAdamW", DEFAULT), ("K-FAC into AdamW", DEFAULT), ("Muon", ""), ("KFACAdamW", AT_ONCE),
-         ("K-FAC into AdamW", AT_ONCE)]  # fmt: skip
+KINDS = [
+    ("AdamW", ""),
+    ("KFACAdamW", DEFAULT),
+    ("K-FAC into AdamW", DEFAULT),
+    ("Muon", ""),
+    ("KFACAdamW", AT_ONCE),
+    ("K-FAC into AdamW", AT_ONCE),
+]
 ASSUMED_MS, STARTS = 90.0, 8.0
-"""Of AdamW's step of 32,768 tokens by GPT-2 small on an H100, before it was measured; seconds to build and compile."""
+"""Of AdamW's step of 32,768 tokens by GPT-2 small on an H100, before it was measured; seconds to
+build and compile."""
 FACTORS = {"Muon": 1.6, "KFACAdamW": 1.6, "K-FAC into AdamW": 2.3}
 """Of AdamW's steps of 32,768 tokens: what a mean one of another method may take."""
 
@@ -74,11 +100,23 @@ def sizes(options: argparse.Namespace, cell: Cell) -> argparse.Namespace:
     """Arguments as of benchmarks/step_gpu.py."""
     width, blocks, heads = (TINY if options.tiny else MODELS)[cell.model]
     accumulation = max(1, cell.tokens // options.micro)
-    rows, vocabulary = cell.tokens // accumulation // options.context, 11 if options.tiny else VOCABULARY
+    rows, vocabulary = (
+        cell.tokens // accumulation // options.context,
+        11 if options.tiny else VOCABULARY,
+    )
     return argparse.Namespace(
-        width=width, blocks=blocks, heads=heads, context=options.context, vocabulary=vocabulary, rows=rows,
-        accumulation=accumulation, stage=1, kfac="{}", batched=None, staggered=cell.plan != AT_ONCE,
-    )  # fmt: skip
+        width=width,
+        blocks=blocks,
+        heads=heads,
+        context=options.context,
+        vocabulary=vocabulary,
+        rows=rows,
+        accumulation=accumulation,
+        stage=1,
+        kfac="{}",
+        batched=None,
+        staggered=cell.plan != AT_ONCE,
+    )
 
 
 def steps_of(options: argparse.Namespace, cell: Cell) -> tuple[int, int]:
@@ -88,18 +126,30 @@ def steps_of(options: argparse.Namespace, cell: Cell) -> tuple[int, int]:
 
 
 def expected(options: argparse.Namespace, cell: Cell, rows: Sequence[dict[str, str]]) -> float:
-    """Seconds that it takes, by AdamW's steps so far: what other methods add does not grow with accumulation."""
-    known = {(row["model"], int(row["tokens"])): float(row["median_ms"]) for row in rows
-             if row["method"] == "AdamW" and row["what"] == "step"}  # fmt: skip
+    """Seconds that it takes, by AdamW's steps so far: what other methods add does not grow with
+    accumulation."""
+    known = {
+        (row["model"], int(row["tokens"])): float(row["median_ms"])
+        for row in rows
+        if row["method"] == "AdamW" and row["what"] == "step"
+    }
     first = known.get((cell.model, options.micro))
     if first is None:
-        first = known.get(("gpt2_small", options.micro), ASSUMED_MS) * (2.8 if cell.model == "gpt2_medium" else 1.0)
+        first = known.get(("gpt2_small", options.micro), ASSUMED_MS) * (
+            2.8 if cell.model == "gpt2_medium" else 1.0
+        )
     own = known.get((cell.model, cell.tokens), first * cell.tokens / options.micro)
-    return STARTS + sum(steps_of(options, cell)) * (own + first * (FACTORS.get(cell.method, 1.0) - 1)) / 1e3
+    return (
+        STARTS
+        + sum(steps_of(options, cell)) * (own + first * (FACTORS.get(cell.method, 1.0) - 1)) / 1e3
+    )
 
 
-def measure(options: argparse.Namespace, cell: Cell, ends: float) -> tuple[list[tuple[str, float]], float] | None:
-    """(kind, seconds) of every timed step, and the peak of memory in MB; None: there was no time."""
+def measure(
+    options: argparse.Namespace, cell: Cell, ends: float
+) -> tuple[list[tuple[str, float]], float] | None:
+    """(kind, seconds) of every timed step, and the peak of memory in MB; None: there was no
+    time."""
     first, count = steps_of(options, cell)
     own, times = sizes(options, cell), list[tuple[str, float]]()
     get_accelerator().reset_peak_memory_stats()
@@ -126,15 +176,32 @@ def predicted(options: argparse.Namespace, cell: Cell) -> Estimate:
     return Estimate(subject, costs, 1, cell.tokens)
 
 
-def rows_of(cell: Cell, times: list[tuple[str, float]], memory: float, base: float | None, estimate: Estimate | None):
+def rows_of(
+    cell: Cell,
+    times: list[tuple[str, float]],
+    memory: float,
+    base: float | None,
+    estimate: Estimate | None,
+):
     """Rows of a measurement. ``base``: milliseconds of AdamW's step at these tokens."""
     by_kind: dict[str, list[float]] = {}
     for name, seconds in times:
         by_kind.setdefault(name, []).append(1e3 * seconds)
     for name, values in by_kind.items():
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        row = {"what": name, "median_ms": middle, "low_ms": low, "high_ms": high, "count": len(values)}
-        yield row | {"memory_mb": memory, **({} if base is None else {"overhead": middle / base - 1})}
+        low, middle, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
+        row = {
+            "what": name,
+            "median_ms": middle,
+            "low_ms": low,
+            "high_ms": high,
+            "count": len(values),
+        }
+        yield row | {
+            "memory_mb": memory,
+            **({} if base is None else {"overhead": middle / base - 1}),
+        }
     if has_kfac(cell.method):
         mean = 1e3 * statistics.fmean(seconds for _, seconds in times)
         row = {"what": ROW, "median_ms": mean, "count": len(times), "memory_mb": memory}
@@ -142,8 +209,11 @@ def rows_of(cell: Cell, times: list[tuple[str, float]], memory: float, base: flo
             row |= {"overhead": mean / base - 1, "kfac_ms": mean - base}
             if estimate is not None:
                 kfac = 1e3 * estimate.seconds
-                row |= {"predicted_kfac_ms": kfac, "predicted_overhead": kfac / base,
-                        "predicted_over_measured": kfac / (mean - base)}  # fmt: skip
+                row |= {
+                    "predicted_kfac_ms": kfac,
+                    "predicted_overhead": kfac / base,
+                    "predicted_over_measured": kfac / (mean - base),
+                }
         yield row
 
 
@@ -161,7 +231,9 @@ def add(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         table = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         if file.tell() == 0:
             table.writeheader()
-        table.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        table.writerows(
+            {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
+        )
 
 
 def cell_of(row: dict[str, str]) -> Cell:
@@ -175,20 +247,46 @@ def done(rows: Sequence[dict[str, str]], *, failed: bool = False) -> set[Cell]:
 
 def page(rows: Sequence[dict[str, str]]) -> str:
     """Markdown, in the order of models and tokens."""
-    head = ["model", "tokens", "method", "plan", "ms a step", "to AdamW's", "memory, GB", "K-FAC, ms", "predicted",
-            "predicted / measured"]  # fmt: skip
-    lines = ["# A step by the tokens of a rank", "", ", ".join(sorted({row["device"] for row in rows})), ""]
+    head = [
+        "model",
+        "tokens",
+        "method",
+        "plan",
+        "ms a step",
+        "to AdamW's",
+        "memory, GB",
+        "K-FAC, ms",
+        "predicted",
+        "predicted / measured",
+    ]
+    lines = [
+        "# A step by the tokens of a rank",
+        "",
+        ", ".join(sorted({row["device"] for row in rows})),
+        "",
+    ]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in sorted(rows, key=lambda row: (row["model"] != "gpt2_small", int(row["tokens"]))):
-        if row["what"] not in ("step", ROW, "failed") or (row["problem"] and cell_of(row) in done(rows)):
+        if row["what"] not in ("step", ROW, "failed") or (
+            row["problem"] and cell_of(row) in done(rows)
+        ):
             continue
         known = {key: float(row[key]) for key in COLUMNS[5:15] if row[key]}
-        cells = [row["model"], f"{int(row['tokens']):,}", row["method"], row["plan"], row["problem"]]
+        cells = [
+            row["model"],
+            f"{int(row['tokens']):,}",
+            row["method"],
+            row["plan"],
+            row["problem"],
+        ]
         cells += [""] * 5
         for at, key, how in (
-            (4, "median_ms", "{:.4g}"), (5, "overhead", "{:+.1%}"), (7, "kfac_ms", "{:.3g}"),
-            (8, "predicted_kfac_ms", "{:.3g}"), (9, "predicted_over_measured", "{:.2f}"),
-        ):  # fmt: skip
+            (4, "median_ms", "{:.4g}"),
+            (5, "overhead", "{:+.1%}"),
+            (7, "kfac_ms", "{:.3g}"),
+            (8, "predicted_kfac_ms", "{:.3g}"),
+            (9, "predicted_over_measured", "{:.2f}"),
+        ):
             cells[at] = how.format(known[key]) if key in known else cells[at]
         cells[6] = f"{known['memory_mb'] / 1e3:.3g}" if "memory_mb" in known else ""
         lines.append("| " + " | ".join(cells) + " |")
@@ -196,7 +294,8 @@ def page(rows: Sequence[dict[str, str]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
-    """What a mean step of GPT-2 small is more than AdamW's, over tokens; dashed what is predicted."""
+    """What a mean step of GPT-2 small is more than AdamW's, over tokens; dashed what is
+    predicted."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,8 +303,14 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for color, (method, plan) in zip(plt.get_cmap("tab10").colors, KINDS[1:], strict=False):
-        own = [row for row in rows if (row["model"], row["method"], row["plan"]) == ("gpt2_small", method, plan)]
-        own = sorted((row for row in own if row["what"] in ("step", ROW)), key=lambda row: int(row["tokens"]))
+        own = [
+            row
+            for row in rows
+            if (row["model"], row["method"], row["plan"]) == ("gpt2_small", method, plan)
+        ]
+        own = sorted(
+            (row for row in own if row["what"] in ("step", ROW)), key=lambda row: int(row["tokens"])
+        )
         for column, style in (("overhead", "-o"), ("predicted_overhead", "--x")):
             points = [(int(row["tokens"]), 100 * float(row[column])) for row in own if row[column]]
             if points:
@@ -230,7 +335,10 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         seconds = [expected(options, cell, rows) for cell in missing]
         for cell, each in zip(missing, seconds, strict=True):
-            print(f"{cell.model} {cell.tokens:,} tokens, {cell.method} {cell.plan}".rstrip() + f": {each:.0f} s")
+            print(
+                f"{cell.model} {cell.tokens:,} tokens, {cell.method} {cell.plan}".rstrip()
+                + f": {each:.0f} s"
+            )
         print(f"{len(missing)} measurements, {sum(seconds):.0f} s")
         return 0
     options.gpu = step_gpu.start()
@@ -241,7 +349,14 @@ def run(options: argparse.Namespace) -> int:
         if time.monotonic() + needs > ends:
             continue  # a shorter one may be behind it
         adamw = cell._replace(method="AdamW", plan="")
-        base = next((float(row["median_ms"]) for row in rows if row["what"] == "step" and cell_of(row) == adamw), None)
+        base = next(
+            (
+                float(row["median_ms"])
+                for row in rows
+                if row["what"] == "step" and cell_of(row) == adamw
+            ),
+            None,
+        )
         common = {**cell._asdict(), "device": device}
         try:
             found = measure(options, cell, ends)
@@ -264,24 +379,43 @@ def run(options: argparse.Namespace) -> int:
         (options.out / "tokens.md").write_text(page(rows))
         print(page(rows))
     left = [cell for cell in missing if cell not in done(rows)]
-    print(f"{len(left)} measurements are left: the same command goes on" if left else "all measurements are done")
+    print(
+        f"{len(left)} measurements are left: the same command goes on"
+        if left
+        else "all measurements are done"
+    )
     return failed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, help=f"of a rank in a step; default: {TOKENS}")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and few tokens, to see that it works")
-    parser.add_argument("--costs", type=Path, help="rates that benchmarks/kernels/costs.py measured, for predictions")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the call ends")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help=f"of a rank in a step; default: {TOKENS}"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models and few tokens, to see that it works"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        help="rates that benchmarks/kernels/costs.py measured, for predictions",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after which the call ends"
+    )
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"))
     options = parser.parse_args(arguments)
     options.context, options.micro = (5, 10) if options.tiny else (CONTEXT, MICRO)
     options.tokens = options.tokens or ((10, 5, 40) if options.tiny else TOKENS)
-    if wrong := [n for n in options.tokens if n % (options.micro if n > options.micro else options.context)]:
+    if wrong := [
+        n for n in options.tokens if n % (options.micro if n > options.micro else options.context)
+    ]:
         parser.error(
-            f"--tokens {wrong[0]}: not of whole texts of {options.context}, or micro-batches of {options.micro}"
+            f"--tokens {wrong[0]}: not of whole texts of {options.context}, or micro-batches of "
+            f"{options.micro}"
         )
     return 1 if run(options) else 0
 

@@ -9,7 +9,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-EVERY, DUE, THEIRS = "#d6e6f7", "#fde3c4", "#e6e6e6"  # in every step; only where it is due; DeepSpeed's or the model's
+# in every step; only where it is due; DeepSpeed's or the model's
+EVERY, DUE, THEIRS = "#d6e6f7", "#fde3c4", "#e6e6e6"
 EDGES = {EVERY: "#1f5a96", DUE: "#b5651d", THEIRS: "#666666"}
 ROWS = {"one rank for\neach factor": 4.9, "every rank": 2.9, "one rank for\neach layer": 0.95}
 HEIGHT = 1.25
@@ -18,21 +19,34 @@ HEIGHT = 1.25
 def box(axes: Axes, x: float, row: str, width: float, text: str, colour: str) -> None:
     """Centred at ``x`` in its row."""
     shape = FancyBboxPatch(
-        (x - width / 2, ROWS[row] - HEIGHT / 2), width, HEIGHT, boxstyle="round,pad=0,rounding_size=0.08",
-        facecolor=colour, edgecolor=EDGES[colour], linewidth=1.3,
-    )  # fmt: skip
+        (x - width / 2, ROWS[row] - HEIGHT / 2),
+        width,
+        HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.08",
+        facecolor=colour,
+        edgecolor=EDGES[colour],
+        linewidth=1.3,
+    )
     axes.add_patch(shape)
     axes.text(x, ROWS[row], text, ha="center", va="center", fontsize=9, linespacing=1.45)
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str, bend: str = "arc3") -> None:
+def arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: str,
+    bend: str = "arc3",
+) -> None:
     style = {"arrowstyle": "-|>", "mutation_scale": 13, "linewidth": 1.5, "color": EDGES[colour]}
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=bend, shrinkA=0, shrinkB=0, **style))
 
 
 def note(axes: Axes, x: float, y: float, text: str, colour: str, side: str) -> None:
     """Beside an arrow."""
-    axes.text(x, y, text, ha=side, va="center", fontsize=9.5, color=EDGES[colour], backgroundcolor="white")
+    axes.text(
+        x, y, text, ha=side, va="center", fontsize=9.5, color=EDGES[colour], backgroundcolor="white"
+    )
 
 
 def draw() -> pyplot.Figure:
@@ -47,7 +61,10 @@ def draw() -> pyplot.Figure:
         axes.text(0.05, y, row, ha="left", va="center", fontsize=10, weight="bold")
     for y in ((top + middle) / 2, (middle + bottom) / 2):
         axes.axhline(y, xmax=0.98, color="#cccccc", linewidth=0.8, linestyle=":")
-    for x, text in ((4.1, "forward and backward"), (9.9, "step: after DeepSpeed averaged the gradients")):
+    for x, text in (
+        (4.1, "forward and backward"),
+        (9.9, "step: after DeepSpeed averaged the gradients"),
+    ):
         axes.text(x, 6.2, text, ha="center", va="center", fontsize=10, style="italic")
     axes.axvline(6.05, ymin=0.02, ymax=0.97, color="#999999", linewidth=0.9)
 
@@ -56,10 +73,31 @@ def draw() -> pyplot.Figure:
     box(axes, 7.2, ranks, 1.8, "averaged\n" r"gradient $dW$", THEIRS)
     box(axes, 13.0, ranks, 1.95, "result in the\nplace of the\ngradient", EVERY)
     box(axes, 15.3, ranks, 1.75, "optimizer;\nthen K-FAC's\ncommit", THEIRS)
-    box(axes, 7.7, factor, 2.8, "update, every 10 steps\n" r"$A \leftarrow r A + (1-r)\,A_{batch}$", DUE)
-    box(axes, 11.1, factor, 2.8, "refresh, every 50 steps\n" r"$A = Q_A\,\mathrm{diag}(\alpha)\,Q_A^\top$", DUE)
-    box(axes, 10.1, layer, 3.9, "precondition, every step\n"
-        r"$R = Q_G^\top dW\,Q_A,\quad V = Q_G\,R'\,Q_A^\top$", EVERY)  # fmt: skip
+    box(
+        axes,
+        7.7,
+        factor,
+        2.8,
+        "update, every 10 steps\n" r"$A \leftarrow r A + (1-r)\,A_{batch}$",
+        DUE,
+    )
+    box(
+        axes,
+        11.1,
+        factor,
+        2.8,
+        "refresh, every 50 steps\n" r"$A = Q_A\,\mathrm{diag}(\alpha)\,Q_A^\top$",
+        DUE,
+    )
+    box(
+        axes,
+        10.1,
+        layer,
+        3.9,
+        "precondition, every step\n"
+        r"$R = Q_G^\top dW\,Q_A,\quad V = Q_G\,R'\,Q_A^\top$",
+        EVERY,
+    )
 
     arrow(axes, (3.875, middle), (4.175, middle), DUE)
     arrow(axes, (5.05, middle + half), (6.3, top), DUE, "angle,angleA=90,angleB=180,rad=8")
@@ -73,14 +111,29 @@ def draw() -> pyplot.Figure:
     note(axes, 13.2, 1.93, "3  scatter", EVERY, "left")
     arrow(axes, (13.975, middle), (14.425, middle), EVERY)
 
-    for place, (colour, text) in enumerate(((EVERY, "in every step"), (DUE, "only when due"), (THEIRS, "DeepSpeed"))):
+    for place, (colour, text) in enumerate(
+        ((EVERY, "in every step"), (DUE, "only when due"), (THEIRS, "DeepSpeed"))
+    ):
         y = 5.55 - 0.45 * place
-        axes.add_patch(FancyBboxPatch((13.3, y - 0.13), 0.32, 0.26, boxstyle="round,pad=0,rounding_size=0.05",
-                                      facecolor=colour, edgecolor=EDGES[colour]))  # fmt: skip
+        axes.add_patch(
+            FancyBboxPatch(
+                (13.3, y - 0.13),
+                0.32,
+                0.26,
+                boxstyle="round,pad=0,rounding_size=0.05",
+                facecolor=colour,
+                edgecolor=EDGES[colour],
+            )
+        )
         axes.text(13.75, y, text, ha="left", va="center", fontsize=9.5)
     axes.text(13.3, 4.2, "1, 2, 3: one all-to-all each", ha="left", va="center", fontsize=9.5)
     return figure
 
 
 if __name__ == "__main__":
-    draw().savefig(Path(__file__).with_suffix(".png"), dpi=110, bbox_inches="tight", metadata={"Software": None})
+    draw().savefig(
+        Path(__file__).with_suffix(".png"),
+        dpi=110,
+        bbox_inches="tight",
+        metadata={"Software": None},
+    )

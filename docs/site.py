@@ -1,12 +1,14 @@
-"""A hook of mkdocs: README.md is the index, and files of the repository that pages link to are in the site, too.
+"""A hook of mkdocs: README.md is the index, and files of the repository that pages link to are in
+the site, too.
 
-A page of the site is below docs/, or README.md, or a file elsewhere that one of them links to, directly or through
-others: that one is at files/PATH, as a page if it is Markdown. Links are rewritten to where their target is; one that
-leads nowhere is left as it is, and ``mkdocs build --strict`` fails.
+A page of the site is below docs/, or README.md, or a file elsewhere that one of them links to,
+directly or through others: that one is at files/PATH, as a page if it is Markdown. Links are
+rewritten to where their target is; one that leads nowhere is left as it is, and ``mkdocs build
+--strict`` fails.
 
-Blocks of ```math and $`inline`$ ones, which GitHub typesets, become MathML, which browsers typeset by themselves: no
-script, and nothing is fetched. A picture leads to its file, in a box that scrolls. Docstrings are written for Sphinx:
-their roles go.
+Blocks of ```math and $`inline`$ ones, which GitHub typesets, become MathML, which browsers typeset
+by themselves: no script, and nothing is fetched. A picture leads to its file, in a box that
+scrolls. Docstrings are written for Sphinx: their roles go.
 """
 
 import os
@@ -21,7 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s#]+)")
 OUTSIDE = "files/"
-FIRST = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
+FIRST = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "benchmarks/README.md",
+)
 """Pages outside docs/ that are in the navigation, whoever links to them."""
 MATH = re.compile(r"^```math\n(.*?)^```$", re.M | re.S)
 INLINE = re.compile(r"\$`(.+?)`\$")
@@ -34,7 +42,9 @@ def on_config(config: Any) -> Any:
     version = re.search(r'^__version__ = "(.*)"', (ROOT / "ds_kfac/__init__.py").read_text(), re.M)
     assert version is not None
     config.site_name += " " + version[1]
-    if address := re.search(r'^(?:Repository|Source) = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M):
+    if address := re.search(
+        r'^(?:Repository|Source) = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M
+    ):
         config.repo_url = address[1]
     return config
 
@@ -44,7 +54,9 @@ def place(path: Path) -> str:
     if path == ROOT / "README.md":
         return "index.md"
     page = path.is_relative_to(DOCS) and path.suffix in (".md", ".png", ".css")
-    return path.relative_to(DOCS).as_posix() if page else OUTSIDE + path.relative_to(ROOT).as_posix()
+    return (
+        path.relative_to(DOCS).as_posix() if page else OUTSIDE + path.relative_to(ROOT).as_posix()
+    )
 
 
 def target(source: Path, link: str) -> Path | None:
@@ -56,7 +68,11 @@ def target(source: Path, link: str) -> Path | None:
 
 def linked(source: Path) -> set[Path]:
     """Files of the repository that a page links to."""
-    return {path for found in LINK.finditer(source.read_text()) if (path := target(source, found[2])) is not None}
+    return {
+        path
+        for found in LINK.finditer(source.read_text())
+        if (path := target(source, found[2])) is not None
+    }
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -79,7 +95,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def moved(found: re.Match) -> str:
         path = target(source, found[2])
-        return found[0] if path is None else found[1] + Path(os.path.relpath(place(path), here)).as_posix()
+        return (
+            found[0]
+            if path is None
+            else found[1] + Path(os.path.relpath(place(path), here)).as_posix()
+        )
 
     markdown = MATH.sub(lambda found: formula(found[1]), LINK.sub(moved, markdown))
     return INLINE.sub(lambda found: convert(found[1]), markdown)

@@ -1,10 +1,10 @@
 """K-FAC for DeepSpeed: add a "kfac" block to the DeepSpeed config and train in fewer steps.
 
-    import ds_kfac
-    engine, optimizer, _, _ = ds_kfac.initialize(model=model, model_parameters=params, config="ds_config.json")
+    import ds_kfac engine, optimizer, _, _ = ds_kfac.initialize(model=model,
+    model_parameters=params, config="ds_config.json")
 
-or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does. With DS_KFAC=1 in the
-environment importing deepspeed or ds_kfac is enough.
+or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does.
+With DS_KFAC=1 in the environment importing deepspeed or ds_kfac is enough.
 
 Raises:
     ImportError: DeepSpeed is older than 0.17; it says what to install.
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 @contextmanager
 def only_for_data() -> Iterator[None]:
-    """What is written to standard output meanwhile, by Python, C or children, goes to standard error: DeepSpeed logs to
-    it as soon as it is imported, and so do compilers and models, but ``python -m ds_kfac schema > file`` needs it."""
+    """What is written to standard output meanwhile, by Python, C or children, goes to standard
+    error: DeepSpeed logs to it as soon as it is imported, and so do compilers and models, but
+    ``python -m ds_kfac schema > file`` needs it."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -37,8 +38,8 @@ def only_for_data() -> Iterator[None]:
 _is_command = (
     sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
 ) or os.path.basename(sys.argv[0]) == __name__
-"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``, of which some commands
-need neither torch nor DeepSpeed."""
+"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``, of
+which some commands need neither torch nor DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check

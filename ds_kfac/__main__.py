@@ -1,6 +1,7 @@
 """``python -m ds_kfac``, or ``ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
 
-A command's modules are imported when it runs, so that help, keys and missing files do not wait for torch and DeepSpeed.
+A command's modules are imported when it runs, so that help, keys and missing files do not wait for
+torch and DeepSpeed.
 """
 
 import argparse
@@ -29,77 +30,160 @@ def _rate(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}; must be a positive number such as 25 or 1.5e14"
+    )
 
 
 def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     """Add the arguments of ``estimate``, or with ``check`` those of ``check``."""
-    parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
-                        "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
-                        "folder")  # fmt: skip
-    parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
-                        "config has none")  # fmt: skip
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help='of the parameters, where the config has '
-                        '"auto", or nothing')  # fmt: skip
-    parser.add_argument("--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="module:factory, a function that returns a model, or (model, "
+        "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, "
+        "or its "
+        "folder",
+    )
+    parser.add_argument(
+        "--optimizer",
+        metavar="TYPE",
+        help="the one that the script passes, such as AdamW, if the config has none",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help='of the parameters, where the config has "auto", or nothing',
+    )
+    parser.add_argument(
+        "--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft"
+    )
     default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
-    parser.add_argument("--world", type=_count, required=not check, default=1, help="data-parallel ranks")
+    parser.add_argument(
+        "--world", type=_count, required=not check, default=1, help="data-parallel ranks"
+    )
     if check:
         return
-    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
-    parser.add_argument("--batch-rows", type=_count, metavar="N", help="tokens (or images) of a rank in a step; "
-                        "default: the config's batch times the model's context")  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count")
-    parser.add_argument("--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
-    parser.add_argument("--model-flops", type=_rate, metavar="F", help="FLOP/s that the model's forward and backward "
-                        "reach; default: those of the products")  # fmt: skip
-    parser.add_argument("--costs", metavar="FILE", help="rates of a machine, as python -m benchmarks.kernels.costs "
-                        "measures them; default: builtin ones, with which runs plan")  # fmt: skip
+    parser.add_argument(
+        "--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's"
+    )
+    parser.add_argument(
+        "--batch-rows",
+        type=_count,
+        metavar="N",
+        help="tokens (or images) of a rank in a step; "
+        "default: the config's batch times the model's context",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count"
+    )
+    parser.add_argument(
+        "--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32"
+    )
+    parser.add_argument(
+        "--model-flops",
+        type=_rate,
+        metavar="F",
+        help="FLOP/s that the model's forward and backward reach; default: those of the products",
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="rates of a machine, as python -m benchmarks.kernels.costs "
+        "measures them; default: builtin ones, with which runs plan",
+    )
     parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
-    parser.add_argument("--node-size", type=_count, metavar="N", help="ranks of a node; default: one")
-    parser.add_argument("--node-gbps", type=_rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
-                        "same as between nodes")  # fmt: skip
+    parser.add_argument(
+        "--node-size", type=_count, metavar="N", help="ranks of a node; default: one"
+    )
+    parser.add_argument(
+        "--node-gbps",
+        type=_rate,
+        metavar="G",
+        help="Gbit/s of a rank within its node; default: the same as between nodes",
+    )
 
 
 def _describe_factors(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``factors``."""
-    parser.add_argument("--model", required=True, help="hf:PATH, a folder that transformers loads, or module:function, "
-                        "which returns a model")  # fmt: skip
-    parser.add_argument("--data", required=True, help="text file, .jsonl with a field text, or folder of the package "
-                        "datasets, for hf: models; or module:function, (rank, ranks) -> batches")  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, help="folder for the files; factors that it holds are "
-                        "replaced")  # fmt: skip
-    parser.add_argument("--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block')
-    parser.add_argument("--length", type=_count, default=512, metavar="T",
-                        help="hf: models: tokens of a sequence, 512; texts are joined")  # fmt: skip
-    parser.add_argument("--batch", type=_count, default=8, metavar="N",
-                        help="hf: models: sequences of a rank at a time, 8")  # fmt: skip
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="hf:PATH, a folder that transformers loads, or module:function, which returns a model",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        help="text file, .jsonl with a field text, or folder of the package "
+        "datasets, for hf: models; or module:function, (rank, ranks) -> batches",
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        help="folder for the files; factors that it holds are replaced",
+    )
+    parser.add_argument(
+        "--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block'
+    )
+    parser.add_argument(
+        "--length",
+        type=_count,
+        default=512,
+        metavar="T",
+        help="hf: models: tokens of a sequence, 512; texts are joined",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="hf: models: sequences of a rank at a time, 8",
+    )
     parser.add_argument("--limit", type=_count, metavar="N", help="hf: models: sequences at most")
-    parser.add_argument("--fisher", choices=("empirical", "monte_carlo", "activations_only"), help="in place of the "
-                        "config's; monte_carlo: the true Fisher; activations_only: A alone")  # fmt: skip
-    parser.add_argument("--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues")
+    parser.add_argument(
+        "--fisher",
+        choices=("empirical", "monte_carlo", "activations_only"),
+        help="in place of the config's; monte_carlo: the true Fisher; activations_only: A alone",
+    )
+    parser.add_argument(
+        "--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues"
+    )
 
 
 def _describe_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``convert``."""
-    parser.add_argument("factors", type=Path, help="folder that factors, or engine.kfac.export, has written")
+    parser.add_argument(
+        "factors", type=Path, help="folder that factors, or engine.kfac.export, has written"
+    )
     parser.add_argument("--to", required=True, choices=TOOLS)
-    parser.add_argument("--out", required=True, type=Path, help="safetensors file; for kronfluence its output_dir")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="safetensors file; for kronfluence its output_dir"
+    )
     parser.add_argument("--name", default="ds_kfac", help="kronfluence: factors_name")
-    parser.add_argument("--rank", type=int, default=16, help="eva: r of LoRA, in the mean of the layers")
-    parser.add_argument("--rho", type=float, default=2.0, help="eva: how many times that a layer may have")
+    parser.add_argument(
+        "--rank", type=int, default=16, help="eva: r of LoRA, in the mean of the layers"
+    )
+    parser.add_argument(
+        "--rho", type=float, default=2.0, help="eva: how many times that a layer may have"
+    )
 
 
 TOOLS = ("kronfluence", "regmean", "gptq", "eva")
 """Tools for which factors can be written."""
 COMMANDS = {
-    "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
-    "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
-    "plot": "ds_kfac.integrations.plot:run", "doctor": "ds_kfac.engine.doctor:doctor",
-    "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
-}  # fmt: skip
-"""Command -> the function that returns its text, or (text, exit status), called with the parsed arguments."""
+    "check": "ds_kfac.estimate.command:check",
+    "estimate": "ds_kfac.estimate.command:run",
+    "factors": "ds_kfac.factors.command:run",
+    "convert": "ds_kfac.factors.command:run_convert",
+    "plot": "ds_kfac.integrations.plot:run",
+    "doctor": "ds_kfac.engine.doctor:doctor",
+    "config": "ds_kfac.config.manual:manual",
+    "schema": "ds_kfac.config.manual:schema",
+}
+"""Command -> the function that returns its text, or (text, exit status), called with the parsed
+arguments."""
 FOR_PROGRAMS = ("config", "schema")
 """Commands whose text is not wrapped, because it goes to files."""
 GONE = {"report": "doctor"}
@@ -107,31 +191,44 @@ GONE = {"report": "doctor"}
 
 
 def _misspelt(argv: Sequence[str], commands: Sequence[str]) -> str | None:
-    """An error for a command that does not exist, with the nearest one; None: it exists, or none is given."""
-    words = (word for word in argv if not word.startswith("-") and not word.isdigit())  # a number is --local_rank's
+    """An error for a command that does not exist, with the nearest one; None: it exists, or none is
+    given."""
+    # a number is --local_rank's
+    words = (word for word in argv if not word.startswith("-") and not word.isdigit())
     word = next(words, None)
     if word is None or word in commands:
         return None
-    begins = [name for name in commands if len(word) > 1 and name.startswith(word)] or [*filter(None, [GONE.get(word)])]
+    begins = [name for name in commands if len(word) > 1 and name.startswith(word)] or [
+        *filter(None, [GONE.get(word)])
+    ]
     close = begins or difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
-    return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
+    return (
+        f"no command {word!r}; "
+        f"{f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(commands)}"
+    )
 
 
 def must_exist(option: str, path: str | os.PathLike, what: str) -> None:
-    """Raise ValueError if there is nothing at a path. ``option``: text before the path; ``what``: what it takes."""
+    """Raise ValueError if there is nothing at a path. ``option``: text before the path; ``what``:
+    what it takes."""
     if not os.path.exists(path):
         raise ValueError(f"{option}{path}: no such file or folder in {os.getcwd()}; give {what}")
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if an argument names a file that does not exist, or a module that is not installed."""
+    """Raise ValueError if an argument names a file that does not exist, or a module that is not
+    installed."""
     model, data = getattr(arguments, "model", None) or "", getattr(arguments, "data", None) or ""
     if config := getattr(arguments, "config", None):
         must_exist("--config ", config, "a DeepSpeed config")
     if costs := getattr(arguments, "costs", None):
         must_exist("--costs ", costs, "a file that python -m benchmarks.kernels.costs has written")
     if arguments.command == "convert":
-        must_exist("factors ", arguments.factors, "the folder that factors, or engine.kfac.export, has written")
+        must_exist(
+            "factors ",
+            arguments.factors,
+            "the folder that factors, or engine.kfac.export, has written",
+        )
     if model.startswith("hf:"):
         must_exist(
             "--model hf:",
@@ -139,41 +236,65 @@ def _check_files(arguments: argparse.Namespace) -> None:
             "a config.json of transformers, or its folder; nothing is downloaded",
         )
         if data:
-            must_exist("--data ", data, "a text file, a .jsonl, or a folder of the package datasets")
+            must_exist(
+                "--data ", data, "a text file, a .jsonl, or a folder of the package datasets"
+            )
         data = ""
     for option, name in (("--model", model), ("--data", data)):
         module = name.partition(":")[0].partition(".")[0] if ":" in name else "hf"
-        if module.isidentifier() and module != "hf" and module not in sys.modules and find_spec(module) is None:
-            raise ValueError(f"{option} {name}: no module {module}; is it installed, or is its folder in PYTHONPATH?")
+        if (
+            module.isidentifier()
+            and module != "hf"
+            and module not in sys.modules
+            and find_spec(module) is None
+        ):
+            raise ValueError(
+                f"{option} {name}: no module {module}; is it installed, or is its folder in "
+                f"PYTHONPATH?"
+            )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model, and if ``doctor`` finds a fault;
-    2 for wrong arguments."""
+    """Run a command. Returns 0; 1, with a line on stderr, for a wrong config or model, and if
+    ``doctor`` finds a fault; 2 for wrong arguments."""
     script = os.path.basename(sys.argv[0]) == "ds_kfac"
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does, so that --model finds modules there
     parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by DeepSpeed's launcher
+    # passed by DeepSpeed's launcher
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
     what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
-    more = "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."
+    more = (
+        "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."
+    )
     _describe(commands.add_parser("estimate", help=what, description=more))
-    check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
+    check = commands.add_parser(
+        "check", help="whether a config fits a model, and the report of attach, without a run"
+    )
     _describe(check, check=True)
-    text = "factors of a model over some data, without training; on several ranks by deepspeed --module ds_kfac factors"
+    text = (
+        "factors of a model over some data, without training; on several ranks by deepspeed "
+        "--module ds_kfac factors"
+    )
     _describe_factors(commands.add_parser("factors", help=text))
     text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
     _describe_convert(commands.add_parser("convert", help=text))
-    plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
+    plot.add_arguments(
+        commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's")
+    )
     # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
-    commands.add_parser("doctor", help="whether this environment will work, and how to fix it; for bug reports, too")
+    commands.add_parser(
+        "doctor", help="whether this environment will work, and how to fix it; for bug reports, too"
+    )
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
-    commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
+    commands.add_parser(
+        "schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors'
+    )
     argv = sys.argv[1:] if argv is None else argv
     if problem := _misspelt(argv, list(commands.choices)):
         print(fitted(f"{program}: {problem}"), file=sys.stderr)

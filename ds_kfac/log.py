@@ -1,8 +1,8 @@
 """What ds_kfac says while a program runs, all of it by one logger, "ds_kfac", to standard error.
 
-The logger has a handler of its own and hands nothing on: DeepSpeed's stands at WARNING, and frameworks mute it and
-others. What a rank has to say of itself goes to :data:`logger` as to any; a program may change it as any. Below it
-lines, tables and numbers for a terminal.
+The logger has a handler of its own and hands nothing on: DeepSpeed's stands at WARNING, and
+frameworks mute it and others. What a rank has to say of itself goes to :data:`logger` as to any; a
+program may change it as any. Below it lines, tables and numbers for a terminal.
 """
 
 import logging
@@ -38,7 +38,8 @@ def _is_first() -> bool:
 def say(text: str, level: int = logging.INFO, *, here: bool | None = None) -> None:
     """Say something on rank 0 alone. ``here``: whether this rank says it; None: if it is rank 0."""
     if _is_first() if here is None else here:
-        logger.disabled = False  # logging.config disables all loggers that there are, unless it is told not to
+        # logging.config disables all loggers that there are, unless it is told not to
+        logger.disabled = False
         logger.log(level, text)
 
 
@@ -54,8 +55,8 @@ Row = tuple[str, ...]
 
 
 def fitted(text: str, width: int | None = None) -> str:
-    """Break long lines at spaces, and indent the continuation by 4 more; a longer word stays whole. ``width``: columns;
-    None: the terminal's, or COLUMNS of the environment, or :data:`WIDTH`."""
+    """Break long lines at spaces, and indent the continuation by 4 more; a longer word stays whole.
+    ``width``: columns; None: the terminal's, or COLUMNS of the environment, or :data:`WIDTH`."""
     if width is None:
         width = max(NARROWEST, shutil.get_terminal_size(fallback=(WIDTH, 24)).columns)
     lines: list[str] = []
@@ -64,8 +65,14 @@ def fitted(text: str, width: int | None = None) -> str:
             lines.append(line)
             continue
         indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(line.lstrip(), width, initial_indent=indent, subsequent_indent=indent + 4 * " ",
-                               break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        lines += textwrap.wrap(
+            line.lstrip(),
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent + 4 * " ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return "\n".join(lines)
 
 
@@ -73,7 +80,10 @@ def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
     """Indented lines; ``right``: all but the first column are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
-    cells = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)] for row in rows)
+    cells = (
+        [f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)]
+        for row in rows
+    )
     return [f"  {'  '.join(row).rstrip()}" for row in cells]
 
 
@@ -87,15 +97,21 @@ def number(value: float, unit: str) -> str:
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose names differ in numbers only, all else equal, as one: ``blocks.[0-31].mlp.up x 32``."""
+    """Rows whose names differ in numbers only, all else equal, as one: ``blocks.[0-31].mlp.up x
+    32``."""
     together: dict[Row, list[list[int]]] = {}
     for name, *cells in rows:
         numbers = [int(number) for number in re.findall(r"\d+", name)]
         together.setdefault((re.sub(r"\d+", "#", name), *cells), []).append(numbers)
-    return [(_name(pattern, found) or "(model)", *cells) for (pattern, *cells), found in together.items()]
+    return [
+        (_name(pattern, found) or "(model)", *cells)
+        for (pattern, *cells), found in together.items()
+    ]
 
 
 def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
     ranges = [(min(column), max(column)) for column in zip(*found, strict=True)]
     texts = iter(str(low) if low == high else f"[{low}-{high}]" for low, high in ranges)
-    return re.sub("#", lambda _: next(texts), pattern) + (f" x {len(found)}" if len(found) > 1 else "")
+    return re.sub("#", lambda _: next(texts), pattern) + (
+        f" x {len(found)}" if len(found) > 1 else ""
+    )

@@ -11,42 +11,48 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-"""Stages of a K-FAC step: "capture" runs in the model's forward and backward, others before the optimizer's step."""
+"""Stages of a K-FAC step: "capture" runs in the model's forward and backward, others before the
+optimizer's step."""
 TIMER = "kfac_"
 """Prefix of the stages' names in DeepSpeed's wall_clock_breakdown."""
 
 SUMMARY = {
-    "not_finite_layers": True,  # the layer stood still, as its gradient or its result was not finite
-    "unpreconditioned_layers": False,  # the layer has no eigenbases or inverses, and is stepped without
+    # the layer stood still, as its gradient or its result was not finite
+    "not_finite_layers": True,
+    # the layer has no eigenbases or inverses, and is stepped without
+    "unpreconditioned_layers": False,
     "refresh_failures": True,  # a decomposition failed
     "unused_layers": False,  # KFACAdamW: no step, as the gradient was exactly zero
     "left_out_gradients": True,  # KFACAdamW: no step, as the gradient was too large for the moments
-    "limited_factors": True,  # a factor's batch was scaled down: its trace was far above the average's
-    "empty_updates": True,  # a factor's batch had no row, or a value that is not finite: the factor stays as it was
+    # a factor's batch was scaled down: its trace was far above the average's
+    "limited_factors": True,
+    # a factor's batch had no row, or a value that is not finite: the factor stays as it was
+    "empty_updates": True,
     "missed_updates": True,  # a factor's batch had no row, and not all ranks contributed
 }
-"""Counters on the device, over all layers -> whether they count all steps so far (True) or the last step."""
+"""Counters on the device, over all layers -> whether they count all steps so far (True) or the last
+step."""
 
 
 class Metrics:
     """Counters and timings.
 
     Args:
-        timers: the engine's DeepSpeed timers if it prints a breakdown, else None; stages are then timed there as well,
-            without synchronising.
+        timers: the engine's DeepSpeed timers if it prints a breakdown, else None; stages are then
+            timed there as well, without synchronising.
 
     Attributes:
-        counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that captured);
-            "captured_elements" (of factors, over all ranks); "refreshes" (factors decomposed here);
-            "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed); "refresh_retries" (failed attempts at a
-            decomposition).
+        counts: this rank's counters: "steps"; "skipped_steps"; "factor_updates" (steps that
+            captured); "captured_elements" (of factors, over all ranks); "refreshes" (factors
+            decomposed here); "refreshes_<how>" (eigh, iteration, cholesky, diagonal, failed);
+            "refresh_retries" (failed attempts at a decomposition).
         current: the stage that began last.
         timings: True fills ``seconds``, and synchronises the device around every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, equal on all ranks; None while kl-clip is off.
-        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``: how far a step, before momentum, moves the model's
-            distribution by the damped curvature; at most kl_clip / 2. With ``fisher`` monte_carlo it is in nats per row
-            of the loss.
+        kl: nu^2 lr^2 <V, gradient> / 2, a device scalar like ``nu``: how far a step, before
+            momentum, moves the model's distribution by the damped curvature; at most kl_clip / 2.
+            With ``fisher`` monte_carlo it is in nats per row of the loss.
         summary: fp32 on the device, summed over ranks, in the order of :data:`SUMMARY`.
     """
 
@@ -67,7 +73,8 @@ class Metrics:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of :data:`STAGES`."""
+        """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of
+        :data:`STAGES`."""
         self.current = name
         with torch.profiler.record_function(f"ds_kfac::{name}"):
             if not self.timings and self.timers is None:

@@ -1,5 +1,5 @@
-"""All that ``import ds_kfac`` gives, and what it does: ``deepspeed.initialize`` is ours from then on, and K-FAC is
-enabled where DS_KFAC says so."""
+"""All that ``import ds_kfac`` gives, and what it does: ``deepspeed.initialize`` is ours from then
+on, and K-FAC is enabled where DS_KFAC says so."""
 
 import os
 
@@ -8,7 +8,10 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 from ds_kfac.engine.attachment import Attachment
 from ds_kfac.engine.batch_ramp import BatchRamp
 from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize, on_attached
-from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+from ds_kfac.estimate.command import (
+    estimate_kfac_mem_needs_all_cold,
+    estimate_kfac_mem_needs_all_live,
+)
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
 from ds_kfac.integrations import log_in_trainer

@@ -1,8 +1,9 @@
 """K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
-A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for the bias, and
-gradients g [O] of the loss with respect to its outputs. R is the number of rows of the layer nearest to the loss, which
-is the layer whose gradient arrives first. If the loss is a mean over R terms, the gradient of one term is R g.
+A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for
+the bias, and gradients g [O] of the loss with respect to its outputs. R is the number of rows of
+the layer nearest to the loss, which is the layer whose gradient arrives first. If the loss is a
+mean over R terms, the gradient of one term is R g.
 
     A = mean a a^T                 G = R sum g g^T                running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
@@ -19,8 +20,8 @@ After ``loss.backward()`` of a batch that went through every layer once, call on
     kfac.precondition(lr); optimizer.step()           # .grad becomes the K-FAC gradient
     kfac.adamw(lr); optimizer_of_other_params.step()  # updates the nn.Linear layers itself
 
-``tests/oracle.py`` is the algorithm with every option, ``tests/oracle_images.py`` with convolutions and norms of
-images; tests hold them equal.
+``tests/oracle.py`` is the algorithm with every option, ``tests/oracle_images.py`` with convolutions
+and norms of images; tests hold them equal.
 """
 
 from typing import Any
@@ -36,18 +37,22 @@ class Layer:
         self.module, self.kfac = module, kfac
         self.factors: list[Tensor] = []  # A [I, I], G [O, O]
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
-        self.m = self.v = torch.zeros(module.out_features, module.in_features + (module.bias is not None))
+        self.m = self.v = torch.zeros(
+            module.out_features, module.in_features + (module.bias is not None)
+        )
         module.register_forward_hook(self.forward_hook)
 
     def forward_hook(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
         a = inputs[0].detach().flatten(0, -2)  # [N, I]
         self.a = a if self.module.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        node: Any = (y if y._base is None else y._base).grad_fn  # the product's node, even if y is changed in place
+        # the product's node, even if y is changed in place
+        node: Any = (y if y._base is None else y._base).grad_fn
         node.register_prehook(self.backward_hook)
 
     def backward_hook(self, gradients: tuple) -> None:
         self.g = gradients[0].flatten(0, -2)  # [N, O]
-        self.kfac.R = self.kfac.R or len(self.g)  # the first gradient that arrives is that of the nearest layer
+        # the first gradient that arrives is that of the nearest layer
+        self.kfac.R = self.kfac.R or len(self.g)
 
     def gradient(self) -> Tensor:
         """dW [O, I], the bias as last column."""
@@ -56,20 +61,28 @@ class Layer:
 
     def parts(self, W: Tensor) -> zip:
         """(weight, its part of W [O, I]), (bias, its part)."""
-        return zip(self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False)
+        return zip(
+            self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False
+        )
 
     def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
-        """Fold a batch into the averages. From the eleventh on its trace is limited to ten times the average's."""
+        """Fold a batch into the averages. From the eleventh on its trace is limited to ten times
+        the average's."""
         G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.kfac.R * self.g.T @ self.g
         new = [self.a.T @ self.a / len(self.a), G]
         keep = min(1 - 1 / batches, decay)
         for i, old in enumerate(self.factors):
-            limited = new[i] / (new[i].trace() / (10 * old.trace())).clamp(min=1) if batches > 10 else new[i]
+            limited = (
+                new[i] / (new[i].trace() / (10 * old.trace())).clamp(min=1)
+                if batches > 10
+                else new[i]
+            )
             new[i] = keep * old + (1 - keep) * limited
         self.factors = new
 
     def refresh(self, iterate: bool) -> None:
-        """Decompose both factors. Adam's first moment is rotated into the new bases, the second stays (SOAP)."""
+        """Decompose both factors. Adam's first moment is rotated into the new bases, the second
+        stays (SOAP)."""
         old, Cs = self.bases, self.factors
         last = zip(Cs, [Q for _, Q in old], strict=True) if old and iterate else ()
         self.bases = [one_step(C, Q) for C, Q in last] or [torch.linalg.eigh(C) for C in Cs]
@@ -83,8 +96,12 @@ class KFAC:
 
     iterates = False  # whether nine of ten refreshes use one_step, as on a GPU
 
-    def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False):
-        self.layers = {name: Layer(m, self) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    def __init__(
+        self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False
+    ):
+        self.layers = {
+            name: Layer(m, self) for name, m in model.named_modules() if isinstance(m, nn.Linear)
+        }
         self.update_interval, self.refresh_interval = update_interval, refresh_interval
         self.decay, self.identity_G, self.steps = decay, identity_G, 0
         self.R = 0  # of this step's batch; 0 until a gradient arrives
@@ -94,7 +111,9 @@ class KFAC:
         refreshes, off = divmod(self.steps, self.refresh_interval)
         for layer in self.layers.values():
             if self.steps % self.update_interval == 0:
-                layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
+                layer.update_factors(
+                    self.steps // self.update_interval + 1, self.decay, self.identity_G
+                )
             if not off:
                 layer.refresh(self.iterates and refreshes % 10 > 0)
         self.steps += 1
@@ -117,8 +136,20 @@ class KFAC:
                 p.grad = part
 
     @torch.no_grad()
-    def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
-        """KFACAdamW's step. ``heads`` keep Adam's direction, at the rate lr max(``ratio`` 128 / inputs, 1)."""
+    def adamw(
+        self,
+        lr: float,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        decay=0.01,
+        size=27,
+        p=0.125,
+        c=0.01,
+        ratio=8,
+        heads=(),
+    ):
+        """KFACAdamW's step. ``heads`` keep Adam's direction, at the rate lr max(``ratio`` 128 /
+        inputs, 1)."""
         self.update()
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
@@ -127,7 +158,8 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]  # elsewhere R is rounding
+            # elsewhere R is rounding
+            ranges = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]
             U = torch.outer(*ranges) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
@@ -135,9 +167,11 @@ class KFAC:
 
 
 def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """(eigenvalues, eigenvectors) of C by orthogonal iteration from the last vectors (``curvature/iteration.py``)."""
+    """(eigenvalues, eigenvectors) of C by orthogonal iteration from the last vectors
+    (``curvature/iteration.py``)."""
     sizes = (Q * (C @ Q)).sum(0)
-    Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q  # vectors of C's rounding errors stay as they are
+    # vectors of C's rounding errors stay as they are
+    Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q
     Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
     Q = Q * R.diagonal().sign()
     values, order = (Q * (C @ Q)).sum(0).sort(stable=True)
@@ -149,5 +183,8 @@ def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
     X = U @ S / (U @ S).norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-    X = X @ S  # is then scaled to the norm size sqrt(max(O, I)), or less where the entries of U vanish
-    return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    # is then scaled to the norm size sqrt(max(O, I)), or less where the entries of U vanish
+    X = X @ S
+    return (
+        size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    )

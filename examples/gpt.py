@@ -1,4 +1,5 @@
-"""A small byte-level GPT: pre-norm blocks, scaled_dot_product_attention, SwiGLU or experts of it, learned positions."""
+"""A small byte-level GPT: pre-norm blocks, scaled_dot_product_attention, SwiGLU or experts of it,
+learned positions."""
 
 import re
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ class GPTConfig:
     causal: bool = True
     """False: every byte sees both sides, for masked prediction."""
     experts: int = 0
-    """Of a mixture in every block, each of twice the width, of which a byte takes two; 0: no mixture."""
+    """Of a mixture in every block, each of twice the width, of which a byte takes two; 0: no
+    mixture."""
     stacked: bool = True
-    """Whether the experts' weights are stacked in one tensor, as in transformers; False: modules of their own."""
+    """Whether the experts' weights are stacked in one tensor, as in transformers; False: modules of
+    their own."""
 
 
 class Attention(nn.Module):
@@ -33,7 +36,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x)
+            .view(batch, tokens, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
 
@@ -78,8 +85,12 @@ class ExpertModules(Experts):
     def __init__(self, config: GPTConfig) -> None:
         nn.Module.__init__(self)
         self.count, hidden = config.experts, 2 * config.width
-        self.gate_up = nn.ModuleList(nn.Linear(config.width, 2 * hidden, bias=False) for _ in range(config.experts))
-        self.down = nn.ModuleList(nn.Linear(hidden, config.width, bias=False) for _ in range(config.experts))
+        self.gate_up = nn.ModuleList(
+            nn.Linear(config.width, 2 * hidden, bias=False) for _ in range(config.experts)
+        )
+        self.down = nn.ModuleList(
+            nn.Linear(hidden, config.width, bias=False) for _ in range(config.experts)
+        )
 
     def expert(self, index: int, x: Tensor) -> Tensor:
         gate, up = self.gate_up[index](x).chunk(2, dim=-1)
@@ -97,14 +108,19 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat).softmax(dim=-1).topk(2)
-        return self.experts(flat, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen).view_as(x)
+        return self.experts(
+            flat, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen
+        ).view_as(x)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm_attention, self.attention = nn.LayerNorm(config.width), Attention(config)
-        self.norm_mlp, self.mlp = nn.LayerNorm(config.width), (Mixture if config.experts else SwiGLU)(config)
+        self.norm_mlp, self.mlp = (
+            nn.LayerNorm(config.width),
+            (Mixture if config.experts else SwiGLU)(config),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))
@@ -112,9 +128,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [B, T] -> logits [B, T, 256]; with targets [B, T], their mean cross-entropy in nats per byte.
+    """Bytes [B, T] -> logits [B, T, 256]; with targets [B, T], their mean cross-entropy in nats per
+    byte.
 
-    Targets of -100 do not count. DeepSpeed's Muon leaves to Adam what is called embed or lm_head, and nothing else.
+    Targets of -100 do not count. DeepSpeed's Muon leaves to Adam what is called embed or lm_head,
+    and nothing else.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -127,7 +145,9 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 into_residual = re.search(r"(out|down)(\.\d+)?(\.weight)?$", name)
-                nn.init.normal_(parameter, std=0.02 / (2 * config.blocks) ** 0.5 if into_residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * config.blocks) ** 0.5 if into_residual else 0.02
+                )
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         h = self.embed_bytes(x) + self.embed_positions(torch.arange(x.shape[1], device=x.device))

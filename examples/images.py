@@ -1,4 +1,5 @@
-"""Images and their labels: scikit-learn's digits, CIFAR, npz files, and folders or archives of class folders."""
+"""Images and their labels: scikit-learn's digits, CIFAR, npz files, and folders or archives of
+class folders."""
 
 import functools
 import io
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 HELD_OUT = ("val", "test", "valid", "validation")
 IN_MEMORY = 64
-"""Largest side of images that are kept in memory as they are; larger ones are read from their files when drawn."""
+"""Largest side of images that are kept in memory as they are; larger ones are read from their files
+when drawn."""
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 CIFAR = ("cifar-10-batches-py", "cifar-100-python")
 """Folders that torchvision unpacks below the one that it is given."""
@@ -42,11 +44,17 @@ class Part:
 
     def at(self, index: Tensor) -> "Part":
         pixels = None if self.pixels is None else self.pixels[index]
-        return Part(self.labels[index], pixels, [self.files[i] for i in index.tolist()] if self.files else [])
+        return Part(
+            self.labels[index],
+            pixels,
+            [self.files[i] for i in index.tolist()] if self.files else [],
+        )
 
     def to(self, device: torch.device) -> "Part":
         return replace(
-            self, labels=self.labels.to(device), pixels=None if self.pixels is None else self.pixels.to(device)
+            self,
+            labels=self.labels.to(device),
+            pixels=None if self.pixels is None else self.pixels.to(device),
         )
 
 
@@ -87,11 +95,14 @@ class Images:
         """With so many images of the held-out part, evenly spread, so of all classes."""
         if not 0 < count <= len(self.held_out):
             raise ValueError(f"{count} held-out images: there are {len(self.held_out)}")
-        return replace(self, held_out=self.held_out.at(torch.arange(count) * len(self.held_out) // count))
+        return replace(
+            self, held_out=self.held_out.at(torch.arange(count) * len(self.held_out) // count)
+        )
 
     def draw(self, seed: int, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Images ``start`` .. ``start + count`` of an endless sequence of epochs, each in an order of its own, shifted,
-        mirrored or cropped at random: fp32 [count, C, H, W] and their labels."""
+        """Images ``start`` .. ``start + count`` of an endless sequence of epochs, each in an order
+        of its own, shifted, mirrored or cropped at random: fp32 [count, C, H, W] and their
+        labels."""
         n, pieces = len(self.train), []
         for epoch in range(start // n, (start + count - 1) // n + 1):
             first, last = max(start - epoch * n, 0), min(start + count - epoch * n, n)
@@ -114,7 +125,11 @@ class Images:
         device = self.held_out.labels.device
         for indices in torch.arange(rank, len(self.held_out), world, device=device).split(rows):
             pixels, labels = self.held_out.pixels, self.held_out.labels[indices]
-            x = self._read(self.held_out, indices.tolist(), None) if pixels is None else pixels[indices]
+            x = (
+                self._read(self.held_out, indices.tolist(), None)
+                if pixels is None
+                else pixels[indices]
+            )
             yield self._normalized(x), labels
 
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -123,20 +138,29 @@ class Images:
         places = torch.randint(2 * shift + 1, (len(x), 2), generator=generator).to(x.device)
         mirrored = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
         rows, columns = (
-            places[:, i, None] + torch.arange(side, device=x.device) for i, side in enumerate((height, width))
+            places[:, i, None] + torch.arange(side, device=x.device)
+            for i, side in enumerate((height, width))
         )  # [n, H], [n, W]
         if self.mirrored:
             columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-        image, channel = torch.arange(len(x), device=x.device), torch.arange(x.shape[1], device=x.device)
+        image, channel = (
+            torch.arange(len(x), device=x.device),
+            torch.arange(x.shape[1], device=x.device),
+        )
         padded = F.pad(x, (shift,) * 4)
         return padded[
-            image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]
+            image[:, None, None, None],
+            channel[:, None, None],
+            rows[:, None, :, None],
+            columns[:, None, None],
         ]
 
     def _read(self, part: Part, indices: list[int], randoms: Tensor | None) -> Tensor:
         with ThreadPoolExecutor(8) as pool:
             crops: list = [None] * len(indices) if randoms is None else randoms.tolist()
-            return torch.stack(list(pool.map(lambda one: _file(part.files[one[0]], one[1]), zip(indices, crops))))  # noqa: B905
+            return torch.stack(
+                list(pool.map(lambda one: _file(part.files[one[0]], one[1]), zip(indices, crops)))
+            )  # noqa: B905
 
     def _normalized(self, x: Tensor) -> Tensor:
         return (x.float() / 255 - self.mean) / self.std
@@ -146,10 +170,12 @@ def load(path: str | None, *, per_pixel: bool = False) -> Images:
     """Read a data set.
 
     Args:
-        path: a CIFAR folder (python version, or the one above it, as torchvision has it), an npz file with x_train,
-            y_train, x_test, y_test (labels of images or of pixels), a folder with "train" and "val" or "test", each
-            with a folder per class, or a tar archive of either folder, which is not unpacked. None: digits.
-        per_pixel: whether every pixel needs a label. Digits then have their class where there is ink, and 0 elsewhere.
+        path: a CIFAR folder (python version, or the one above it, as torchvision has it), an npz
+            file with x_train, y_train, x_test, y_test (labels of images or of pixels), a folder
+            with "train" and "val" or "test", each with a folder per class, or a tar archive of
+            either folder, which is not unpacked. None: digits.
+        per_pixel: whether every pixel needs a label. Digits then have their class where there is
+            ink, and 0 elsewhere.
 
     Raises:
         ValueError: none of these.
@@ -162,18 +188,26 @@ def load(path: str | None, *, per_pixel: bool = False) -> Images:
             found = _npz(root)
         elif root.is_file() and root.name.endswith(ARCHIVES):
             found = _archive(root)
-        elif folder := next((folder for folder in (root, *map(root.joinpath, CIFAR)) if _is_cifar(folder)), None):
-            found = _cifar(lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None, "CIFAR")
+        elif folder := next(
+            (folder for folder in (root, *map(root.joinpath, CIFAR)) if _is_cifar(folder)), None
+        ):
+            found = _cifar(
+                lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None,
+                "CIFAR",
+            )
         elif root.is_dir() and (root / "train").is_dir():
             found = _folder(root)
         else:
             raise ValueError(
-                f"--data {root}: neither a CIFAR folder (python version), an npz file, nor a folder or tar archive "
+                f"--data {root}: neither a CIFAR folder (python version), an npz file, nor a "
+                f"folder or tar archive "
                 "with train/ and val/ or test/ of class folders"
             )
     if (found.train.labels.ndim > 1) != per_pixel:
         want = "a label for each pixel" if per_pixel else "a label for each image"
-        raise ValueError(f"--data {path}: this model needs {want}, labels are {list(found.train.labels.shape)}")
+        raise ValueError(
+            f"--data {path}: this model needs {want}, labels are {list(found.train.labels.shape)}"
+        )
     return found
 
 
@@ -182,7 +216,15 @@ def _made(name: str, train: Part, held_out: Part, *, mirrored: bool) -> Images:
     values = train.pixels.transpose(0, 1).flatten(1).float() / 255
     mean, std = values.mean(1).view(-1, 1, 1), values.std(1).clamp(min=1e-3).view(-1, 1, 1)
     classes = int(max(train.labels.max(), held_out.labels.max())) + 1
-    return Images(f"{name} ({len(train)} + {len(held_out)} held out)", train, held_out, classes, mirrored, mean, std)
+    return Images(
+        f"{name} ({len(train)} + {len(held_out)} held out)",
+        train,
+        held_out,
+        classes,
+        mirrored,
+        mean,
+        std,
+    )
 
 
 def _digits(per_pixel: bool) -> Images:
@@ -195,7 +237,9 @@ def _digits(per_pixel: bool) -> Images:
         y = torch.where(x[:, 0] > 100, y[:, None, None] + 1, 0)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     held, rest = order[:DIGITS_HELD_OUT], order[DIGITS_HELD_OUT:]
-    return _made("scikit-learn's digits", Part(y[rest], x[rest]), Part(y[held], x[held]), mirrored=False)
+    return _made(
+        "scikit-learn's digits", Part(y[rest], x[rest]), Part(y[held], x[held]), mirrored=False
+    )
 
 
 def _npz(path: Path) -> Images:
@@ -221,7 +265,9 @@ def _is_cifar(folder: Path) -> bool:
 
 def _cifar(read: Callable[[str], bytes | None], name: str) -> Images:
     """``read``: a file of the data set; None if it has none of that name."""
-    names = [f"data_batch_{i}" for i in range(1, 6)] if read("data_batch_1") is not None else ["train"]
+    names = (
+        [f"data_batch_{i}" for i in range(1, 6)] if read("data_batch_1") is not None else ["train"]
+    )
     held = "test_batch" if len(names) > 1 else "test"
 
     def part(files: list[str]) -> Part:
@@ -245,14 +291,24 @@ def _archive(path: Path) -> Images:
     with tarfile.open(path) as archive:
         for member in archive:
             place = PurePosixPath(member.name)
-            at = next((i for i, name in enumerate(place.parts[:-2]) if name == "train" or name in HELD_OUT), None)
+            at = next(
+                (
+                    i
+                    for i, name in enumerate(place.parts[:-2])
+                    if name == "train" or name in HELD_OUT
+                ),
+                None,
+            )
             file = archive.extractfile(member) if member.isfile() else None
             if file is None:
                 continue
             if at is not None and place.suffix.lower() in SUFFIXES:
                 pixels = _pixels(_image(io.BytesIO(file.read())))
                 if max(pixels.shape) > IN_MEMORY:
-                    raise ValueError(f"--data {path}: images above {IN_MEMORY} pixels are read one by one: unpack it")
+                    raise ValueError(
+                        f"--data {path}: images above {IN_MEMORY} pixels are read one by one: "
+                        f"unpack it"
+                    )
                 part, label, *rest = place.parts[at:]
                 found.setdefault(part, []).append((label, "/".join(rest), pixels))
             elif place.parent.name in CIFAR:
@@ -261,12 +317,17 @@ def _archive(path: Path) -> Images:
         return _cifar(batches.get, path.name)
     held = next((name for name in HELD_OUT if name in found), None)
     if "train" not in found or held is None:
-        raise ValueError(f"--data {path}: has no train/ and {', '.join(name + '/' for name in HELD_OUT)} of images")
+        raise ValueError(
+            f"--data {path}: has no train/ and {', '.join(name + '/' for name in HELD_OUT)} of "
+            f"images"
+        )
     names = sorted({label for label, _, _ in found["train"]})
     parts = []
     for name in ("train", held):
         ordered = sorted(
-            (names.index(label), file, i) for i, (label, file, _) in enumerate(found[name]) if label in names
+            (names.index(label), file, i)
+            for i, (label, file, _) in enumerate(found[name])
+            if label in names
         )
         labels = torch.tensor([label for label, _, _ in ordered])
         parts.append(Part(labels, torch.stack([found[name][i][2] for _, _, i in ordered])))
@@ -276,17 +337,23 @@ def _archive(path: Path) -> Images:
 def _folder(root: Path) -> Images:
     held = next((root / name for name in HELD_OUT if (root / name).is_dir()), None)
     if held is None:
-        raise ValueError(f"--data {root}: has train/, but none of {', '.join(name + '/' for name in HELD_OUT)}")
+        raise ValueError(
+            f"--data {root}: has train/, but none of {', '.join(name + '/' for name in HELD_OUT)}"
+        )
     names = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
 
     def part(folder: Path) -> Part:
         files, labels = [], []
         for label, name in enumerate(names):
-            own = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
+            own = sorted(
+                file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES
+            )
             files += own
             labels += [label] * len(own)
         if not files:
-            raise ValueError(f"--data {folder}: no images in class folders ({', '.join(sorted(SUFFIXES))})")
+            raise ValueError(
+                f"--data {folder}: no images in class folders ({', '.join(sorted(SUFFIXES))})"
+            )
         return Part(torch.tensor(labels), files=files)
 
     train, test = part(root / "train"), part(held)
@@ -297,7 +364,15 @@ def _folder(root: Path) -> Images:
     mean, std = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's
     shape = (-1, 1, 1)
     name = f"{root.name} ({len(train)} + {len(test)} held out)"
-    return Images(name, train, test, len(names), True, torch.tensor(mean).view(shape), torch.tensor(std).view(shape))
+    return Images(
+        name,
+        train,
+        test,
+        len(names),
+        True,
+        torch.tensor(mean).view(shape),
+        torch.tensor(std).view(shape),
+    )
 
 
 @functools.lru_cache(2)
@@ -318,7 +393,8 @@ def _pixels(image) -> Tensor:
 
 
 def _file(file: Path, randoms: list[float] | None) -> Tensor:
-    """A random part of 8 to 100 % of the image, maybe mirrored; or its middle, 7/8 of the shorter side."""
+    """A random part of 8 to 100 % of the image, maybe mirrored; or its middle, 7/8 of the shorter
+    side."""
     image = _image(file)
     width, height = image.size
     if randoms is None:

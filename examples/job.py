@@ -1,7 +1,8 @@
-"""What the examples share: arguments, the run folder, the training loop with its table, checkpoints and plots.
+"""What the examples share: arguments, the run folder, the training loop with its table, checkpoints
+and plots.
 
-A run is a folder runs/<name>/: metrics.csv, plots, checkpoints, and what DeepSpeed's monitor writes. The optimizer, its
-schedule and K-FAC come from the JSON config.
+A run is a folder runs/<name>/: metrics.csv, plots, checkpoints, and what DeepSpeed's monitor
+writes. The optimizer, its schedule and K-FAC come from the JSON config.
 """
 
 import argparse
@@ -42,7 +43,8 @@ class Task(Protocol):
     plain: Mapping[str, Any]
 
     def loss(self, engine: Any, step: int, part: int) -> tuple[Tensor, int]:
-        """Of one micro-batch, which depends on the seed, step, part and rank only; and how many units it has."""
+        """Of one micro-batch, which depends on the seed, step, part and rank only; and how many
+        units it has."""
 
     def evaluate(self, engine: Any) -> dict[str, float]:
         """On held-out data, the same every time, over all ranks; the first figure is a loss."""
@@ -50,7 +52,9 @@ class Task(Protocol):
 
 def parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     """Arguments of every example."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--name", help="run folder below --out; default: the config's file name")
     found.add_argument("--out", type=Path, default=Path("runs"))
     found.add_argument("--steps", type=int, default=300)
@@ -58,10 +62,16 @@ def parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     found.add_argument("--lr", type=float, help="instead of the config's")
     found.add_argument("--rows", type=int, help="of a rank's micro-batch, instead of the config's")
     found.add_argument("--eval-interval", type=int, default=25)
-    found.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
-    found.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
     found.add_argument(
-        "--without-kfac", action="store_true", help="the config's optimizer alone, or AdamW for KFACAdamW, to compare"
+        "--save-interval", type=int, default=0, help="steps between checkpoints; 0: none"
+    )
+    found.add_argument(
+        "--resume", action="store_true", help="continue from the run's last checkpoint"
+    )
+    found.add_argument(
+        "--without-kfac",
+        action="store_true",
+        help="the config's optimizer alone, or AdamW for KFACAdamW, to compare",
     )
     found.add_argument("--no-plots", action="store_true")
     found.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
@@ -80,7 +90,9 @@ def read_config(arguments: argparse.Namespace, folder: Path, plain: Mapping[str,
     except json.JSONDecodeError as error:
         raise ValueError(f"--deepspeed_config {path}: not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"--deepspeed_config {path}: must be a JSON object, got {type(config).__name__}")
+        raise ValueError(
+            f"--deepspeed_config {path}: must be a JSON object, got {type(config).__name__}"
+        )
     for monitor in ("tensorboard", "csv_monitor"):
         if monitor in config:
             config[monitor] |= {"output_path": str(folder), "job_name": monitor}
@@ -90,7 +102,9 @@ def read_config(arguments: argparse.Namespace, folder: Path, plain: Mapping[str,
         if optimizer.get("type") == "KFACAdamW":
             optimizer |= {"type": "AdamW", "params": {**optimizer["params"], **plain}}
     if arguments.lr is not None:
-        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = arguments.lr
+        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = (
+            arguments.lr
+        )
     if arguments.rows is not None:
         config["train_micro_batch_size_per_gpu"] = arguments.rows
     schedule = config.get("scheduler", {})
@@ -100,7 +114,8 @@ def read_config(arguments: argparse.Namespace, folder: Path, plain: Mapping[str,
 
 
 class Clock:
-    """Seconds per part of a step; K-FAC's stages run inside DeepSpeed's parts and are taken out of them.
+    """Seconds per part of a step; K-FAC's stages run inside DeepSpeed's parts and are taken out of
+    them.
 
     Args:
         stages: K-FAC's seconds so far, which grow.
@@ -146,7 +161,11 @@ def train(engine, task: Task, arguments: argparse.Namespace, folder: Path, first
     columns += [f"seconds_{stage}" for stage in STAGES]
     seconds = resume_table(folder, first, columns) if is_main else 0.0
     with contextlib.ExitStack() as stack:
-        options = {"disable": not is_main, "unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 5}
+        options = {
+            "disable": not is_main,
+            "unit": "step",
+            "mininterval": 0.2 if sys.stderr.isatty() else 5,
+        }
         bar = stack.enter_context(tqdm(total=arguments.steps, initial=first, **options))
         if is_main:
             file = stack.enter_context(open(folder / "metrics.csv", "a", newline=""))
@@ -165,7 +184,13 @@ def train(engine, task: Task, arguments: argparse.Namespace, folder: Path, first
             due = (step + 1) % arguments.eval_interval == 0 or last
             found = task.evaluate(engine) if due else {}
             if is_main:
-                row = {"step": step + 1, "seconds": seconds, "loss": loss, "lr": engine.get_lr()[0], **found}
+                row = {
+                    "step": step + 1,
+                    "seconds": seconds,
+                    "loss": loss,
+                    "lr": engine.get_lr()[0],
+                    **found,
+                }
                 row |= {speed: units / elapsed, "step_seconds": elapsed}
                 row |= {f"seconds_{name}": value for name, value in clock.parts.items()}
                 table.writerow(row)
@@ -173,21 +198,27 @@ def train(engine, task: Task, arguments: argparse.Namespace, folder: Path, first
                 rate = {f"{task.unit}/s": f"{units / elapsed:.0f}", "ms": f"{1000 * elapsed:.0f}"}
                 bar.set_postfix({"loss": f"{loss:.3f}", **rate}, refresh=False)
                 if found:
-                    shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+                    shown = "  ".join(
+                        f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items()
+                    )
                     bar.write(f"step {step + 1:5d}  loss {loss:.4f}  {shown}  {seconds:.1f} s")
                     if engine.monitor.enabled:
                         events = {"loss": loss, **found}.items()
-                        engine.monitor.write_events([(f"Train/{n}", v, engine.global_samples) for n, v in events])
+                        engine.monitor.write_events(
+                            [(f"Train/{n}", v, engine.global_samples) for n, v in events]
+                        )
             bar.update()
             if arguments.save_interval and ((step + 1) % arguments.save_interval == 0 or last):
                 synchronize_buffers(engine.module)
-                engine.save_checkpoint(str(folder / "checkpoints"), client_state={"next_step": step + 1})
+                engine.save_checkpoint(
+                    str(folder / "checkpoints"), client_state={"next_step": step + 1}
+                )
 
 
 @torch.no_grad()
 def synchronize_buffers(module: nn.Module) -> None:
-    """Average BatchNorm's running statistics over the ranks, each of which has seen other images. DeepSpeed never does,
-    and saves those of rank 0."""
+    """Average BatchNorm's running statistics over the ranks, each of which has seen other images.
+    DeepSpeed never does, and saves those of rank 0."""
     for buffer in module.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
@@ -209,7 +240,9 @@ def resume_table(folder: Path, first: int, columns: list[str]) -> float:
     return float(rows[-1]["seconds"]) if rows else 0.0
 
 
-def run(arguments: argparse.Namespace, make: Callable[[argparse.Namespace], tuple[Task, nn.Module]]) -> None:
+def run(
+    arguments: argparse.Namespace, make: Callable[[argparse.Namespace], tuple[Task, nn.Module]]
+) -> None:
     name = arguments.name or Path(arguments.deepspeed_config or "run").stem
     folder = arguments.out / name
     torch.manual_seed(arguments.seed)
@@ -227,7 +260,10 @@ def run(arguments: argparse.Namespace, make: Callable[[argparse.Namespace], tupl
     if dist.get_rank() == 0 and not arguments.no_plots:
         from plots import draw
 
-        print("\n".join(["wrote:", str(folder / "metrics.csv"), *map(str, draw([folder], folder))]), flush=True)
+        print(
+            "\n".join(["wrote:", str(folder / "metrics.csv"), *map(str, draw([folder], folder))]),
+            flush=True,
+        )
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -243,13 +279,15 @@ def main(script: str, config: str, arguments: argparse.Namespace, make: Any) -> 
     """Run it under the launcher; returns the exit code."""
     if "RANK" not in os.environ:
         print(
-            "error: no launcher environment (RANK is not set); start with: deepspeed --num_accelerators 2 "
+            "error: no launcher environment (RANK is not set); start with: deepspeed "
+            "--num_accelerators 2 "
             f"examples/{script} --deepspeed_config configs/{config}",
             file=sys.stderr,
         )
         return 2
     on_cpu = get_accelerator().device_name() == "cpu"
-    if on_cpu:  # DeepSpeed would compile it in every process, and a killed build blocks all later runs
+    # DeepSpeed would compile it in every process, and a killed build blocks all later runs
+    if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo" if on_cpu else None)
     try:
@@ -269,4 +307,5 @@ def leave(code: int) -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo's threads now and then abort an interpreter that shuts down after all work is done
+    # gloo's threads now and then abort an interpreter that shuts down after all work is done
+    os._exit(code)

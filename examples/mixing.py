@@ -1,4 +1,5 @@
-"""SP-NGD's augmentation of whole batches (Osawa et al. 2019, arXiv:1811.12019): running mixup, erasing to zero."""
+"""SP-NGD's augmentation of whole batches (Osawa et al. 2019, arXiv:1811.12019): running mixup,
+erasing to zero."""
 
 import math
 
@@ -10,7 +11,8 @@ ERASED, AREA, ASPECT = 0.5, (0.02, 0.25), (0.3, 1.0)
 
 
 class RunningMixup:
-    """Every image is mixed with the one at its place in the last batch, as that was after its own mixing:
+    """Every image is mixed with the one at its place in the last batch, as that was after its own
+    mixing:
 
         x <- lam x + (1 - lam) x_last,   lam = max(b, 1 - b),  b ~ Beta(alpha, alpha) for each image
 
@@ -34,7 +36,8 @@ class RunningMixup:
 
 
 def erased(x: Tensor) -> Tensor:
-    """Half of the images with a rectangle of 2 to 25 % of their area set to zero, after normalization."""
+    """Half of the images with a rectangle of 2 to 25 % of their area set to zero, after
+    normalization."""
     x = x.clone()
     height, width = x.shape[-2:]
     for image in x:
@@ -43,7 +46,10 @@ def erased(x: Tensor) -> Tensor:
             continue
         size = (AREA[0] + area * (AREA[1] - AREA[0])) * height * width
         ratio = ASPECT[0] + aspect * (ASPECT[1] - ASPECT[0])
-        h, w = min(height, round(math.sqrt(size * ratio))), min(width, round(math.sqrt(size / ratio)))
+        h, w = (
+            min(height, round(math.sqrt(size * ratio))),
+            min(width, round(math.sqrt(size / ratio))),
+        )
         at, across = int(top * (height - h + 1)), int(left * (width - w + 1))
         image[:, at : at + h, across : across + w] = 0
     return x

@@ -1,5 +1,5 @@
-"""Networks for images: ResNets (He et al. 2015, arXiv:1512.03385) and a U-Net (Ronneberger et al. 2015,
-arXiv:1505.04597)."""
+"""Networks for images: ResNets (He et al. 2015, arXiv:1512.03385) and a U-Net (Ronneberger et al.
+2015, arXiv:1505.04597)."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -41,9 +41,15 @@ class ResNet(nn.Module):
     """Stages of blocks; each after the first halves the image."""
 
     def __init__(
-        self, widths: Sequence[int], blocks: Sequence[int], *, channels: int, classes: int, bottleneck: int = 1,
+        self,
+        widths: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        channels: int,
+        classes: int,
+        bottleneck: int = 1,
         large: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         first = widths[0]
         self.stem = conv(channels, first, 7 if large else 3, 2 if large else 1)
@@ -74,8 +80,12 @@ class UNet(nn.Module):
     def __init__(self, *, channels: int, classes: int, width: int = 16, depth: int = 2) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList([self._pair(a, b) for a, b in zip([channels, *widths[:-1]], widths, strict=True)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1])])
+        self.down = nn.ModuleList(
+            [self._pair(a, b) for a, b in zip([channels, *widths[:-1]], widths, strict=True)]
+        )
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1])]
+        )
         self.across = nn.ModuleList([self._pair(2 * w, w) for w in reversed(widths[:-1])])
         self.head = nn.Conv2d(width, classes, 1)
 
@@ -119,12 +129,17 @@ def unet(*, channels: int, classes: int, size: int) -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "resnet8": resnet8, "resnet20": resnet20, "resnet32": resnet32, "resnet50": resnet50, "unet": unet,
-}  # fmt: skip
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "resnet32": resnet32,
+    "resnet50": resnet50,
+    "unet": unet,
+}
 
 
 def build(name: str, *, channels: int, classes: int, size: int) -> nn.Module:
-    """One of :data:`NETWORKS`, "timm:NAME", or what "module:factory" returns, called with the same keywords.
+    """One of :data:`NETWORKS`, "timm:NAME", or what "module:factory" returns, called with the same
+    keywords.
 
     Raises:
         ValueError: no such network.
@@ -134,7 +149,9 @@ def build(name: str, *, channels: int, classes: int, size: int) -> nn.Module:
         return NETWORKS[name](**shape)
     where, colon, what = name.partition(":")
     if not colon:
-        raise ValueError(f"--model {name}: give one of {', '.join(NETWORKS)}, module:factory, or timm:NAME")
+        raise ValueError(
+            f"--model {name}: give one of {', '.join(NETWORKS)}, module:factory, or timm:NAME"
+        )
     try:
         module = importlib.import_module(where)
     except ImportError as error:

@@ -21,11 +21,15 @@ class Corpus:
     train: Tensor
     held_out: Tensor
 
-    def batch(self, generator: torch.Generator, rows: int, context: int, *, held_out=False) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, generator: torch.Generator, rows: int, context: int, *, held_out=False
+    ) -> tuple[Tensor, Tensor]:
         """Random windows: inputs and targets, int64 [rows, context]."""
         data = self.held_out if held_out else self.train
         starts = torch.randint(len(data) - context, (rows,), generator=generator)
-        windows = torch.stack([data[start : start + context + 1] for start in starts.tolist()]).long()
+        windows = torch.stack(
+            [data[start : start + context + 1] for start in starts.tolist()]
+        ).long()
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -39,7 +43,11 @@ def load(path: str | None, context: int) -> Corpus:
     if root.is_file():
         files = [root]
     elif root.is_dir():
-        files = sorted(f for f in root.rglob("*") if f.suffix in SUFFIXES and f.is_file() and not _is_test(f, root))
+        files = sorted(
+            f
+            for f in root.rglob("*")
+            if f.suffix in SUFFIXES and f.is_file() and not _is_test(f, root)
+        )
     else:
         raise ValueError(f"--data {root}: no such file or folder")
     raw = b"\n".join(f.read_bytes() for f in files)
@@ -47,10 +55,13 @@ def load(path: str | None, context: int) -> Corpus:
     held = stretch // 20
     if held <= context + 1:
         raise ValueError(
-            f"--data {root}: {len(raw):,} bytes in {len(files)} text files is too little; windows of {context} bytes "
+            f"--data {root}: {len(raw):,} bytes in {len(files)} text files is too little; windows "
+            f"of {context} bytes "
             f"need at least {400 * (context + 2):,}"
         )
-    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * STRETCHES].view(STRETCHES, stretch)
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * STRETCHES].view(
+        STRETCHES, stretch
+    )
     digest = hashlib.sha256(raw).hexdigest()[:12]
     # by default without the path, so that runs on two machines can be checked to use the same data
     source = "Python standard library" if path is None else root
@@ -60,4 +71,6 @@ def load(path: str | None, context: int) -> Corpus:
 
 def _is_test(file: Path, root: Path) -> bool:
     parts = file.relative_to(root).parts
-    return any(part in ("test", "tests", "site-packages", "__pycache__", "idle_test") for part in parts)
+    return any(
+        part in ("test", "tests", "site-packages", "__pycache__", "idle_test") for part in parts
+    )

@@ -1,9 +1,11 @@
-"""Train a byte-level GPT with K-FAC under DeepSpeed. The optimizer, its schedule and K-FAC come from the JSON config.
+"""Train a byte-level GPT with K-FAC under DeepSpeed. The optimizer, its schedule and K-FAC come
+from the JSON config.
 
-    deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config configs/gpt_zero2_kfac.json
+    deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config
+    configs/gpt_zero2_kfac.json
 
-Writes runs/<name>/: metrics.csv, loss_by_step.png, loss_by_seconds.png, step_time.png, checkpoints, and what
-DeepSpeed's monitor writes.
+Writes runs/<name>/: metrics.csv, loss_by_step.png, loss_by_seconds.png, step_time.png, checkpoints,
+and what DeepSpeed's monitor writes.
 """
 
 import argparse
@@ -53,18 +55,28 @@ class Bytes:
 
 def make(arguments: argparse.Namespace) -> tuple[Bytes, torch.nn.Module]:
     task = Bytes(arguments)
-    config = GPTConfig(arguments.width, arguments.blocks, arguments.heads, arguments.context, experts=arguments.experts)
+    config = GPTConfig(
+        arguments.width,
+        arguments.blocks,
+        arguments.heads,
+        arguments.context,
+        experts=arguments.experts,
+    )
     return task, GPT(config)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = job.parser(__doc__)
-    parser.add_argument("--data", help="text file or folder; default: the Python standard library's sources")
+    parser.add_argument(
+        "--data", help="text file or folder; default: the Python standard library's sources"
+    )
     parser.add_argument("--width", type=int, default=GPTConfig.width)
     parser.add_argument("--blocks", type=int, default=GPTConfig.blocks)
     parser.add_argument("--heads", type=int, default=GPTConfig.heads)
     parser.add_argument("--context", type=int, default=GPTConfig.context)
-    parser.add_argument("--experts", type=int, default=0, help="of a mixture in every block, stacked in one tensor")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of a mixture in every block, stacked in one tensor"
+    )
     parser.add_argument("--eval-batches", type=int, default=8)
     return job.main("train_gpt.py", "gpt_zero2_kfac.json", parser.parse_args(argv), make)
 

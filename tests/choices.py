@@ -1,4 +1,5 @@
-"""What ds_kfac chooses inside, chosen by a test: a block "plan" in addition to those of the config."""
+"""What ds_kfac chooses inside, chosen by a test: a block "plan" in addition to those of the
+config."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -35,16 +36,20 @@ def planned(block: Mapping[str, Any], *, batched: bool = False, device: torch.de
     """What a direction reads of a plan."""
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
-    return SimpleNamespace(config=config, layers=(), precision=precision, batched=batched, method=EIGEN)
+    return SimpleNamespace(
+        config=config, layers=(), precision=precision, batched=batched, method=EIGEN
+    )
 
 
 @contextmanager
 def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/plan.py``, and the
-    scan's ``LONGEST``, in effect here; and whatever the optimizer, with Kronecker eigenvalues if the block does not say
-    otherwise."""
+    """The "kfac" block without "plan", whose keys are functions and constants of
+    ``ds_kfac/plan/plan.py``, and the scan's ``LONGEST``, in effect here; and whatever the
+    optimizer, with Kronecker eigenvalues if the block does not say otherwise."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False))
+        stack.enter_context(
+            patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False)
+        )
         for name, value in block.get("plan", {}).items():
             module = scan if hasattr(scan, name) else planning
             plain = callable(value) or not callable(getattr(module, name))

@@ -1,9 +1,11 @@
-"""How close two floating-point results must be: from what was computed, never from what one processor shows.
+"""How close two floating-point results must be: from what was computed, never from what one
+processor shows.
 
-Processors, libraries and numbers of threads add the same terms in other orders. :func:`close` allows what that can
-change, stated at the call in terms of the computation; :func:`exact` is for the same code on the same data;
-:func:`near` is for what differs by more than rounding (a sample's noise, a format's size), with its reason in words.
-Whole runs of engines, where no such count of operations exists, have tests/spread.py.
+Processors, libraries and numbers of threads add the same terms in other orders. :func:`close`
+allows what that can change, stated at the call in terms of the computation; :func:`exact` is for
+the same code on the same data; :func:`near` is for what differs by more than rounding (a sample's
+noise, a format's size), with its reason in words. Whole runs of engines, where no such count of
+operations exists, have tests/spread.py.
 """
 
 import math
@@ -15,14 +17,16 @@ import torch
 from torch import Tensor
 
 FACTOR = 8.0
-"""Roundings are independent and at most eps / 2, of variance eps^2 / 12. A sum of n terms makes n of them, each
-relative to a partial sum no larger than the scale: two orders of summation differ by sqrt(n / 6) eps, the largest of
-10^6 elements by five times that, 2 sqrt(n) eps (Higham and Mary 2019, doi:10.1137/18M1226312, have the same sqrt(n)).
-Times four: a processor that does worse than any seen still passes, and a test is near its bound long before it fails.
+"""Roundings are independent and at most eps / 2, of variance eps^2 / 12. A sum of n terms makes n
+of them, each relative to a partial sum no larger than the scale: two orders of summation differ by
+sqrt(n / 6) eps, the largest of 10^6 elements by five times that, 2 sqrt(n) eps (Higham and Mary
+2019, doi:10.1137/18M1226312, have the same sqrt(n)). Times four: a processor that does worse than
+any seen still passes, and a test is near its bound long before it fails.
 """
 
 RATIOS: dict[str, float] = {}
-"""Test -> largest difference it met / allowed; conftest and tests/campaign/processors.py print it."""
+"""Test -> largest difference it met / allowed; conftest and tests/campaign/processors.py print
+it."""
 
 
 def close(
@@ -40,15 +44,18 @@ def close(
         |actual - expected| <= 8 eps sqrt(sums) condition scale
 
     Args:
-        actual, expected: tensors, numbers, or lists, tuples and dicts of these; of equal shapes, compared in float64.
-        sums: terms added one after another on the way to one element, the lengths of all sums of a chain together: D
-            for a product over D, O + I for Q_G^T W Q_A; k for k elementwise operations one after another.
-        condition: by how much the result moves, relatively, when what it is made of moves by 1: of a solved matrix its
-            condition number, of a power its exponent, of 1 - x for x near 1 its inverse.
-        scale: what a rounding is relative to; None: the largest finite |expected|. The size of the terms where they
-            cancel, ``expected.abs()`` where every element is relative to itself.
-        dtype: the coarsest format that was computed in; None: the coarser one of the two results. Numbers of Python
-            are float64: pass the tensor, not ``float(tensor)``.
+        actual, expected: tensors, numbers, or lists, tuples and dicts of these; of equal shapes,
+            compared in float64.
+        sums: terms added one after another on the way to one element, the lengths of all sums of a
+            chain together: D for a product over D, O + I for Q_G^T W Q_A; k for k elementwise
+            operations one after another.
+        condition: by how much the result moves, relatively, when what it is made of moves by 1: of
+            a solved matrix its condition number, of a power its exponent, of 1 - x for x near 1 its
+            inverse.
+        scale: what a rounding is relative to; None: the largest finite |expected|. The size of the
+            terms where they cancel, ``expected.abs()`` where every element is relative to itself.
+        dtype: the coarsest format that was computed in; None: the coarser one of the two results.
+            Numbers of Python are float64: pass the tensor, not ``float(tensor)``.
         what: words for the message, as the case of a loop.
     """
     for path, a, e in _pairs(actual, expected, what):
@@ -56,7 +63,13 @@ def close(
         a, e = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e))
         finite = e.isfinite()
         exact(a[~finite], e[~finite], what=f"{path} where not finite")
-        size = e[finite].abs().max() if scale is None and finite.any() else 0.0 if scale is None else scale
+        size = (
+            e[finite].abs().max()
+            if scale is None and finite.any()
+            else 0.0
+            if scale is None
+            else scale
+        )
         bound = (
             FACTOR
             * eps
@@ -70,13 +83,16 @@ def close(
 
 
 def exact(actual: Any, expected: Any, *, what: str = "") -> None:
-    """The same code on the same data: equal in every element, NaN where NaN is; same shapes, same dtypes of tensors."""
+    """The same code on the same data: equal in every element, NaN where NaN is; same shapes, same
+    dtypes of tensors."""
     for path, a, e in _pairs(actual, expected, what):
         if isinstance(a, Tensor) and isinstance(e, Tensor):
             assert a.dtype == e.dtype, f"{path}: {a.dtype}, expected {e.dtype}"
         a, e = torch.as_tensor(a), torch.as_tensor(e)
         differ = ~((a == e) | ((a != a) & (e != e)))
-        assert not differ.any(), f"{path}: {int(differ.sum())} of {differ.numel()} elements differ: {a}, expected {e}"
+        assert not differ.any(), (
+            f"{path}: {int(differ.sum())} of {differ.numel()} elements differ: {a}, expected {e}"
+        )
 
 
 def near(actual: Any, expected: Any, bound: Any, because: str, *, what: str = "") -> None:
@@ -89,12 +105,16 @@ def near(actual: Any, expected: Any, bound: Any, because: str, *, what: str = ""
     assert because, "say what makes the difference"
     for path, a, e in _pairs(actual, expected, what):
         a, e = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e))
-        limit, finite = torch.as_tensor(bound, dtype=torch.float64), torch.ones_like(e, dtype=torch.bool)
+        limit, finite = (
+            torch.as_tensor(bound, dtype=torch.float64),
+            torch.ones_like(e, dtype=torch.bool),
+        )
         assert _ratio(a, e, limit, finite) <= 1, _message(path, a, e, limit, finite, because)
 
 
 def polar_condition(x: Tensor) -> Tensor:
-    """``condition`` of an orthogonal factor: |x| / smallest singular value (Higham 1986, doi:10.1137/0907079).
+    """``condition`` of an orthogonal factor: |x| / smallest singular value (Higham 1986,
+    doi:10.1137/0907079).
 
     Args:
         x: [..., M, N], of full rank.
@@ -133,7 +153,11 @@ def _pairs(actual: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, An
 
 
 def _eps(x: Any) -> float:
-    dtype = torch.as_tensor(x).dtype if isinstance(x, Tensor) or hasattr(x, "__array__") else torch.float64
+    dtype = (
+        torch.as_tensor(x).dtype
+        if isinstance(x, Tensor) or hasattr(x, "__array__")
+        else torch.float64
+    )
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
@@ -144,9 +168,16 @@ def _ratio(actual: Tensor, expected: Tensor, bound: Tensor, where: Tensor) -> fl
     return float(ratio.nan_to_num(math.inf, math.inf).max()) if ratio.numel() else 0.0
 
 
-def _message(path: str, actual: Tensor, expected: Tensor, bound: Tensor, where: Tensor, terms: str) -> str:
-    ratio = torch.where(where, (actual - expected).abs() / bound, 0.0).nan_to_num(math.inf, math.inf)
+def _message(
+    path: str, actual: Tensor, expected: Tensor, bound: Tensor, where: Tensor, terms: str
+) -> str:
+    ratio = torch.where(where, (actual - expected).abs() / bound, 0.0).nan_to_num(
+        math.inf, math.inf
+    )
     worst = int(ratio.argmax())
     values = f"{actual.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
     allowed = float(bound.expand_as(expected).flatten()[worst])
-    return f"{path}: element {worst} is {values}, allowed {allowed:.2e} ({terms}); {float(ratio.max()):.3g} of that"
+    return (
+        f"{path}: element {worst} is {values}, allowed {allowed:.2e} ({terms}); "
+        f"{float(ratio.max()):.3g} of that"
+    )

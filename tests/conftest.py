@@ -6,7 +6,8 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["COLUMNS"] = "1000"  # tests look for whole lines, in processes of their own, too; workers of xdist have 80
+# tests look for whole lines, in processes of their own, too; workers of xdist have 80
+os.environ["COLUMNS"] = "1000"
 
 import pytest
 import torch
@@ -48,28 +49,48 @@ def pytest_unconfigure(config):
 
 
 LONGEST = (
-    "deepspeed/test_modes.py", "deepspeed/test_estimate.py", "deepspeed/test_traps.py", "deepspeed/test_checkpoint.py",
-    "examples/test_train_gpt.py", "deepspeed/test_stacks.py", "deepspeed/test_features.py", "deepspeed/test_memory.py",
-    "deepspeed/test_inverse.py", "integrations/test_startup.py", "deepspeed/test_autoep.py", "deepspeed/test_spikes.py",
-    "deepspeed/test_seam.py", "deepspeed/test_communication.py", "benchmarks/test_gpu_script.py",
-    "campaign/test_processors.py", "campaign/test_mutant_runs.py", "benchmarks/test_gpu_lm.py", "gpu/test_shared.py",
+    "deepspeed/test_modes.py",
+    "deepspeed/test_estimate.py",
+    "deepspeed/test_traps.py",
+    "deepspeed/test_checkpoint.py",
+    "examples/test_train_gpt.py",
+    "deepspeed/test_stacks.py",
+    "deepspeed/test_features.py",
+    "deepspeed/test_memory.py",
+    "deepspeed/test_inverse.py",
+    "integrations/test_startup.py",
+    "deepspeed/test_autoep.py",
+    "deepspeed/test_spikes.py",
+    "deepspeed/test_seam.py",
+    "deepspeed/test_communication.py",
+    "benchmarks/test_gpu_script.py",
+    "campaign/test_processors.py",
+    "campaign/test_mutant_runs.py",
+    "benchmarks/test_gpu_lm.py",
+    "gpu/test_shared.py",
     "zero/test_seam.py",
-)  # fmt: skip
-"""Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of them last works on
-alone."""
+)
+"""Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of
+them last works on alone."""
 
 
 def begins(path: str, *, distributed: bool) -> tuple[int, bool]:
-    """Of two tests the one with the smaller key comes first: long files, then tests of several ranks, then others."""
-    place = next((index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")), len(LONGEST))
+    """Of two tests the one with the smaller key comes first: long files, then tests of several
+    ranks, then others."""
+    place = next(
+        (index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")),
+        len(LONGEST),
+    )
     return place, not distributed
 
 
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Long ones come first: the short
-    ones fill the end."""
+    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Long ones
+    come first: the short ones fill the end."""
     if SHUFFLED:
-        skip = pytest.mark.skip(reason="SHUFFLED_SUMS is a dispatch mode: torch.compile refuses it, a trace records it")
+        skip = pytest.mark.skip(
+            reason="SHUFFLED_SUMS is a dispatch mode: torch.compile refuses it, a trace records it"
+        )
         for item in items:
             if item.path.name in ("test_library.py", "test_recorded_step.py"):
                 item.add_marker(skip)
@@ -79,7 +100,9 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
     items.sort(
-        key=lambda item: begins(item.path.as_posix(), distributed=item.get_closest_marker("distributed") is not None)
+        key=lambda item: begins(
+            item.path.as_posix(), distributed=item.get_closest_marker("distributed") is not None
+        )
     )
 
 
@@ -99,7 +122,8 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How much of what rounding may do was used, see tests/close.py: near 1, a bound is about to be met by chance."""
+    """How much of what rounding may do was used, see tests/close.py: near 1, a bound is about to be
+    met by chance."""
     for test, ratio in sorted(RATIOS.items(), key=lambda pair: -pair[1])[:10]:
         terminalreporter.write_line(f"largest difference / allowed: {ratio:.3f} {test}")
 

@@ -1,4 +1,5 @@
-"""Layers of known models as scan would find them, and where ZeRO would put their gradients; no model is built."""
+"""Layers of known models as scan would find them, and where ZeRO would put their gradients; no
+model is built."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,11 +24,18 @@ def llama(blocks: int = 16, width: int = 1024, inner: int = 2816, key_width: int
     layers, shared = [], []
     for block in range(blocks):
         shapes = {
-            "q": (width, width), "k": (width, key_width), "v": (width, key_width), "o": (width, width),
-            "gate": (width, inner), "up": (width, inner), "down": (inner, width),
-        }  # fmt: skip
+            "q": (width, width),
+            "k": (width, key_width),
+            "v": (width, key_width),
+            "o": (width, width),
+            "gate": (width, inner),
+            "up": (width, inner),
+            "down": (inner, width),
+        }
         layers += [linear_layer(f"{block}.{name}", *shape) for name, shape in shapes.items()]
-        shared += [[f"{block}.{name}" for name in names] for names in (("q", "k", "v"), ("gate", "up"))]
+        shared += [
+            [f"{block}.{name}" for name in names] for names in (("q", "k", "v"), ("gate", "up"))
+        ]
     return layers, factor_specs(layers, shared)
 
 

@@ -10,7 +10,8 @@ FEATURES, CLASSES = 13, 5
 
 
 class Net(nn.Module):
-    """Linear with and without bias, a norm, an in-place activation; odd sizes so that ZeRO cuts through layers."""
+    """Linear with and without bias, a norm, an in-place activation; odd sizes so that ZeRO cuts
+    through layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,9 @@ class Net(nn.Module):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))
+    return nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+    )
 
 
 class _Stop(torch.autograd.Function):
@@ -78,10 +81,14 @@ class TokenNet(nn.Module):
         self.lm_head = nn.Linear(7, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.7)
 
-    def forward(self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.embedding(tokens)
         h = self.down(torch.tanh(self.rms(self.up(self.norm(x)))))
-        context = torch.cumsum(x if attention_mask is None else x * attention_mask[..., None], dim=1)
+        context = torch.cumsum(
+            x if attention_mask is None else x * attention_mask[..., None], dim=1
+        )
         return cross_entropy(self.lm_head(x + h + 0.3 * context), labels)
 
 
@@ -93,7 +100,9 @@ class TwinNet(TokenNet):
         self.twins = nn.ModuleList([nn.Linear(13, 13) for _ in range(4)])
         self.pair = nn.ModuleList([nn.Linear(13, 7, bias=False) for _ in range(2)])
 
-    def forward(self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.embedding(tokens)
         h = torch.tanh(self.rms(self.up(self.norm(x))))
         for twin in self.twins:

@@ -1,27 +1,32 @@
-"""K-FAC with every option, on one device in plain torch: the oracle of the tests. Its short form: ds_kfac/reference.py.
+"""K-FAC with every option, on one device in plain torch: the oracle of the tests. Its short form:
+ds_kfac/reference.py.
 
-For a layer W a with inputs a (a 1 appended for the bias) and gradients g of the loss with respect to its outputs:
+For a layer W a with inputs a (a 1 appended for the bias) and gradients g of the loss with respect
+to its outputs:
 
     A = mean a a^T                G = K sum_p R_p sum g g^T       running averages, bias-corrected
     A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then; see _iterated
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
     K-FAC gradient                V = Q_G [R / (e + lambda)] Q_A^T,   e = beta alpha^T,
-                                  or e = running mean of M R^2 (corrected, EKFAC); with the method "inverse"
-                                  V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
-                                  dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
+                                  or e = running mean of M R^2 (corrected, EKFAC); with the method
+                                  "inverse" V = (G + sqrt(lambda) / pi)^-1 dW (A + pi
+                                  sqrt(lambda))^-1, pi^2 = mean A / mean G dW <- nu V, nu = min(1,
+                                  sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0, not finite, or of norm
-                                  1e15 and more is not touched
+                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0, not
+                                  finite, or of norm 1e15 and more is not touched
 
-A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and its gradient are
-both zero. A call whose gradient is zero in every entry has no rows. A layer without a row keeps its factors.
+A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and
+its gradient are both zero. A call whose gradient is zero in every entry has no rows. A layer
+without a row keeps its factors.
 
-K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to the loss in pass p:
-the linear layer or convolution whose gradient arrives first, with the rows of all its calls, whether they have a
-gradient or not, without those that the mask leaves out. If the loss of each pass is a mean over R_p terms and the
-step's loss the mean over the passes, the gradient of one term is K R_p g, so that G is the second moment of the terms'
-gradients. M, the number of terms, is the sum of all R_p.
+K is the number of backward passes of the step. R_p is the number of rows of the layer nearest to
+the loss in pass p: the linear layer or convolution whose gradient arrives first, with the rows of
+all its calls, whether they have a gradient or not, without those that the mask leaves out. If the
+loss of each pass is a mean over R_p terms and the step's loss the mean over the passes, the
+gradient of one term is K R_p g, so that G is the second moment of the terms' gradients. M, the
+number of terms, is the sum of all R_p.
 
 After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
 """
@@ -35,7 +40,8 @@ from torch.nn import functional as F
 
 
 def _node(y: Tensor) -> Any:
-    """The node that made an output. An in-place activation would take a hook on the tensor, or on a view, along."""
+    """The node that made an output. An in-place activation would take a hook on the tensor, or on a
+    view, along."""
     return (y if y._base is None else y._base).grad_fn
 
 
@@ -45,7 +51,8 @@ class _Passes:
     Attributes:
         terms: R_p of each pass; None until a gradient of a linear layer or convolution arrives.
         listens: whether gradients that arrive now are those of the loss that G is made of.
-        calls: shapes (N, T) of the rows of each module's calls in the forwards of the last pass, or of the next.
+        calls: shapes (N, T) of the rows of each module's calls in the forwards of the last pass, or
+            of the next.
         used: whether a pass has come for these calls.
     """
 
@@ -77,7 +84,9 @@ class _Passes:
             call = (len(rows), rows.shape[1:-1].numel())
             self.calls[module].append(call)
             shape = y.shape
-            _node(y).register_prehook(lambda g: self._arrived(module, call, g[0].reshape(shape).movedim(channels, -1)))
+            _node(y).register_prehook(
+                lambda g: self._arrived(module, call, g[0].reshape(shape).movedim(channels, -1))
+            )
 
     def _arrived(self, module: nn.Module, call: tuple[int, int], g: Tensor) -> None:
         if self.listens and self.terms[index := self.index()] is None:
@@ -101,7 +110,8 @@ class _Passes:
 
 
 class _Use:
-    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O], number of the pass) of its calls in this step."""
+    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O], number of the pass) of its calls in
+    this step."""
 
     def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
         self.module, self.owner = module, owner
@@ -128,8 +138,11 @@ class _Use:
         g = g.reshape(len(g), -1, g.shape[-1])
         if isinstance(self.module, nn.Linear):
             a = x.float()
-        elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
-            a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
+        elif isinstance(self.module, nn.LayerNorm):
+            # its rows are those of its parameters' own gradients
+            a = torch.stack(
+                [F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1
+            )
             a = (a * g.view(*x.shape, 1)).flatten(-2)
         else:
             eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
@@ -140,15 +153,21 @@ class _Use:
         """This step's A and G. Forgets the rows."""
         owner, rows_a, rows_g = self.owner, [], []
         passes = owner.passes.terms
-        only_a, only_g = (owner.only(self.name, side) for side in "AG") if owner.only else (None, None)
+        only_a, only_g = (
+            (owner.only(self.name, side) for side in "AG") if owner.only else (None, None)
+        )
         for a, g, index in self.pairs:
-            root = (len(passes) * (passes[index] or 0.0)) ** 0.5 / owner.scale  # K R_p goes to G, a square
+            # K R_p goes to G, a square
+            root = (len(passes) * (passes[index] or 0.0)) ** 0.5 / owner.scale
             kept = g.any(-1) | (owner.attended(*g.shape[:2], g.device) & a.any(-1))
             kept = kept.unsqueeze(-1).to(a)
             if self.inputs and self.bias:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
             if owner.sharing == "reduce":
-                a, g = (a * kept).sum(1) / (kept.sum(1).clamp(min=1) if self.inputs else 1), g.sum(1)
+                a, g = (
+                    (a * kept).sum(1) / (kept.sum(1).clamp(min=1) if self.inputs else 1),
+                    g.sum(1),
+                )
                 kept = kept.amax(1)
             else:
                 a, g, kept = (a * kept).flatten(0, 1), g.flatten(0, 1), kept.flatten(0, 1)
@@ -158,7 +177,9 @@ class _Use:
         a, g = torch.cat(rows_a), torch.cat(rows_g)
         weigh_a, weigh_g = a.new_ones(len(a)), a.new_ones(len(a))
         if only_g is not None:
-            weigh_a, weigh_g = (only.to(a).repeat_interleave(len(a) // len(only)) for only in (only_a, only_g))
+            weigh_a, weigh_g = (
+                only.to(a).repeat_interleave(len(a) // len(only)) for only in (only_a, only_g)
+            )
         if self.inputs:
             A = (a[:, :-1].T * weigh_a) @ a[:, :-1] / (weigh_a * a[:, -1]).sum()
             return A, (g.T * weigh_g) @ g
@@ -199,7 +220,8 @@ class _Layer:
             p.grad = part.contiguous()
 
     def fold(self, decay: float) -> None:
-        """A batch into the running averages, none of it larger than 10 times the average once that stands on 10."""
+        """A batch into the running averages, none of it larger than 10 times the average once that
+        stands on 10."""
         self.updates += 1
         r, batch = min(1 - 1 / self.updates, decay), self.batch()
         for index, (old, new) in enumerate(zip(self.factors or batch, batch, strict=True)):
@@ -207,10 +229,14 @@ class _Layer:
         self.factors = batch
 
     def refresh(self, iterate: bool) -> None:
-        """Decompose both factors. Adam's first moment goes into the new bases; the second stays, but for the first
-        bases, into which it goes as far as a diagonal can."""
+        """Decompose both factors. Adam's first moment goes into the new bases; the second stays,
+        but for the first bases, into which it goes as far as a diagonal can."""
         first = not self.bases
-        old = [torch.eye(len(C), device=C.device) for C in self.factors] if first else [Q for _, Q in self.bases]
+        old = (
+            [torch.eye(len(C), device=C.device) for C in self.factors]
+            if first
+            else [Q for _, Q in self.bases]
+        )
         self.bases = [
             _iterated(C, block, Q) if iterate and not first else _eigh(C, block)
             for C, block, Q in zip(self.factors, self.blocks, old, strict=True)
@@ -237,7 +263,8 @@ def _blocks(C: Tensor, block: int) -> Tensor:
 
 
 def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity."""
+    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the
+    identity."""
     if block == 0:
         return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
     parts = [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), block)]
@@ -245,7 +272,8 @@ def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _iterated(C: Tensor, block: int, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of orthogonal iteration from Q, block by block; by eigh where it leaves too much off the diagonal."""
+    """One step of orthogonal iteration from Q, block by block; by eigh where it leaves too much off
+    the diagonal."""
     if block < 2:
         return _eigh(C, block)
     parts = []
@@ -269,11 +297,14 @@ def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
     X = X @ whitening
-    return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    return (
+        size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    )
 
 
 def _seen(values: Tensor, block: int) -> Tensor:
-    """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a diagonal has not."""
+    """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a
+    diagonal has not."""
     if block < 2:
         return torch.ones_like(values)
     eps = torch.finfo(torch.float32).eps
@@ -291,22 +322,43 @@ class ReferenceKFAC:
     Attributes that may be set before a backward:
         mask: [N, T], the attention mask. It holds for calls of N T rows.
         scale: by which the loss is multiplied.
-        only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands; 0: it is not taken.
+        only: (layer, "A" or "G") -> [N] or [N T], for how many each example, or each row, stands;
+            0: it is not taken.
     """
 
     iterates: Any = frozenset({"cuda"})
-    """Device types where KFACAdamW refreshes by a step of the iteration after the burn-in, but for every tenth time."""
+    """Device types where KFACAdamW refreshes by a step of the iteration after the burn-in, but for
+    every tenth time."""
     mask: Tensor | None = None
     scale = 1.0
     only: Any = None
 
     def __init__(
-        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
-        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), dense_max=None, longest=16384,
-        corrected=None, sharing="expand", fisher="empirical", parts=(),
-        method="eigen", burn_in=0,
-    ):  # fmt: skip
-        self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
+        self,
+        model: nn.Module,
+        *,
+        update_interval=1,
+        refresh_interval=1,
+        decay=0.95,
+        damping=1e-3,
+        damping_kind="tikhonov",
+        kl_clip=1e-3,
+        exclude=(),
+        types=("Linear",),
+        dense_max=None,
+        longest=16384,
+        corrected=None,
+        sharing="expand",
+        fisher="empirical",
+        parts=(),
+        method="eigen",
+        burn_in=0,
+    ):
+        self.update_interval, self.refresh_interval, self.decay = (
+            update_interval,
+            refresh_interval,
+            decay,
+        )
         self.burn_in = burn_in
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.corrected = corrected
@@ -322,7 +374,11 @@ class ReferenceKFAC:
             most = max(dense_max // 2, min(other, dense_max))
             return -(-dim // -(-dim // most)) if dim <= longest else 1
 
-        named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
+        named = {
+            n: m
+            for n, m in model.named_modules()
+            if n not in exclude and getattr(m, "weight", None) is not None
+        }
         for name, m in named.items():
             kind = type(m).__name__
             if not m.weight.requires_grad or kind not in types:
@@ -342,7 +398,8 @@ class ReferenceKFAC:
             layer.use.name = name
 
     def attended(self, examples: int, positions: int, device: torch.device) -> Tensor:
-        """Which rows [N, T] of a call the attention mask does not leave out: all if its size is another one."""
+        """Which rows [N, T] of a call the attention mask does not leave out: all if its size is
+        another one."""
         if self.mask is not None and self.mask.numel() == examples * positions:
             return self.mask.reshape(examples, positions).to(device, torch.bool)
         return torch.ones(examples, positions, device=device, dtype=torch.bool)
@@ -357,7 +414,8 @@ class ReferenceKFAC:
         return layer.bases[0][0].mean(), layer.bases[1][0].mean(), layer.e.mean()
 
     def sampled(self, loss: Tensor) -> None:
-        """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
+        """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true
+        backward."""
         parameters = [p for layer in self.layers.values() for p in layer.params]
         self.passes.listens = True
         torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -417,13 +475,23 @@ class ReferenceKFAC:
             layer.write(self.nu * results[name])
 
     def adam(
-        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *,
-        orthogonal=(), size=27.0, base=128, whiten=0.125, ratio=1.0, heads=(), blocks=(),
-    ) -> None:  # fmt: skip
-        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
-        None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized, between A^-whiten,
-        to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
-        ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
+        self,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        orthogonal=(),
+        size=27.0,
+        base=128,
+        whiten=0.125,
+        ratio=1.0,
+        heads=(),
+        blocks=(),
+    ) -> None:
+        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in
+        its eigenbasis; by None where it is zero. ``orthogonal`` names the layers whose direction is
+        orthogonalized, between A^-whiten, to singular values of that ``size``; others' is times
+        ``ratio``, that of ``heads`` by the width to ``base``. ``blocks`` is {layer: for each row of
+        its matrix the number of the map that it is of}."""
         on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
         self.update(iterate=on)
         for name, layer in self.layers.items():

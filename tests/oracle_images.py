@@ -1,8 +1,8 @@
 """tests/oracle.py for images: convolutions and the norms between them.
 
-Patches are what the module itself sees: its own convolution with filters of a single 1. Every group of a convolution is
-a layer of its own, named "<module>:<group>". A transposed convolution's A is made of its input's pixels, its G of the
-patches of its output's gradient.
+Patches are what the module itself sees: its own convolution with filters of a single 1. Every group
+of a convolution is a layer of its own, named "<module>:<group>". A transposed convolution's A is
+made of its input's pixels, its G of the patches of its output's gradient.
 """
 
 from typing import Any
@@ -15,17 +15,30 @@ from tests.oracle import ReferenceKFAC, _Layer, _Use
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
-NORMS = {"BatchNorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "GroupNorm": (nn.GroupNorm,)}
+NORMS = {
+    "BatchNorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "GroupNorm": (nn.GroupNorm,),
+}
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
-    """What a convolution, or the one that a transposed one is the transpose of, sees of x: [N, T, groups, D]."""
+    """What a convolution, or the one that a transposed one is the transpose of, sees of x: [N, T,
+    groups, D]."""
     seen = x.shape[1] // module.groups * module.weight[0, 0].numel()
     kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[x.ndim - 2]
     picks = kind(
-        x.shape[1], seen * module.groups, module.kernel_size, module.stride, module.padding, module.dilation,
-        module.groups, False, module.padding_mode, device=x.device, dtype=x.dtype,
-    )  # fmt: skip
+        x.shape[1],
+        seen * module.groups,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.groups,
+        False,
+        module.padding_mode,
+        device=x.device,
+        dtype=x.dtype,
+    )
     with torch.no_grad():
         picks.weight.copy_(torch.eye(seen).repeat(module.groups, 1).view(picks.weight.shape))
         return pixels(picks(x), module.groups)
@@ -49,14 +62,20 @@ class ImageUse(_Use):
         if self.inputs:
             groups = module.groups
             transposed = isinstance(module, TRANSPOSED)
-            a, g = (pixels(x, groups), patches(module, g)) if transposed else (patches(module, x), pixels(g, groups))
+            a, g = (
+                (pixels(x, groups), patches(module, g))
+                if transposed
+                else (patches(module, x), pixels(g, groups))
+            )
             return a[:, :, self.group], g[:, :, self.group]
         if isinstance(module, nn.GroupNorm):
             normal = F.group_norm(x, module.num_groups, eps=module.eps)
         elif module.training:
             normal = F.batch_norm(x, None, None, training=True, eps=module.eps)
         else:
-            normal = F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), eps=module.eps)
+            normal = F.batch_norm(
+                x, module.running_mean.to(x), module.running_var.to(x), eps=module.eps
+            )
         parts = [(normal * g).flatten(2).sum(-1), g.flatten(2).sum(-1)]
         return torch.stack(parts, -1).flatten(1)[:, None], parts[1][:, None]
 
@@ -68,7 +87,10 @@ class ImageLayer(_Layer):
         super().__init__(use, block_A, block_G)
         if use.inputs:
             inputs, outputs = self.module.in_channels, self.module.out_channels
-            few = 1 in (inputs // self.module.groups, outputs // self.module.groups) and self.module.groups > 1
+            few = (
+                1 in (inputs // self.module.groups, outputs // self.module.groups)
+                and self.module.groups > 1
+            )
             self.orthogonal = not few and inputs > 4
 
     def _of_group(self, weight: Tensor) -> Tensor:
@@ -101,10 +123,15 @@ class ImageKFAC(ReferenceKFAC):
     """Of models with convolutions; sides are dense."""
 
     def __init__(self, model: nn.Module, *, types: Any = ("Linear",), **options: Any) -> None:
-        super().__init__(model, types=tuple(t for t in types if t in ("Linear", "LayerNorm")), **options)
+        super().__init__(
+            model, types=tuple(t for t in types if t in ("Linear", "LayerNorm")), **options
+        )
         no_G = self.fisher == "activations_only"
         for name, m in model.named_modules():
-            kind = next((kind for kind, classes in NORMS.items() if isinstance(m, classes)), type(m).__name__)
+            kind = next(
+                (kind for kind, classes in NORMS.items() if isinstance(m, classes)),
+                type(m).__name__,
+            )
             if kind not in types or kind in ("Linear", "LayerNorm"):
                 continue
             if isinstance(m, CONVOLUTIONS):
@@ -113,12 +140,18 @@ class ImageKFAC(ReferenceKFAC):
                 A, G = m.in_channels // groups, m.out_channels // groups
                 A, G = (A, G * kernel) if transposed else (A * kernel + (m.bias is not None), G)
                 for group in range(groups):
-                    self.layers[f"{name}:{group}"] = ImageLayer(ImageUse(self, m, group), A, 0 if no_G else G)
+                    self.layers[f"{name}:{group}"] = ImageLayer(
+                        ImageUse(self, m, group), A, 0 if no_G else G
+                    )
             else:
                 self.layers[name] = ImageLayer(ImageUse(self, m), 2, 0)
 
     def means(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """Of all groups."""
-        own = [layer for other, layer in self.layers.items() if other.split(":")[0] == name.split(":")[0]]
+        own = [
+            layer
+            for other, layer in self.layers.items()
+            if other.split(":")[0] == name.split(":")[0]
+        ]
         A, G = (torch.cat([layer.bases[side][0] for layer in own]).mean() for side in (0, 1))
         return A, G, torch.stack([layer.e for layer in own]).mean() if self.corrected else A * G

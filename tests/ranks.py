@@ -3,9 +3,9 @@
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})    # one result per rank
     result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # one rank, on a GPU with NCCL
 
-Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes seconds. They
-leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads after all work is done, so success
-is judged by the result files.
+Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes
+seconds. They leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads
+after all work is done, so success is judged by the result files.
 """
 
 import atexit
@@ -29,18 +29,21 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
 STORE = "TESTS_STORE"
-"""Environment variable: a file by which ranks meet, for the first time; no port that another process may take."""
+"""Environment variable: a file by which ranks meet, for the first time; no port that another
+process may take."""
 
 
 def keep_imports() -> None:
-    """No collection of garbage goes through what is there now; DeepSpeed collects several times an engine."""
+    """No collection of garbage goes through what is there now; DeepSpeed collects several times an
+    engine."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or extensions call it leaked
 
 
 def free_port() -> int:
-    """Below those that a system gives to whoever connects: one of them may be given again before it is used."""
+    """Below those that a system gives to whoever connects: one of them may be given again before it
+    is used."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -48,9 +51,11 @@ def free_port() -> int:
             return port
 
 
-def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300, after: float = 0.0) -> list:
-    """Call ``target`` ("module:function") with ``payload`` on ``world`` ranks; returns its results by rank. When one
-    has died the others have ``after`` seconds to end by themselves.
+def run_ranks(
+    target: str, *, world: int, payload=None, timeout: float = 300, after: float = 0.0
+) -> list:
+    """Call ``target`` ("module:function") with ``payload`` on ``world`` ranks; returns its results
+    by rank. When one has died the others have ``after`` seconds to end by themselves.
 
     Raises:
         AssertionError: a rank died or timed out; the message ends with the ranks' output.
@@ -61,30 +66,40 @@ def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300, af
         processes = []
         for rank in range(world):
             environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
                 STORE: f"file://{folder}/store?rank={rank}&world_size={world}",
-            }  # fmt: skip
+            }
             processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
             processes[-1].start()
         deadline = time.monotonic() + timeout
         results = [folder / f"result{rank}" for rank in range(world)]
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-            dead = [not p.is_alive() and not r.exists() for p, r in zip(processes, results, strict=True)]
+            dead = [
+                not p.is_alive() and not r.exists() for p, r in zip(processes, results, strict=True)
+            ]
             if any(dead):
-                deadline = min(deadline, time.monotonic() + after)  # a dead rank leaves the others waiting for ever
+                # a dead rank leaves the others waiting for ever
+                deadline = min(deadline, time.monotonic() + after)
             time.sleep(0.05)
         for process in processes:
             process.kill()
             process.join()
         if not all(result.exists() for result in results):
-            logs = [f"--- rank {r}\n" + (folder / f"log{r}").read_text()[-4000:] for r in range(world)]
+            logs = [
+                f"--- rank {r}\n" + (folder / f"log{r}").read_text()[-4000:] for r in range(world)
+            ]
             raise AssertionError(f"{target} on {world} ranks did not finish\n" + "\n".join(logs))
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
-    """:func:`run_ranks` for one rank in a process of its own on ``device``: "cuda" with NCCL, or "cpu" with gloo.
+    """:func:`run_ranks` for one rank in a process of its own on ``device``: "cuda" with NCCL, or
+    "cpu" with gloo.
 
     A server that has looked for an accelerator cannot fork children for another one.
     """
@@ -92,10 +107,15 @@ def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
         folder = Path(name)
         (folder / "payload").write_bytes(pickle.dumps(payload))
         environment = {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": device,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "DS_ACCELERATOR": device,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }  # fmt: skip
+        }
         code = "import sys; from tests import ranks; ranks.work_here(sys.argv[1], sys.argv[2])"
         command = [sys.executable, "-c", code, target, name]
         try:
@@ -103,7 +123,11 @@ def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
         except subprocess.TimeoutExpired:
             pass  # told by the missing result
         if not (folder / "result0").exists():
-            log = (folder / "log0").read_text()[-6000:] if (folder / "log0").exists() else "nothing was printed"
+            log = (
+                (folder / "log0").read_text()[-6000:]
+                if (folder / "log0").exists()
+                else "nothing was printed"
+            )
             raise AssertionError(f"{target} on {device} did not finish\n{log}")
         return pickle.loads((folder / "result0").read_bytes())
 
@@ -123,7 +147,8 @@ def ended(launch, *given, **named):
 
 
 def init_deepspeed() -> None:
-    """gloo and no JIT-compiled CPU communication op (a killed build would block every later run); NCCL on a GPU.
+    """gloo and no JIT-compiled CPU communication op (a killed build would block every later run);
+    NCCL on a GPU.
 
     On a GPU products are in fp32, not TF32, as what they are compared with.
     """
@@ -136,7 +161,8 @@ def init_deepspeed() -> None:
     on_cpu = get_accelerator().device_name() == "cpu"
     if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # before 0.19.8 gloo cannot gather into its flat weights, views of which it has given away; lists it can
+        # before 0.19.8 gloo cannot gather into its flat weights, views of which it has given away;
+        # lists it can
         deepspeed.comm.has_all_gather_into_tensor = lambda: False
         if deepspeed_versions.gather_faults("gloo"):
             for name in ("all_gather", "all_gather_into_tensor"):
@@ -146,7 +172,9 @@ def init_deepspeed() -> None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo" if on_cpu else "nccl", init_method=os.environ.pop(STORE, None))
+    deepspeed.init_distributed(
+        "gloo" if on_cpu else "nccl", init_method=os.environ.pop(STORE, None)
+    )
 
 
 def _worker(target: str, folder: Path, environment: dict[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""Models and training steps on which the rule of A and G is tested: the truth by hand, and the capture by the truth.
+"""Models and training steps on which the rule of A and G is tested: the truth by hand, and the
+capture by the truth.
 
 The models are small copies of Llama, GPT-2, BERT and ViT, in plain torch. All return their loss.
 """
@@ -37,7 +38,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     """Of two heads, on [N, T, D]. A token may always attend to itself."""
     q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
     T = q.shape[2]
-    allowed = torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
+    allowed = (
+        torch.ones(T, T, dtype=torch.bool).tril() if causal else torch.ones(T, T, dtype=torch.bool)
+    )
     if mask is not None:
         allowed = (allowed & mask.bool()[:, None, None, :]) | torch.eye(T, dtype=torch.bool)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
@@ -52,19 +55,24 @@ class LlamaBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
         self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(12, WIDTH, bias=False)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         h = self.norm_1(x)
-        x = x + self.o_proj(attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True))
+        x = x + self.o_proj(
+            attention(self.q_proj(h), self.k_proj(h), self.v_proj(h), mask, causal=True)
+        )
         h = self.norm_2(x)
         return x + self.down_proj(F.silu(self.gate_proj(h), inplace=True) * self.up_proj(h))
 
 
 class Llama(nn.Module):
-    """``reentrant``: which kind of activation checkpointing its blocks use; None: none. ``nested``: twice."""
+    """``reentrant``: which kind of activation checkpointing its blocks use; None: none. ``nested``:
+    twice."""
 
     def __init__(self, reentrant: bool | None = None, nested: bool = False) -> None:
         super().__init__()
@@ -74,7 +82,9 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.embed(input_ids)
         if self.nested:
             x = self.checkpointed(self.run_blocks, x, attention_mask)
@@ -112,7 +122,9 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
         for block in self.h:
             x = block(x, attention_mask)
@@ -146,7 +158,9 @@ class Bert(nn.Module):
         self.transform = nn.Linear(WIDTH, WIDTH)
         self.decoder = nn.Linear(WIDTH, CLASSES if task == "classes" else VOCABULARY)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
         x = self.norm(self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])))
         for block in self.blocks:
             x = block(x, attention_mask)
@@ -173,7 +187,8 @@ class ViT(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Strides, dilation, groups and a transposed convolution; ``dense``: its last layer is a convolution."""
+    """Strides, dilation, groups and a transposed convolution; ``dense``: its last layer is a
+    convolution."""
 
     def __init__(self, dense: bool) -> None:
         super().__init__()
@@ -193,7 +208,8 @@ class Cnn(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each of two experts gets a buffer of all tokens, in which the places of the other's tokens are empty."""
+    """Each of two experts gets a buffer of all tokens, in which the places of the other's tokens
+    are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +218,9 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False))
         self.lm_head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.embed(input_ids).flatten(0, 1)
         gates = self.router(x).softmax(-1)
         first = (input_ids.flatten() % 2 == 0).unsqueeze(1)
@@ -238,7 +256,8 @@ class Tasks(Mlp):
 
 
 class Detours(Mlp):
-    """Calls that bring no rows: without gradients, detached, and with a gradient of zero in every entry."""
+    """Calls that bring no rows: without gradients, detached, and with a gradient of zero in every
+    entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +273,8 @@ class Detours(Mlp):
 
 
 class TiledLoss(torch.autograd.Function):
-    """The sum of tiles' losses. Its forward runs their backward passes, as DeepSpeed's tiled loss does."""
+    """The sum of tiles' losses. Its forward runs their backward passes, as DeepSpeed's tiled loss
+    does."""
 
     @staticmethod
     def forward(ctx, x: Tensor, head: nn.Module, y: Tensor) -> Tensor:
@@ -301,7 +321,9 @@ class TimeFirst(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, decoder_attention_mask: Tensor | None = None
+    ) -> Tensor:
         x = self.embed(input_ids)
         if self.flat:
             x = torch.tanh(self.inner(x.flatten(0, 1)))
@@ -326,7 +348,8 @@ def images(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def texts(rank: int, *, pads: str = "none", rows: int = 4) -> dict[str, Tensor]:
-    """Arguments of a language model; ``pads``: "right", "left" or "none", of 0 to 3 tokens a text."""
+    """Arguments of a language model; ``pads``: "right", "left" or "none", of 0 to 3 tokens a
+    text."""
     generator = torch.Generator().manual_seed(60 + rank)
     input_ids = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
     if pads == "none":
@@ -480,7 +503,9 @@ CASES = {
         one_pass(lambda rank: {**texts(rank, pads="right"), "labels": vectors(rank, 4)[1]}),
     ),
     "vit": Case(ViT, one_pass(images)),
-    "tagger, examples": Case(Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"),
+    "tagger, examples": Case(
+        Tagger, one_pass(lambda rank: texts(rank, pads="right")), sharing="reduce"
+    ),
     "cnn": Case(lambda: Cnn(dense=False), one_pass(images)),
     "cnn, dense prediction": Case(lambda: Cnn(dense=True), one_pass(images)),
     "cnn, examples": Case(lambda: Cnn(dense=True), one_pass(images), sharing="reduce"),
@@ -501,8 +526,8 @@ CASES = {
 
 
 def truth_of(case: Case, rank: int = 0) -> tuple[nn.Module, Truth]:
-    """The model after a rank's step, in float64, and what happened in it. As DeepSpeed does, the loss of each pass is
-    divided by the number of passes."""
+    """The model after a rank's step, in float64, and what happened in it. As DeepSpeed does, the
+    loss of each pass is divided by the number of passes."""
 
     def backward(loss: Tensor, **options) -> None:
         (loss / case.passes).backward(**options)

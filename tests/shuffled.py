@@ -1,8 +1,10 @@
-"""The same sums in another order: what another processor, library or number of threads does, on this one.
+"""The same sums in another order: what another processor, library or number of threads does, on
+this one.
 
-With SHUFFLED_SUMS set to a seed, tests/conftest.py runs every test inside :class:`ShuffledSums`: the dimension that a
-product, a sum, a mean, a norm or a convolution adds up is permuted before it is taken, in forward and in backward. The
-permutation depends on the length only, so that the same code on the same data stays equal bit by bit.
+With SHUFFLED_SUMS set to a seed, tests/conftest.py runs every test inside :class:`ShuffledSums`:
+the dimension that a product, a sum, a mean, a norm or a convolution adds up is permuted before it
+is taken, in forward and in backward. The permutation depends on the length only, so that the same
+code on the same data stays equal bit by bit.
 """
 
 from functools import cache
@@ -12,9 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
-"""Where the two factors are among the arguments; of any of them the last dimension of the first is summed with the last
-but one of the second, or its only one."""
+PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "mv": 0,
+    "dot": 0,
+    "vdot": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "addbmm": 1,
+    "addmv": 1,
+}
+"""Where the two factors are among the arguments; of any of them the last dimension of the first is
+summed with the last but one of the second, or its only one."""
 REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "norm"}
 
 
@@ -27,7 +39,9 @@ class ShuffledSums(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.order = cache(lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(seed + n)))
+        self.order = cache(
+            lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(seed + n))
+        )
         self.seen: set[str] = set()
 
     def permuted(self, x: Tensor, dim: int) -> Tensor:
@@ -52,7 +66,12 @@ class ShuffledSums(TorchDispatchMode):
 
     def product(self, first: int, args: tuple) -> tuple:
         a, b = args[first : first + 2]
-        return (*args[:first], self.permuted(a, -1), self.permuted(b, max(b.ndim - 2, 0)), *args[first + 2 :])
+        return (
+            *args[:first],
+            self.permuted(a, -1),
+            self.permuted(b, max(b.ndim - 2, 0)),
+            *args[first + 2 :],
+        )
 
     def reduction(self, name: str, args: tuple, kwargs: dict) -> tuple:
         x, *rest = args
@@ -60,7 +79,13 @@ class ShuffledSums(TorchDispatchMode):
         dims = kwargs.get("dim", rest[where] if len(rest) > where else None)
         if not x.is_floating_point() or not x.ndim:
             return args
-        dims = range(x.ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+        dims = (
+            range(x.ndim)
+            if dims is None or dims == []
+            else [dims]
+            if isinstance(dims, int)
+            else dims
+        )
         for dim in dims:
             x = self.permuted(x, dim)
         return (x, *rest)

@@ -1,9 +1,11 @@
-"""How far rounding alone moves a run: what a comparison with tests/oracle.py may differ by, on this machine.
+"""How far rounding alone moves a run: what a comparison with tests/oracle.py may differ by, on this
+machine.
 
-A number that was measured on one processor is no bound on another: another instruction set sums in another order, and
-a nearly singular factor, equal eigenvalues or Adam's division by a small moment make a thousand roundings out of one.
-So the reference itself is run again, with its rows in other orders and in float64, in the same process; the farthest
-of these runs, times :data:`FACTOR`, is the bound.
+A number that was measured on one processor is no bound on another: another instruction set sums in
+another order, and a nearly singular factor, equal eigenvalues or Adam's division by a small moment
+make a thousand roundings out of one. So the reference itself is run again, with its rows in other
+orders and in float64, in the same process; the farthest of these runs, times :data:`FACTOR`, is the
+bound.
 """
 
 import contextlib
@@ -17,11 +19,13 @@ from tests.close import record
 
 PERMUTATIONS = 4
 FACTOR = 10.0
-"""An engine rounds where the reference does not (micro-batches, packed sums, the wire, a decomposition of its own) and
-each of a table's many cases is one draw of a distribution with long tails, of which the spread is the largest of five.
-On one machine 180 engine modes were 0.4 to 2.9 spreads away, a wrong sign is 200 or more: see tests/test_spread.py."""
+"""An engine rounds where the reference does not (micro-batches, packed sums, the wire, a
+decomposition of its own) and each of a table's many cases is one draw of a distribution with long
+tails, of which the spread is the largest of five. On one machine 180 engine modes were 0.4 to 2.9
+spreads away, a wrong sign is 200 or more: see tests/test_spread.py."""
 FLOOR = 2e-6
-"""16 roundings in fp32, relative to how far training moved: where the order of the rows happens to change nothing."""
+"""16 roundings in fp32, relative to how far training moved: where the order of the rows happens to
+change nothing."""
 
 Weights = Mapping[str, Tensor]
 
@@ -33,8 +37,8 @@ class Variation:
     Attributes:
         order: seed of a permutation of every batch's rows; None: as they come.
         exact: all of it in float64.
-        rounded: with the roundings to 16 bits that an engine has and the reference has not: of each micro-batch's
-            gradient, of their sum, of results that travel.
+        rounded: with the roundings to 16 bits that an engine has and the reference has not: of each
+            micro-batch's gradient, of their sum, of results that travel.
     """
 
     order: int | None = None
@@ -60,7 +64,8 @@ IN_16_BITS = (*OTHERS, Variation(rounded=True))
 
 @dataclass(frozen=True)
 class Expected:
-    """Weights of the plain run, how far the others were from it, and what anything else may differ by."""
+    """Weights of the plain run, how far the others were from it, and what anything else may differ
+    by."""
 
     weights: dict[str, Tensor]
     spread: float
@@ -71,12 +76,15 @@ class Expected:
 
 
 def difference(actual: Weights, expected: Weights, initial: Weights) -> float:
-    """Largest over parameters of |actual - expected|, relative to how far training moved all of them.
+    """Largest over parameters of |actual - expected|, relative to how far training moved all of
+    them.
 
     Args:
         actual: may be a part of the parameters, as a rank of a pipeline has.
     """
-    moved = torch.cat([(expected[n].double() - initial[n].double()).flatten() for n in expected]).norm()
+    moved = torch.cat(
+        [(expected[n].double() - initial[n].double()).flatten() for n in expected]
+    ).norm()
     return max(float((actual[n].double() - expected[n].double()).norm() / moved) for n in actual)
 
 
@@ -86,9 +94,11 @@ def within(where: str, value: float, bound: float) -> list[str]:
     return [] if value <= bound else [f"{where}: differs by {value:.2e}, allowed {bound:.2e}"]
 
 
-def expected(train: Callable[[Variation], Weights], initial: Weights, others: Iterable[Variation] = OTHERS) -> Expected:
-    """The result of ``train``, with its spread over other runs. It gets its weights from outside: what it draws itself
-    differs in the run in float64."""
+def expected(
+    train: Callable[[Variation], Weights], initial: Weights, others: Iterable[Variation] = OTHERS
+) -> Expected:
+    """The result of ``train``, with its spread over other runs. It gets its weights from outside:
+    what it draws itself differs in the run in float64."""
     plain = train(PLAIN)
     runs = []
     for variation in others:
@@ -100,7 +110,8 @@ def expected(train: Callable[[Variation], Weights], initial: Weights, others: It
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """New tensors are float64, and ``.float()`` gives float64: what was written for fp32 runs in float64.
+    """New tensors are float64, and ``.float()`` gives float64: what was written for fp32 runs in
+    float64.
 
     Autocast leaves float64 alone. Random numbers must be drawn in a dtype that is named.
     """

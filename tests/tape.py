@@ -1,5 +1,6 @@
-"""A recorder for CPUs (``ds_kfac/update/recorded.py``): it writes down every operation with the tensors that it was
-given, and repeats them. As in a CUDA graph nothing but the contents of tensors can be different the next time."""
+"""A recorder for CPUs (``ds_kfac/update/recorded.py``): it writes down every operation with the
+tensors that it was given, and repeats them. As in a CUDA graph nothing but the contents of tensors
+can be different the next time."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from ds_kfac.update import recorded
 
 
 class Tape(TorchDispatchMode):
-    """Operations in their order, and what the tensors held that they were given from outside: when a graph is captured
-    nothing runs."""
+    """Operations in their order, and what the tensors held that they were given from outside: when
+    a graph is captured nothing runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,9 @@ class Tape(TorchDispatchMode):
             if isinstance(x, Tensor) and id(x) not in self.made and 0 not in x.stride():
                 self.before.setdefault(id(x), (x, x.clone()))
         result = operation(*args, **(kwargs or {}))
-        self.made |= {id(x) for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in self.before}
+        self.made |= {
+            id(x) for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in self.before
+        }
         self.operations.append((operation, args, kwargs or {}, result))
         return result
 
@@ -43,8 +46,11 @@ class Tape(TorchDispatchMode):
         for operation, args, kwargs, result in self.operations:
             args, kwargs = (tree_map_only(Tensor, current, part) for part in (args, kwargs))
             again = operation(*args, **kwargs)
-            now |= {id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)
-                    if isinstance(old, Tensor)}  # fmt: skip
+            now |= {
+                id(old): new
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)
+                if isinstance(old, Tensor)
+            }
         for *_, result in self.operations:
             for old in tree_leaves(result):
                 new = now[id(old)] if isinstance(old, Tensor) else old
@@ -73,6 +79,9 @@ def tape(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 def taped(steady: int = 1):
     """Steps of KFACAdamW on a CPU are recorded, and their layers stepped together, as on a GPU."""
     replays[0] = 0
-    with patch.dict(recorded.RECORDERS, cpu=tape), patch.object(recorded, "STEADY", steady), \
-            patch.object(planning, "batched", lambda device, method: method.rotates):  # fmt: skip
+    with (
+        patch.dict(recorded.RECORDERS, cpu=tape),
+        patch.object(recorded, "STEADY", steady),
+        patch.object(planning, "batched", lambda device, method: method.rotates),
+    ):
         yield replays

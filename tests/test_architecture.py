@@ -10,9 +10,24 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
-    "ops", "curvature", "schedule", "model", "update", "assignment", "comm", "zero", "config", "plan", "directions",
-    "step", "checkpoint", "factors", "engine", "estimate", "integrations",
-)  # fmt: skip
+    "ops",
+    "curvature",
+    "schedule",
+    "model",
+    "update",
+    "assignment",
+    "comm",
+    "zero",
+    "config",
+    "plan",
+    "directions",
+    "step",
+    "checkpoint",
+    "factors",
+    "engine",
+    "estimate",
+    "integrations",
+)
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
 ANYWHERE = {"log", "metrics"}
 WITHOUT_RANKS = FLOORS[: FLOORS.index("comm")]
@@ -34,12 +49,20 @@ def imports(path: Path) -> set[str]:
 
 def our_files(path: Path) -> set[Path]:
     """The files of the package that a file imports."""
-    found = {Path(*target.split(".")[1:]) for target in imports(path) if target.startswith("ds_kfac.")}
-    return {file for name in found for file in (name.with_suffix(".py"), name / "__init__.py") if file in FILES}
+    found = {
+        Path(*target.split(".")[1:]) for target in imports(path) if target.startswith("ds_kfac.")
+    }
+    return {
+        file
+        for name in found
+        for file in (name.with_suffix(".py"), name / "__init__.py")
+        if file in FILES
+    }
 
 
 def circle(arrows: Mapping[Any, Iterable[Any]]) -> list[str]:
-    """What is left when everything that imports nothing of what is left has been taken away: nothing, or circles."""
+    """What is left when everything that imports nothing of what is left has been taken away:
+    nothing, or circles."""
     left = {name: set(targets) - {name} for name, targets in arrows.items()}
     while free := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in free:
@@ -70,7 +93,9 @@ def test_no_circle_of_files_or_folders():
     assert circle({"a": ["b"], "b": ["a"], "c": ["a"], "d": []}) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if name.parts[0] in WITHOUT_RANKS], ids=str)
+@pytest.mark.parametrize(
+    "name", [name for name in INSIDE if name.parts[0] in WITHOUT_RANKS], ids=str
+)
 def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
     """Nor does a file that it imports, or one that this imports."""
     reached, left = {name}, [name]
@@ -79,14 +104,25 @@ def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
         reached |= new
         left += new
     for file in reached:
-        foreign = [t for t in imports(FILES[file]) if re.match(r"(deepspeed|torch\.distributed)\b", t)]
+        foreign = [
+            t for t in imports(FILES[file]) if re.match(r"(deepspeed|torch\.distributed)\b", t)
+        ]
         assert not foreign, f"{name} reaches {file}, which imports {foreign}"
 
 
 def test_lengths_of_files_are_printed():
     lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    print(*(f"{lines:5} {name}" for name, lines in sorted(lengths.items(), key=lambda pair: -pair[1])), sep="\n")
+    print(
+        *(
+            f"{lines:5} {name}"
+            for name, lines in sorted(lengths.items(), key=lambda pair: -pair[1])
+        ),
+        sep="\n",
+    )
 
 
 def test_reference_stands_alone():
-    assert {target.split(".")[0] for target in imports(PACKAGE / "reference.py")} == {"torch", "typing"}
+    assert {target.split(".")[0] for target in imports(PACKAGE / "reference.py")} == {
+        "torch",
+        "typing",
+    }

@@ -49,8 +49,15 @@ def test_the_bound_is_of_the_coarser_format_and_scales_with_every_term():
     off, wanted = torch.tensor([1.0, 3.0 + 2**-20], dtype=torch.float64), torch.tensor([1.0, 3.0])
     plain = ratio(off, wanted)
     assert plain == 2**-20 / (8 * 2**-23 * 3) == ratio(off, wanted.double(), dtype=torch.float32)
-    assert ratio(off, wanted, sums=4) == plain / 2 == ratio(off, wanted, condition=2) == ratio(off, wanted, scale=6.0)
-    assert ratio(off, wanted, scale=wanted.abs()) == plain < 3 * plain == ratio(off, wanted, scale=1.0)
+    assert (
+        ratio(off, wanted, sums=4)
+        == plain / 2
+        == ratio(off, wanted, condition=2)
+        == ratio(off, wanted, scale=6.0)
+    )
+    assert (
+        ratio(off, wanted, scale=wanted.abs()) == plain < 3 * plain == ratio(off, wanted, scale=1.0)
+    )
     assert ratio(off, wanted.bfloat16()) == plain / 2**16 and ratio(off[1].item(), 3.0) > 1e8
 
 
@@ -79,7 +86,8 @@ def test_parts_shapes_and_formats_must_agree():
     with pytest.raises(AssertionError, match="bfloat16"):
         exact(torch.ones(1), torch.ones(1).bfloat16())
     with pytest.raises(
-        AssertionError, match=r"case\[1\]: element 0 is 2, expected 3, allowed 1\.00e-01 \(noise\); 10 of"
+        AssertionError,
+        match=r"case\[1\]: element 0 is 2, expected 3, allowed 1\.00e-01 \(noise\); 10 of",
     ):
         near([1.0, 2.0], [1.0, 3.0], 0.1, "noise", what="case")
     with pytest.raises(AssertionError, match="say what"):

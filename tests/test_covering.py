@@ -19,14 +19,18 @@ def test_every_pair_of_the_table_is_in_a_chosen_case(table):
 
 def test_few_cases_are_chosen_in_their_order():
     chosen = covering(TABLE, dict)
-    assert 9 <= len(chosen) <= 13 < len(TABLE) / 8, "nine pairs of two factors of three values need as many"
+    assert 9 <= len(chosen) <= 13 < len(TABLE) / 8, (
+        "nine pairs of two factors of three values need as many"
+    )
     assert [TABLE.index(case) for case in chosen] == sorted(TABLE.index(case) for case in chosen)
     assert chosen == covering(TABLE, dict)
 
 
 def test_every_case_runs_on_one_rank_and_on_two_or_on_four():
     assert some(TABLE, 1) == TABLE
-    assert sorted(some(range(9), 2) + some(range(9), 4)) == list(range(9)) and some(range(9), 4) == [0, 3, 4, 7, 8]
+    assert sorted(some(range(9), 2) + some(range(9), 4)) == list(range(9)) and some(
+        range(9), 4
+    ) == [0, 3, 4, 7, 8]
 
 
 def test_what_must_be_there_always_is():

@@ -18,7 +18,9 @@ def test_the_readme_is_short():
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -32,7 +34,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page):
-    """In backticks, from the root or from ds_kfac/: `ds_kfac/step/factors.py`, `step/factors.py`."""
+    """In backticks, from the root or from ds_kfac/: `ds_kfac/step/factors.py`,
+    `step/factors.py`."""
     for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cu|h|json))`", page.read_text()):
         assert (ROOT / name).exists() or (ROOT / "ds_kfac" / name).exists(), f"{page.name}: {name}"
 

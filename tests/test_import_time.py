@@ -1,6 +1,8 @@
-"""What importing costs: commands about keys know neither torch nor DeepSpeed, and ds_kfac adds little to DeepSpeed.
+"""What importing costs: commands about keys know neither torch nor DeepSpeed, and ds_kfac adds
+little to DeepSpeed.
 
-Times are compared with importing DeepSpeed in the same run: machines differ by a factor of two and more."""
+Times are compared with importing DeepSpeed in the same run: machines differ by a factor of two and
+more."""
 
 import os
 import re
@@ -24,8 +26,15 @@ def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
     """Of a process and what it starts, whatever else the machine does."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = os.environ | {"PYTHONPYCACHEPREFIX": CACHE.name, "PYTHONDONTWRITEBYTECODE": ""}
-    run = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
-                         check=True)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, run
 
@@ -71,7 +80,10 @@ def test_a_commands_model_may_use_all_of_ds_kfac(tmp_path):
         "except AttributeError as error: print(error)"
     )
     _, run = cpu_seconds("-c", code)
-    assert run.stdout.splitlines()[-2:] == [str(len(names)), "module 'ds_kfac' has no attribute 'nothing'"]
+    assert run.stdout.splitlines()[-2:] == [
+        str(len(names)),
+        "module 'ds_kfac' has no attribute 'nothing'",
+    ]
 
 
 def test_the_names_of_methods_are_those_of_the_table():

@@ -11,7 +11,14 @@ import ds_kfac
 from ds_kfac.log import logger, say, warn
 
 PACKAGE = Path(ds_kfac.__file__).parent
-DATA = {"__main__.py", "estimate/command.py", "factors/command.py", "ops/build.py", "factors/progress.py", "log.py"}
+DATA = {
+    "__main__.py",
+    "estimate/command.py",
+    "factors/command.py",
+    "ops/build.py",
+    "factors/progress.py",
+    "log.py",
+}
 """Files that print results of commands, a bar, or what pip shows while it builds."""
 
 
@@ -29,7 +36,9 @@ def test_rank_0_says_it_once_whatever_the_root_logger_prints(capsys, monkeypatch
     ]
 
 
-def test_it_is_said_although_a_framework_disables_loggers_and_not_if_the_program_asks_for_less(capsys):
+def test_it_is_said_although_a_framework_disables_loggers_and_not_if_the_program_asks_for_less(
+    capsys,
+):
     logging.config.dictConfig({"version": 1})
     assert logger.disabled, "what existed before"
     warn("heard")
@@ -41,11 +50,22 @@ def test_it_is_said_although_a_framework_disables_loggers_and_not_if_the_program
     assert capsys.readouterr().err == "ds_kfac: WARNING: heard\n"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_no_file_has_another_way_of_saying_things(path):
     tree, name = ast.parse(path.read_text()), path.relative_to(PACKAGE).as_posix()
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-                if node.module == "deepspeed.utils"}  # fmt: skip
-    assert not called & {"warnings.warn", "log_dist", *(() if name in DATA else ("print", "logging.getLogger"))}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module == "deepspeed.utils"
+    }
+    assert not called & {
+        "warnings.warn",
+        "log_dist",
+        *(() if name in DATA else ("print", "logging.getLogger")),
+    }
     assert not imported & {"logger", "log_dist"}

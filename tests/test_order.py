@@ -9,7 +9,9 @@ TESTS = Path(__file__).parent
 
 
 def test_long_files_begin_and_tests_of_one_process_end():
-    assert len(set(LONGEST)) == len(LONGEST) and all((TESTS / name).is_file() for name in LONGEST), LONGEST
+    assert len(set(LONGEST)) == len(LONGEST) and all(
+        (TESTS / name).is_file() for name in LONGEST
+    ), LONGEST
     items = []
     for name, *marks in [
         ("test_close.py",),
@@ -19,7 +21,8 @@ def test_long_files_begin_and_tests_of_one_process_end():
         found = {"distributed"}.intersection(marks)
         items.append(
             SimpleNamespace(
-                path=TESTS / name, get_closest_marker=lambda mark, found=found: mark if mark in found else None
+                path=TESTS / name,
+                get_closest_marker=lambda mark, found=found: mark if mark in found else None,
             )
         )
     pytest_collection_modifyitems(items)

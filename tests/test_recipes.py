@@ -1,5 +1,5 @@
-"""What a newcomer copies: recipes are whole configs that their rule can follow, and README, configs/ and the migration
-pages say the same."""
+"""What a newcomer copies: recipes are whole configs that their rule can follow, and README,
+configs/ and the migration pages say the same."""
 
 import json
 import re
@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/recipes.md").read_text()
 RECIPES = {
     title: json.loads(block)
-    for title, block in re.findall(r"^## (.*?)\n.*?^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for title, block in re.findall(
+        r"^## (.*?)\n.*?^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+    )
 }
 DECODER = RECIPES["Pretraining a decoder"]["optimizer"]["params"]
 SHARED = ("lr", "betas", "weight_decay")
@@ -26,9 +28,15 @@ SHARED = ("lr", "betas", "weight_decay")
 
 def test_every_task_has_a_recipe():
     assert list(RECIPES) == [
-        "Pretraining a decoder", "Masked model", "Mixture of experts", "Supervised fine-tuning", "LoRA", "DPO", "GRPO",
+        "Pretraining a decoder",
+        "Masked model",
+        "Mixture of experts",
+        "Supervised fine-tuning",
+        "LoRA",
+        "DPO",
+        "GRPO",
         "A ResNet",
-    ]  # fmt: skip
+    ]
     for part in PAGE.split("\n## ")[1:]:
         assert re.search(r"Gave|[Nn]ot measured", part), "what it gave, or that it was not measured"
 
@@ -37,18 +45,28 @@ def test_every_task_has_a_recipe():
 def test_a_recipe_is_a_config_that_its_rule_can_follow(title):
     config = RECIPES[title]
     rule_in(config).resolved(parse(find_block(config)), config["optimizer"]["type"])
-    assert {"train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization"} <= config.keys()
+    assert {
+        "train_micro_batch_size_per_gpu",
+        "gradient_clipping",
+        "zero_optimization",
+    } <= config.keys()
 
 
 def blocks(page: Path) -> list[dict]:
     """The optimizer blocks for KFACAdamW that a page shows."""
-    found = re.findall(r'"optimizer": (\{"type": "KFACAdamW",\s+"params": \{.*?\}\})', page.read_text())
+    found = re.findall(
+        r'"optimizer": (\{"type": "KFACAdamW",\s+"params": \{.*?\}\})', page.read_text()
+    )
     return [json.loads(block) for block in found]
 
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/migrate/adamw.md", *(f"configs/{x.name}" for x in (ROOT / "configs").glob("gpt_*.json"))],
+    [
+        "README.md",
+        "docs/migrate/adamw.md",
+        *(f"configs/{x.name}" for x in (ROOT / "configs").glob("gpt_*.json")),
+    ],
 )
 def test_other_places_say_what_the_recipe_says(page):
     if page.endswith(".json"):
@@ -58,7 +76,9 @@ def test_other_places_say_what_the_recipe_says(page):
         shown = blocks(ROOT / page)
         assert shown, "there is one"
     for block in shown:
-        assert {key: block["params"][key] for key in SHARED} == {key: DECODER[key] for key in SHARED}, page
+        assert {key: block["params"][key] for key in SHARED} == {
+            key: DECODER[key] for key in SHARED
+        }, page
 
 
 def settings(config: dict) -> tuple[str, float, float, float | None]:
@@ -82,9 +102,16 @@ def test_our_own_settings_are_near_a_recipe():
     for path in (ROOT / "configs").glob("*.json"):
         optimizer, lr, decay, beta2 = settings(json.loads(path.read_text()))
         kinds = (IMAGES,) if not path.name.startswith("gpt") else (WORDS, EXPERTS)
-        assert [said(kind, optimizer, lr, decay, beta2) for kind in kinds] == [[]] * len(kinds), path.name
+        assert [said(kind, optimizer, lr, decay, beta2) for kind in kinds] == [[]] * len(kinds), (
+            path.name
+        )
     examples = "\n".join(path.read_text() for path in (ROOT / "examples/integrations").glob("*.py"))
-    rates = {float(rate) for rate in re.findall(r"(?:learning_rate=|lr=|KFACADAMW = .*?\"lr\": )([\d.e-]+)", examples)}
+    rates = {
+        float(rate)
+        for rate in re.findall(
+            r"(?:learning_rate=|lr=|KFACADAMW = .*?\"lr\": )([\d.e-]+)", examples
+        )
+    }
     assert len(rates) >= 3, rates
     for lr in rates:
         assert not any(said(WORDS, "KFACAdamW", lr, decay, 0.999) for decay in (0.0, 0.01)), lr
@@ -96,10 +123,25 @@ def test_our_own_settings_are_near_a_recipe():
     [
         (WORDS, ("KFACAdamW", 0.1, 1.0, 0.95), "Pretraining a decoder", ["lr 0.1 (0.002 there)"]),
         (WORDS, ("KFACAdamW", 2e-2, 0.1, 0.95), "Pretraining a decoder", ["lr 0.02 (0.002 there)"]),
-        (WORDS, ("KFACAdamW", 2e-5, 1.0, 0.95), "Supervised fine-tuning", ["weight_decay 1 (0.01 there)"]),
-        (WORDS, ("KFACAdamW", 2e-3, 1.0, 0.9999), "Pretraining a decoder", ["betas[1] 0.9999 (0.95 there)"]),
+        (
+            WORDS,
+            ("KFACAdamW", 2e-5, 1.0, 0.95),
+            "Supervised fine-tuning",
+            ["weight_decay 1 (0.01 there)"],
+        ),
+        (
+            WORDS,
+            ("KFACAdamW", 2e-3, 1.0, 0.9999),
+            "Pretraining a decoder",
+            ["betas[1] 0.9999 (0.95 there)"],
+        ),
         (EXPERTS, ("KFACAdamW", 0.1, 0.01, 0.95), "Mixture of experts", ["lr 0.1 (0.002 there)"]),
-        (ADAPTERS, ("KFACAdamW", 5e-3, 1.0, 0.95), "GRPO", ["lr 0.005 (0.0002 there)", "weight_decay 1 (0 there)"]),
+        (
+            ADAPTERS,
+            ("KFACAdamW", 5e-3, 1.0, 0.95),
+            "GRPO",
+            ["lr 0.005 (0.0002 there)", "weight_decay 1 (0 there)"],
+        ),
         (IMAGES, ("SGD", 1e-3, 5e-4, None), "A ResNet", ["lr 0.001 (0.3 there)"]),
     ],
 )
@@ -116,7 +158,10 @@ def test_without_a_recipe_or_a_rate_nothing_is_said(given):
 
 def test_the_runs_that_move_have_the_settings_of_the_page_that_shows_them():
     shown = re.findall(
-        r'"optimizer": (\{"type": "\w+",\s+"params": \{.*?\}\})', (ROOT / "docs/migrate/adamw.md").read_text()
+        r'"optimizer": (\{"type": "\w+",\s+"params": \{.*?\}\})',
+        (ROOT / "docs/migrate/adamw.md").read_text(),
     )
     own = [moving.config_of(kind, moves=False)["optimizer"] for kind in moving.KINDS]
-    assert [{**each, "params": {k: each["params"][k] for k in SHARED}} for each in own] == list(map(json.loads, shown))
+    assert [{**each, "params": {k: each["params"][k] for k in SHARED}} for each in own] == list(
+        map(json.loads, shown)
+    )

@@ -1,4 +1,5 @@
-"""The page ds_kfac/reference.py equals tests/oracle.py, and with it every engine mode, for both update rules."""
+"""The page ds_kfac/reference.py equals tests/oracle.py, and with it every engine mode, for both
+update rules."""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.spread import PLAIN, Variation, difference
 
 LR, ROWS, STEPS = 0.02, 8, 13
 SPIKES = (3, 11)
-"""Steps whose loss is a hundred times as large: the factors, which stand on ten batches, limit the second."""
+"""Steps whose loss is a hundred times as large: the factors, which stand on ten batches, limit the
+second."""
 INTERVALS = {"update_interval": 1, "refresh_interval": 3, "decay": 0.9}
 BETAS, EPS, DECAY = (0.8, 0.9), 0.01, 0.1
 
@@ -26,7 +28,10 @@ def backwards(model: torch.nn.Module, variation: Variation):
     """The steps of a run, each after its backward."""
     for step in range(STEPS):
         x, y = variation.rows(*make_batch(step, ROWS))
-        (cross_entropy(model(x.to(variation.dtype(torch.float32))), y) * (100 if step in SPIKES else 1)).backward()
+        (
+            cross_entropy(model(x.to(variation.dtype(torch.float32))), y)
+            * (100 if step in SPIKES else 1)
+        ).backward()
         yield step
         model.zero_grad()
 
@@ -64,10 +69,14 @@ def gradient_by_oracle(start: dict, variation: Variation = PLAIN) -> dict:
 
 def rest(model: Net) -> torch.optim.Optimizer:
     """What steps the parameters outside of the nn.Linear layers."""
-    return torch.optim.AdamW(model.norm.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    return torch.optim.AdamW(
+        model.norm.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+    )
 
 
-def adamw_by_page(start: dict, variation: Variation = PLAIN, *, identity_G: bool = True, eps: float = EPS) -> dict:
+def adamw_by_page(
+    start: dict, variation: Variation = PLAIN, *, identity_G: bool = True, eps: float = EPS
+) -> dict:
     model = net(start)
     kfac, optimizer = KFAC(model, **INTERVALS, identity_G=identity_G), rest(model)
     for _ in backwards(model, variation):
@@ -109,25 +118,36 @@ def test_the_page_equals_the_oracle(page, oracle):
 @pytest.mark.parametrize("identity_G", [True, False])
 def test_the_page_iterates_as_the_oracle_does(identity_G, monkeypatch):
     fisher = "activations_only" if identity_G else "empirical"
-    monkeypatch.setattr("tests.test_reference.ROWS", 48)  # with fewer, bases of the first batch are no start
+    # with fewer, bases of the first batch are no start
+    monkeypatch.setattr("tests.test_reference.ROWS", 48)
     with patch.object(ReferenceKFAC, "iterates", {"cpu"}), patch.object(KFAC, "iterates", True):
         start = weights(make_net())
-        found = spread.expected(lambda variation: adamw_by_oracle(start, variation, fisher=fisher), start)
+        found = spread.expected(
+            lambda variation: adamw_by_oracle(start, variation, fisher=fisher), start
+        )
         page = adamw_by_page(start, identity_G=identity_G)
     assert found.spread < 1e-2, "the bound must mean something"
     assert not spread.within("page", difference(page, found.weights, start), found.bound)
-    assert difference(adamw_by_page(start, identity_G=identity_G), found.weights, start) > found.bound, "by eigh"
+    assert (
+        difference(adamw_by_page(start, identity_G=identity_G), found.weights, start) > found.bound
+    ), "by eigh"
 
 
 @pytest.mark.parametrize("head_is_orthogonalized", [False, True])
 def test_a_heads_step_on_the_page_sums_to_zero_over_classes(head_is_orthogonalized):
-    """As its gradient does, of which only rounding is left along that sum. Adam's eps is below it."""
+    """As its gradient does, of which only rounding is left along that sum. Adam's eps is below
+    it."""
     model = net(weights(make_net()))
     kfac, before = KFAC(model, **INTERVALS, identity_G=False), model.head.weight.detach().clone()
     next(backwards(model, PLAIN))
     kfac.adamw(LR, BETAS, 1e-14, 0.0, heads=() if head_is_orthogonalized else ("head",))
     moved = model.head.weight.detach() - before
-    near(moved.sum(0), torch.zeros(moved.shape[1]), 1e-5 * moved.norm(), "five steps lift what is rounded")
+    near(
+        moved.sum(0),
+        torch.zeros(moved.shape[1]),
+        1e-5 * moved.norm(),
+        "five steps lift what is rounded",
+    )
 
 
 def test_the_page_is_a_page():

@@ -1,4 +1,5 @@
-"""The rule of A and G on cases whose answer is known by hand: tests/truth.py, by which the capture is tested."""
+"""The rule of A and G on cases whose answer is known by hand: tests/truth.py, by which the capture
+is tested."""
 
 from collections.abc import Callable
 
@@ -113,7 +114,9 @@ def test_a_trained_bias_appends_a_one(bias):
     assert A.shape == ((INPUTS + 1,) * 2 if bias == "trained" else (INPUTS,) * 2)
 
 
-@pytest.mark.parametrize("change", ["transposed", "flattened", "of another shape", "additive", "by a function"])
+@pytest.mark.parametrize(
+    "change", ["transposed", "flattened", "of another shape", "additive", "by a function"]
+)
 def test_masks_fit_calls_of_their_leading_dimensions(change):
     model, x = OneLayer(), torch.randn(2, 3, INPUTS)
     weights = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
@@ -128,7 +131,9 @@ def test_masks_fit_calls_of_their_leading_dimensions(change):
         mask, counted = (mask.double() - 1) * 1e9, 6
     else:
         options, mask, kept = {"mask": lambda args, kwargs: kept}, None, mask
-    _, _, rows = step(model, lambda model: model(x, weights, mask).backward(), **options).factors()["layer"]
+    _, _, rows = step(model, lambda model: model(x, weights, mask).backward(), **options).factors()[
+        "layer"
+    ]
     assert rows == counted
 
 
@@ -179,7 +184,9 @@ def test_G_is_the_second_moment_of_the_gradients_of_a_means_terms():
     model, (x, y) = Classifier(), examples(7)
     _, G, _ = step(model, lambda model: model(x, y).backward()).factors()["inner"]
     hidden = model.inner(x).detach().requires_grad_()
-    (g,) = torch.autograd.grad(F.cross_entropy(model.head(torch.tanh(hidden)), y, reduction="sum"), hidden)
+    (g,) = torch.autograd.grad(
+        F.cross_entropy(model.head(torch.tanh(hidden)), y, reduction="sum"), hidden
+    )
     close(G, g.T @ g / 7, sums=SUMS)
 
 
@@ -211,7 +218,8 @@ def test_several_forwards_before_a_backward_pass_have_the_factors_of_one():
 
 
 def test_two_tasks_of_different_sizes_have_the_mean_of_their_factors():
-    """G of a step whose loss is the mean of two tasks' losses is the mean of what each task has alone."""
+    """G of a step whose loss is the mean of two tasks' losses is the mean of what each task has
+    alone."""
     model, many, few = Classifier(), examples(8), examples(3)
     alone = [
         step(model, lambda model: model(*many, task="head").backward()).factors()["inner"][1],
@@ -434,7 +442,8 @@ NOT_BY_ORACLE = [
     "gpt2",
     "time first",
 ]
-"""It has one mask [N, T] a step, knows no Conv1D, and sees a forward and its backward pass in turn."""
+"""It has one mask [N, T] a step, knows no Conv1D, and sees a forward and its backward pass in
+turn."""
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not any(word in n for word in NOT_BY_ORACLE)])
@@ -465,7 +474,9 @@ def test_the_oracle_has_the_factors_of_the_rule(name):
     for layer, (A, G, _) in truth.factors().items():
         if layer.removesuffix(":0") not in case.layers.get("exclude", ()):
             close(found[layer.removesuffix(":0")], (A, G), sums=SUMS, what=layer)
-    assert {layer.terms for layer in kfac.layers.values() if layer.factors} == {truth.sums()["terms"]}
+    assert {layer.terms for layer in kfac.layers.values() if layer.factors} == {
+        truth.sums()["terms"]
+    }
 
 
 def test_a_pass_inside_a_forward_is_part_of_the_next():

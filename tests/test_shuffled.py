@@ -51,7 +51,12 @@ def test_sums_come_in_another_order_and_are_the_same_sums(name):
         one, again = SUMS[name](), SUMS[name]()
     assert mode.seen
     exact(again, one)
-    close(one, plain, sums=9 * N if name == "convolution" else N * D if name in ("sum", "mean") else N, scale=300.0)
+    close(
+        one,
+        plain,
+        sums=9 * N if name == "convolution" else N * D if name in ("sum", "mean") else N,
+        scale=300.0,
+    )
     if name not in ("sum", "mean", "dot", "norm"):  # few numbers, which may round alike
         assert not all(map(torch.equal, one, plain)), "nothing was permuted"
 
@@ -60,7 +65,9 @@ def test_grouped_convolutions_integers_and_scalars_are_left_alone():
     with ShuffledSums(1) as mode:
         F.conv2d(normal(2, 4, 3, 3), normal(4, 2, 3, 3), groups=2)
         assert torch.arange(9).sum() == 36 and torch.ones(()).sum() == 1
-        assert torch.equal(torch.randn(3, generator=torch.Generator().manual_seed(0)), normal_of(3, seed=0))
+        assert torch.equal(
+            torch.randn(3, generator=torch.Generator().manual_seed(0)), normal_of(3, seed=0)
+        )
     assert mode.seen <= {"sum"}
 
 

@@ -1,4 +1,5 @@
-"""The site that `make docs` builds: every link and picture leads to a file of the site, and README.md is its index."""
+"""The site that `make docs` builds: every link and picture leads to a file of the site, and
+README.md is its index."""
 
 import importlib.util
 import os
@@ -15,7 +16,8 @@ from tests.ranks import ROOT
 
 NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, NEEDS)), reason="needs ds_kfac[docs], as `make docs` installs it"
+    not all(map(importlib.util.find_spec, NEEDS)),
+    reason="needs ds_kfac[docs], as `make docs` installs it",
 )
 
 
@@ -37,9 +39,25 @@ class Links(HTMLParser):
 
 
 def built(folder: Path) -> Path:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
-                         text=True, timeout=300, check=False)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 

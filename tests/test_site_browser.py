@@ -1,6 +1,8 @@
-"""The site in Chromium: nothing is cut at the width of a phone, search finds, navigation leads, dark mode is dark.
+"""The site in Chromium: nothing is cut at the width of a phone, search finds, navigation leads,
+dark mode is dark.
 
-`make test-site` installs what this needs beside a Chromium of the machine; elsewhere it says what is missing.
+`make test-site` installs what this needs beside a Chromium of the machine; elsewhere it says what
+is missing.
 """
 
 import functools
@@ -19,7 +21,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 MISSING = [name for name in (*NEEDS, "playwright") if not importlib.util.find_spec(name)]
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}, as `make test-site` installs them"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs {', '.join(MISSING)}, as `make test-site` installs them"
+    ),
     pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: one of {', '.join(BROWSERS)}"),
 ]
 PHONE, NARROW, DESK = 390, 690, 1280
@@ -36,7 +40,9 @@ def address(folder) -> Iterator[str]:
         def log_message(self, *_) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Quiet, directory=folder)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("localhost", 0), functools.partial(Quiet, directory=folder)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://localhost:{server.server_port}/"
         server.shutdown()
@@ -102,13 +108,22 @@ def test_search_finds(page):
     page.locator("input.md-search__input").click()
     page.keyboard.type("adam_lr", delay=20)
     page.locator(".md-search-result__link").first.wait_for()
-    titles = " ".join(page.locator(".md-search-result__link h1, .md-search-result__link h2").all_inner_texts())
+    titles = " ".join(
+        page.locator(".md-search-result__link h1, .md-search-result__link h2").all_inner_texts()
+    )
     assert "adam_lr" in titles and "Tuning" in titles
 
 
 def test_navigation_leads_everywhere_and_decisions_are_folded(page, address):
     sidebar = page.locator("nav.md-nav--primary")
-    for name in ("Install and quickstart", "Recipes", "Examples with their output", "FAQ", "Results", "Changelog"):
+    for name in (
+        "Install and quickstart",
+        "Recipes",
+        "Examples with their output",
+        "FAQ",
+        "Results",
+        "Changelog",
+    ):
         link = sidebar.get_by_role("link", name=name, exact=True)
         assert link.is_visible(), name
     decision = sidebar.locator("a[href*='decisions/0001']")
@@ -153,4 +168,7 @@ def test_the_interface_has_no_raw_roles_and_its_parameters(page, address):
     page.goto(f"{address}api/")
     text = page.locator("article").inner_text()
     assert ":func:" not in text and ":class:" not in text and ":meth:" not in text
-    assert all(name in text for name in ("KFACConfig", "weight_decay", "adam_lr", "torch_adam", "FactorConfig"))
+    assert all(
+        name in text
+        for name in ("KFACConfig", "weight_decay", "adam_lr", "torch_adam", "FactorConfig")
+    )

@@ -51,12 +51,15 @@ def run(name: str) -> tuple:
 
 
 MISTAKES = ("sign", "terms", "refreshed every step", "a row")
-# Adam in an eigenbasis does not care how large a factor is, nor does damping relative to the mean eigenvalue. With the
-# corrected eigenvalues of a deep net of layers alike rounding moves more than an interval does.
+# Adam in an eigenbasis does not care how large a factor is, nor does damping relative to the mean
+# eigenvalue. With the corrected eigenvalues of a deep net of layers alike rounding moves more than
+# an interval does.
 SEEN = {
-    "all": MISTAKES, "corrected": MISTAKES, "batched": MISTAKES,
+    "all": MISTAKES,
+    "corrected": MISTAKES,
+    "batched": MISTAKES,
     "batched-corrected": ("sign", "a row"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -67,7 +70,10 @@ def test_mistakes_are_outside_of_the_bound(name):
     for mistake in SEEN[name]:
         kind = wrong(ReferenceKFAC, mistake)
         ratios[mistake] = difference(train(PLAIN, kind=kind), found.weights, initial) / found.bound
-    print(f"{name}: spread {found.spread:.1e}", {mistake: f"{ratio:.0f}" for mistake, ratio in ratios.items()})
+    print(
+        f"{name}: spread {found.spread:.1e}",
+        {mistake: f"{ratio:.0f}" for mistake, ratio in ratios.items()},
+    )
     assert min(ratios.values()) > 2 and ratios["sign"] > 10, (found.spread, ratios)
     assert found.spread > 0
 
@@ -79,23 +85,28 @@ def test_roundings_of_engines_in_16_bits_are_part_of_the_spread(name):
     initial = {n: p.detach().clone() for n, p in model.named_parameters()}
     train = partial(reference, mode, 4, WORLD, initial)
     plain, ordered, rounded = (
-        train(variation=variation) for variation in (PLAIN, Variation(order=1), Variation(rounded=True))
+        train(variation=variation)
+        for variation in (PLAIN, Variation(order=1), Variation(rounded=True))
     )
     order, ours = (difference(run, plain, initial) for run in (ordered, rounded))
-    assert order < ours < 16 * torch.finfo(torch.bfloat16).eps, (order, ours)  # of 4 steps with 3 roundings each
+    # of 4 steps with 3 roundings each
+    assert order < ours < 16 * torch.finfo(torch.bfloat16).eps, (order, ours)
     rounding = Rounding16(mode, model, WORLD, 4)
     rounding.dtype, rounding.kept, rounding.twin = torch.float32, torch.float32, make_net()
     x, y = make_batch(0, WORLD * 4 * MICRO_ROWS)
     cross_entropy(model(x), y).backward()
     whole = [p.grad for p in model.parameters()]
     rounding.gradients(model, x, y)
-    close([p.grad for p in model.parameters()], whole, sums=2 * y.numel() + 40)  # rows, and sides of three layers
+    # rows, and sides of three layers
+    close([p.grad for p in model.parameters()], whole, sums=2 * y.numel() + 40)
 
 
 def test_rows_are_permuted_together_and_float64_is_everywhere():
     x, y = torch.arange(6).view(6, 1).float(), torch.arange(6)
     moved_x, none, moved_y = Variation(order=1).rows(x, None, y)
-    assert none is None and torch.equal(moved_x[:, 0].long(), moved_y) and not torch.equal(moved_y, y)
+    assert (
+        none is None and torch.equal(moved_x[:, 0].long(), moved_y) and not torch.equal(moved_y, y)
+    )
     assert PLAIN.rows(x, y) == (x, y)
     with in_float64():
         assert torch.zeros(1).float().dtype == torch.zeros(1).dtype == torch.float64

@@ -7,7 +7,10 @@ import pytest
 from ds_kfac.__main__ import must_exist
 from ds_kfac.log import fitted
 
-TEXT = "a head\n  a line of the report that is longer than others, by far\n\n  name   type\n  short  Linear"
+TEXT = (
+    "a head\n  a line of the report that is longer than others, by far\n\n  name   type\n  "
+    "short  Linear"
+)
 
 
 @pytest.mark.parametrize("width", [20, 40, 1000])
@@ -33,5 +36,8 @@ def test_the_width_is_the_terminals(monkeypatch):
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
     must_exist("--config ", tmp_path, "a folder")
-    with pytest.raises(ValueError, match=r"--config .*x\.json: no such file or folder in .*; give a DeepSpeed config"):
+    with pytest.raises(
+        ValueError,
+        match=r"--config .*x\.json: no such file or folder in .*; give a DeepSpeed config",
+    ):
         must_exist("--config ", tmp_path / "x.json", "a DeepSpeed config")

@@ -1,4 +1,5 @@
-"""Tolerances come from tests/close.py: no other comparison, and no small number that nobody explains."""
+"""Tolerances come from tests/close.py: no other comparison, and no small number that nobody
+explains."""
 
 import ast
 from pathlib import Path
@@ -6,7 +7,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_almost_equal", "assert_close", "isclose"}
+COMPARISONS = {
+    "allclose",
+    "approx",
+    "assert_allclose",
+    "assert_almost_equal",
+    "assert_close",
+    "isclose",
+}
 """Of torch, numpy, pytest and math: their defaults were chosen for nobody's sums."""
 TOLERANCES = {"abs_tol", "atol", "rel_tol", "rtol"}
 SMALL = 0.01
@@ -19,7 +27,9 @@ def small(node: ast.AST) -> bool:
         return isinstance(node.right, ast.UnaryOp) and isinstance(node.right.op, ast.USub)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
         return small(node.left) or small(node.right)
-    return isinstance(node, ast.Constant) and isinstance(node.value, float) and 0 < node.value <= SMALL
+    return (
+        isinstance(node, ast.Constant) and isinstance(node.value, float) and 0 < node.value <= SMALL
+    )
 
 
 def bounds(node: ast.Compare) -> list[ast.expr]:
@@ -40,7 +50,13 @@ def complaints(source: str) -> list[str]:
     """Line and reason of everything that :mod:`tests.close` should say."""
     found, lines, tree = [], source.splitlines(), ast.parse(source)
     for node in ast.walk(tree):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+        name = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else None
+        )
         if isinstance(node, ast.ImportFrom):
             name = next((alias.name for alias in node.names if alias.name in COMPARISONS), None)
         if name in COMPARISONS:
@@ -48,9 +64,17 @@ def complaints(source: str) -> list[str]:
         if isinstance(node, ast.keyword) and node.arg in TOLERANCES:
             found.append(f"{node.value.lineno}: {node.arg}: state terms, see tests/close.py")
         if isinstance(node, ast.Assert | ast.Assign | ast.Return | ast.Expr):
-            sides = [side for part in ast.walk(node) if isinstance(part, ast.Compare) for side in bounds(part)]
+            sides = [
+                side
+                for part in ast.walk(node)
+                if isinstance(part, ast.Compare)
+                for side in bounds(part)
+            ]
             if any(map(small, sides)) and not explained(node, lines):
-                found.append(f"{node.lineno}: a small number without its reason: use close, a name or a comment")
+                found.append(
+                    f"{node.lineno}: a small number without its reason: use close, a name or a "
+                    f"comment"
+                )
     return found
 
 

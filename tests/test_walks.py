@@ -1,7 +1,8 @@
-"""How many functions and files of ds_kfac a step runs through: a house that can be held in the head.
+"""How many functions and files of ds_kfac a step runs through: a house that can be held in the
+head.
 
-A walk is what one engine of two runs, with ZeRO-2 and KFACAdamW. The table is printed, also by ``python -m
-tests.test_walks``; no number in it is an error.
+A walk is what one engine of two runs, with ZeRO-2 and KFACAdamW. The table is printed, also by
+``python -m tests.test_walks``; no number in it is an error.
 """
 
 import sys
@@ -51,7 +52,11 @@ class Walk:
 
     def __call__(self, frame: Any, event: str, value: Any) -> None:
         code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(HOME) or code.co_name.endswith("comp>"):
+        if (
+            event not in ("call", "return")
+            or not code.co_filename.startswith(HOME)
+            or code.co_name.endswith("comp>")
+        ):
             return
         if code.co_name == "<genexpr>":
             return
@@ -60,7 +65,11 @@ class Walk:
         self.deepest = max(self.deepest, self.depth)
         if code.co_qualname in self._inside:
             self._open += step
-        if self._inside and not self._open and not (event == "return" and code.co_qualname in self._inside):
+        if (
+            self._inside
+            and not self._open
+            and not (event == "return" and code.co_qualname in self._inside)
+        ):
             return
         if self._tensors and not (
             holds_tensor(value) or (event == "call" and holds_tensor(list(frame.f_locals.values())))
@@ -77,7 +86,13 @@ def holds_tensor(value: Any, depth: int = 2) -> bool:
     """Whether it is a tensor or a container with one."""
     if isinstance(value, torch.Tensor):
         return True
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return depth > 0 and any(holds_tensor(part, depth - 1) for part in parts)
 
 
@@ -134,7 +149,9 @@ def worker(folder: str) -> dict[str, tuple[int, list[str], int]]:
     step(2 * REFRESH + CAPTURE, capturing_step=Walk())
     walk("save", lambda: engine.save_checkpoint(folder, tag="tag"))
     walk("load", lambda: engine.load_checkpoint(folder, tag="tag"))
-    return {name: (len(own.functions), sorted(own.files), own.deepest) for name, own in walks.items()}
+    return {
+        name: (len(own.functions), sorted(own.files), own.deepest) for name, own in walks.items()
+    }
 
 
 def table(found: dict[str, tuple[int, list[str], int]]) -> str:

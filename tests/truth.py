@@ -1,17 +1,23 @@
-"""The truth about A and G: plain hooks that keep every input and gradient, and a loop over rows in float64.
+"""The truth about A and G: plain hooks that keep every input and gradient, and a loop over rows in
+float64.
 
-Nothing of ``ds_kfac`` takes part. A call of a layer is one forward of an ``nn.Linear``, of transformers' ``Conv1D`` or
-of a convolution. Its rows have inputs a, with a 1 appended for a trained bias, and gradients g, which reach its output.
+Nothing of ``ds_kfac`` takes part. A call of a layer is one forward of an ``nn.Linear``, of
+transformers' ``Conv1D`` or of a convolution. Its rows have inputs a, with a 1 appended for a
+trained bias, and gradients g, which reach its output.
 
 - A call whose gradient does not arrive, or is zero in every entry, has no rows.
-- A row is left out if its gradient is zero and a mask leaves it out, or if its input and gradient are both zero.
-- A = mean a a^T over the other rows of all calls, backward passes and ranks. A layer without a row has no factors.
+- A row is left out if its gradient is zero and a mask leaves it out, or if its input and gradient
+  are both zero.
+- A = mean a a^T over the other rows of all calls, backward passes and ranks. A layer without a row
+  has no factors.
 - G = K sum_p R_p sum g^ g^^T, where g^ = g / (loss scale) / (number of ranks).
 - K is the number of outermost backward passes over all ranks that reach a parameter of the model.
-- R_p is the number of rows of the first layer in pass p whose gradient is not zero, in all its calls in the forwards of
-  that pass, whether they have a gradient or not, without the rows that a mask leaves out though they have no gradient.
-- Rows are positions; with ``sharing="reduce"`` they are examples: the mean of the inputs of an example's rows, and the
-  sum of their gradients. A group of a convolution is a layer of its own, "<name>:<group>".
+- R_p is the number of rows of the first layer in pass p whose gradient is not zero, in all its
+  calls in the forwards of that pass, whether they have a gradient or not, without the rows that a
+  mask leaves out though they have no gradient.
+- Rows are positions; with ``sharing="reduce"`` they are examples: the mean of the inputs of an
+  example's rows, and the sum of their gradients. A group of a convolution is a layer of its own,
+  "<name>:<group>".
 
     truth = Truth(model)
     with truth:
@@ -35,7 +41,8 @@ TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of the whole model: its masks, its calls, and torch's number of the first autograd node it may make."""
+    """A forward of the whole model: its masks, its calls, and torch's number of the first autograd
+    node it may make."""
 
     masks: list[Tensor] = field(default_factory=list)
     calls: list["Call"] = field(default_factory=list)
@@ -89,7 +96,8 @@ class Call:
             yield name, a[:, :, group], g[:, :, group]
 
     def attended(self) -> Tensor:
-        """Which rows [N, T] no mask leaves out: those that one of the masks of the call's shape attends to."""
+        """Which rows [N, T] no mask leaves out: those that one of the masks of the call's shape
+        attends to."""
         masks = [] if isinstance(self.module, CONVOLUTIONS) else self.forward.masks
         fitting = [fitted for mask in masks if (fitted := self._fitting(mask)) is not None]
         if not fitting:
@@ -110,19 +118,20 @@ class Truth:
     """What happens to a model's layers while this is entered: one training step, on one rank.
 
     Args:
-        mask: (args, kwargs) of the model's forward -> its mask [N, T] or None; by default every argument whose name
-            ends in "attention_mask".
+        mask: (args, kwargs) of the model's forward -> its mask [N, T] or None; by default every
+            argument whose name ends in "attention_mask".
         scale: the loss scale.
         sharing: "expand" or "reduce".
 
     Attributes:
         inside: how many forwards of the model run, in each other.
         passes: number of backward passes that have ended.
-        running: for each backward pass that runs in another one, as reentrant recomputations do, the forward that it is
-            part of; None for the outermost.
+        running: for each backward pass that runs in another one, as reentrant recomputations do,
+            the forward that it is part of; None for the outermost.
         accumulates: whether the outermost pass adds to gradients.
         accumulated: pass -> ids of the parameters to whose gradient it adds.
-        first_arrivals: pass -> the call whose gradient is the first that is not zero, and that gradient.
+        first_arrivals: pass -> the call whose gradient is the first that is not zero, and that
+            gradient.
     """
 
     def __init__(
@@ -135,7 +144,8 @@ class Truth:
     ) -> None:
         self.model, self.mask, self.scale, self.sharing = model, mask, scale, sharing
         self.names: dict[int, str] = {}  # id of a weight -> its layer
-        self.weights: dict[int, int] = {}  # id of a module -> id of its weight, which functional_call may replace
+        # id of a module -> id of its weight, which functional_call may replace
+        self.weights: dict[int, int] = {}
         self.forwards = [Forward()]
         self.inside = 0
         self.passes = 0
@@ -195,7 +205,8 @@ class Truth:
         base.grad_fn.register_prehook(partial(self._arrived, call, base.output_nr))
 
     def _forward(self) -> Forward:
-        """The forward that a call is part of: a recomputation's is the one that made the node which recomputes."""
+        """The forward that a call is part of: a recomputation's is the one that made the node which
+        recomputes."""
         if self.inside or not self.running:
             return self.forwards[-1]
         if self.running[-1] is not None:
@@ -249,8 +260,9 @@ class Truth:
         return total
 
     def sums(self) -> dict[str, Any]:
-        """Plain data, which :func:`factors_of_ranks` adds up: K, the sum of R_p, and of each layer the sum of a a^T,
-        the number of rows, the sum of R_p g g^T, and the sum of g a^T, which is the gradient of the weight."""
+        """Plain data, which :func:`factors_of_ranks` adds up: K, the sum of R_p, and of each layer
+        the sum of a a^T, the number of rows, the sum of R_p g g^T, and the sum of g a^T, which is
+        the gradient of the weight."""
         layers: dict[str, list] = {}
         R = {number: self.nearest_rows(number) for number in self.accumulated}
         for call in [call for forward in self.forwards for call in forward.calls]:
@@ -289,7 +301,8 @@ class Truth:
 
 
 def factors_of_ranks(ranks: list[dict[str, Any]]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """{layer: (A, G, rows)} of the :meth:`Truth.sums` of all ranks. DeepSpeed averages over their losses."""
+    """{layer: (A, G, rows)} of the :meth:`Truth.sums` of all ranks. DeepSpeed averages over their
+    losses."""
     K = sum(of_rank["passes"] for of_rank in ranks)
     factors = {}
     for name in dict.fromkeys(name for of_rank in ranks for name in of_rank["layers"]):

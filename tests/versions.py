@@ -1,11 +1,12 @@
-"""Every tested DeepSpeed in engines with K-FAC, compared with tests/oracle.py, and the table of docs/notes/versions.md.
+"""Every tested DeepSpeed in engines with K-FAC, compared with tests/oracle.py, and the table of
+docs/notes/versions.md.
 
     make versions                       # all; 3 minutes each on two idle cores, 7 on busy ones
     make versions ARGS="--only 0.18.9"  # this row of the table
     make versions-short                 # the oldest and the newest, a few modes
 
-Each version is installed beside the environment's own, into .venv/deepspeed/<version>. transformers' Trainer is that of
-.venv/integrations.
+Each version is installed beside the environment's own, into .venv/deepspeed/<version>.
+transformers' Trainer is that of .venv/integrations.
 """
 
 import argparse
@@ -30,11 +31,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ZeRO 2": ("z2", "z2-round_robin", "adam-z2", "z2-bf16", "adam-z2-bf16"),
     "ZeRO 3": ("z3", "adam-z3", "z3-bf16", "adam-z3-bf16"),
     "fp16": tuple(f"{kind}z{stage}-fp16" for stage in range(4) for kind in ("", "adam-")),
-    "autocast": tuple(f"{kind}z{stage}-autocast_bfloat16" for stage in range(4) for kind in ("", "adam-")),
+    "autocast": tuple(
+        f"{kind}z{stage}-autocast_bfloat16" for stage in range(4) for kind in ("", "adam-")
+    ),
     "fp32 accumulation": ("z1-bf16-accum32", "z2-bf16-accum32", "z3-bf16-accum32"),
-    "offload": ("z2-offload", "adam-z2-offload", "z2-bf16-offload", "z3-offload", "adam-z3-offload"),
+    "offload": (
+        "z2-offload",
+        "adam-z2-offload",
+        "z2-bf16-offload",
+        "z3-offload",
+        "adam-z3-offload",
+    ),
 }
-"""Column of the table -> names of tests/deepspeed/modes.py: K-FAC into AdamW (fp32) or SGD (16 bits), and KFACAdamW."""
+"""Column of the table -> names of tests/deepspeed/modes.py: K-FAC into AdamW (fp32) or SGD (16
+bits), and KFACAdamW."""
 CHECKPOINTS = ("z0", "z2", "adam-z2", "z3-bf16", "adam-z3")
 COLUMNS = {
     **GROUPS,
@@ -45,7 +55,8 @@ COLUMNS = {
     "universal": ("z2", "adam-z1", "adam-z2", "adam-z3"),
     "HF Trainer": ("0", "1", "2", "3", "2 in bf16", "2 with offload"),
 }
-"""All of them. Of saves: a version loads its own and that of the newest tested one, and is loaded by that."""
+"""All of them. Of saves: a version loads its own and that of the newest tested one, and is loaded
+by that."""
 LACKING = {("0.17.0", "autocast")}
 """What a version has not got."""
 SHORT, SHORT_SAVES = ("z0", "z2", "adam-z2", "z3-bf16"), ("adam-z2",)
@@ -54,9 +65,12 @@ Job = tuple[str, str, Sequence[str]]
 
 
 def tested() -> tuple[str, ...]:
-    """Versions, oldest first, as the package names them; read from its source, which needs a DeepSpeed to import."""
+    """Versions, oldest first, as the package names them; read from its source, which needs a
+    DeepSpeed to import."""
     source = (ROOT / "ds_kfac" / "zero" / "deepspeed_versions.py").read_text()
-    return tuple(re.findall(r'"([\d.]+)"', re.search(r"^TESTED = \((.*?)\)", source, re.M | re.S)[1]))
+    return tuple(
+        re.findall(r'"([\d.]+)"', re.search(r"^TESTED = \((.*?)\)", source, re.M | re.S)[1])
+    )
 
 
 def folder(name: str) -> str:
@@ -68,20 +82,37 @@ def folder(name: str) -> str:
         pass
     place = Path(sys.prefix) / "deepspeed" / name
     if not (place / "deepspeed").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, "--target", str(place), f"deepspeed=={name}"], check=True,
-                       env=os.environ | {"DS_BUILD_OPS": "0"})  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+        ]
+        subprocess.run(
+            [*command, "--target", str(place), f"deepspeed=={name}"],
+            check=True,
+            env=os.environ | {"DS_BUILD_OPS": "0"},
+        )
     return str(place)
 
 
-def in_version(name: str, jobs: dict[str, Job], program: str = sys.executable) -> dict[str, dict[str, Any]]:
+def in_version(
+    name: str, jobs: dict[str, Job], program: str = sys.executable
+) -> dict[str, dict[str, Any]]:
     """What jobs found with another DeepSpeed, all in one process."""
     path = os.pathsep.join(filter(None, [folder(name), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [program, "-m", "tests.versions", "--jobs", json.dumps(jobs)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     if done.returncode or not lines:
-        raise SystemExit(f"versions: deepspeed {name} did not get to the end: {done.stdout[-2000:]}")
+        raise SystemExit(
+            f"versions: deepspeed {name} did not get to the end: {done.stdout[-2000:]}"
+        )
     found = json.loads(lines[-1].removeprefix("result "))
     print(name, json.dumps(found), file=sys.stderr, flush=True)
     return found
@@ -95,8 +126,16 @@ def ran(names: Sequence[str], newest: str, place: Path) -> dict[str, dict[str, d
         if name not in names:
             losses[name] = in_version(name, save)["saved"]
             continue
-        jobs = {column: ("equal", "", modes) for column, modes in GROUPS.items() if (name, column) not in LACKING}
-        jobs |= {"pipelines": ("piped", "", COLUMNS["pipelines"]), **save, "own save": ("loaded", own, CHECKPOINTS)}
+        jobs = {
+            column: ("equal", "", modes)
+            for column, modes in GROUPS.items()
+            if (name, column) not in LACKING
+        }
+        jobs |= {
+            "pipelines": ("piped", "", COLUMNS["pipelines"]),
+            **save,
+            "own save": ("loaded", own, CHECKPOINTS),
+        }
         jobs["newest's save"] = ("loaded", str(place / newest), CHECKPOINTS)
         jobs["universal"] = ("converted", f"{own}/universal", COLUMNS["universal"])
         results[name] = found = in_version(name, jobs)
@@ -116,10 +155,15 @@ def gone_on(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
     problems = {}
     for mode, losses in found.items():
         told = [each for each in (expected[mode], losses) if not isinstance(each, list)]
-        # losses of some tenths, of fp32 sums in other orders; in bf16 of roundings that may fall on the other side
+        # losses of some tenths, of fp32 sums in other orders; in bf16 of roundings that may fall on
+        # the other side
         close = 2e-3 if "bf16" in mode else 1e-5
-        same = not told and all(abs(a - b) < close for a, b in zip(expected[mode], losses, strict=True))
-        problems[mode] = "" if same else told[0] if told else f"losses {losses}, of the saver {expected[mode]}"
+        same = not told and all(
+            abs(a - b) < close for a, b in zip(expected[mode], losses, strict=True)
+        )
+        problems[mode] = (
+            "" if same else told[0] if told else f"losses {losses}, of the saver {expected[mode]}"
+        )
     return problems
 
 
@@ -137,13 +181,17 @@ def _run(task: str, place: str, modes: list[str]) -> dict[str, Any]:
     try:
         if task == "converted":
             return converted(place, modes)
-        ranks = run_ranks(f"tests.versions:{task}", world=2, payload=(modes, place), timeout=120 + 60 * len(modes))
+        ranks = run_ranks(
+            f"tests.versions:{task}", world=2, payload=(modes, place), timeout=120 + 60 * len(modes)
+        )
         return {mode: next((found[mode] for found in ranks if found[mode]), "") for mode in modes}
     except AssertionError as problem:
         if len(modes) > 1:
             return {}
         print(problem, file=sys.stderr)
-        lines = [line for line in str(problem).splitlines() if re.match(r"\S*(Error|Exception)\b", line)]
+        lines = [
+            line for line in str(problem).splitlines() if re.match(r"\S*(Error|Exception)\b", line)
+        ]
         return {modes[0]: lines[-1] if lines else "a rank died"}
 
 
@@ -153,7 +201,9 @@ def equal(payload: tuple[list[str], str]) -> dict[str, str]:
 
     found = compare([(mode, ACCUMULATION) for mode in payload[0]])
     return {
-        mode: "" if result["difference"] <= result["bound"] else f"weights differ by {result['difference']:.1e}"
+        mode: ""
+        if result["difference"] <= result["bound"]
+        else f"weights differ by {result['difference']:.1e}"
         for (mode, _), result in found.items()
     }
 
@@ -197,7 +247,9 @@ def piped(payload: tuple[list[str], str]) -> dict[str, str]:
     cases = {mode.name: (mode, accumulation) for mode, accumulation in reversed(CASES)}
     found = compare([cases[name] for name in payload[0]])
     return {
-        name: "" if result["difference"] <= result["bound"] else f"weights differ by {result['difference']:.1e}"
+        name: ""
+        if result["difference"] <= result["bound"]
+        else f"weights differ by {result['difference']:.1e}"
         for name, result in zip(payload[0], found, strict=True)
     }
 
@@ -217,7 +269,10 @@ def trained(payload: tuple[list[str], str]) -> dict[str, str]:
     from tests.integrations.runs import worker
 
     found = worker(("transformers Trainer", payload[1], payload[0]))
-    failed = {mode: [cell for cell, well in cells.items() if not well] for mode, (_, _, cells) in found.items()}
+    failed = {
+        mode: [cell for cell, well in cells.items() if not well]
+        for mode, (_, _, cells) in found.items()
+    }
     return {mode: f"not: {', '.join(cells)}" if cells else "" for mode, cells in failed.items()}
 
 
@@ -229,7 +284,9 @@ def cell(found: dict[str, str]) -> str:
     if not found:
         return "-"
     wrong = [mode for mode, problem in found.items() if problem]
-    return f"{len(found) - len(wrong)} of {len(found)}" + (f": not {', '.join(wrong)}" if wrong else "")
+    return f"{len(found) - len(wrong)} of {len(found)}" + (
+        f": not {', '.join(wrong)}" if wrong else ""
+    )
 
 
 def rows(document: Path = DOCUMENT) -> dict[str, str]:
@@ -240,10 +297,16 @@ def rows(document: Path = DOCUMENT) -> dict[str, str]:
 
 def table(results: dict[str, dict[str, dict[str, str]]], others: dict[str, str]) -> str:
     """Markdown; results by version, and lines of others."""
-    new = {name: [name, *(cell(found.get(column, {})) for column in COLUMNS)] for name, found in results.items()}
+    new = {
+        name: [name, *(cell(found.get(column, {})) for column in COLUMNS)]
+        for name, found in results.items()
+    }
     head = [["deepspeed", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     lines = others | {name: f"| {' | '.join(row)} |" for name, row in new.items()}
-    return "\n".join([f"| {' | '.join(row)} |" for row in head] + [lines[name] for name in tested() if name in lines])
+    return "\n".join(
+        [f"| {' | '.join(row)} |" for row in head]
+        + [lines[name] for name in tested() if name in lines]
+    )
 
 
 def write(text: str, document: Path = DOCUMENT) -> None:
@@ -253,13 +316,21 @@ def write(text: str, document: Path = DOCUMENT) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", help="versions; the other rows of the table stay")
-    parser.add_argument("--short", action="store_true", help="the oldest and the newest, a few modes")
+    parser.add_argument(
+        "--short", action="store_true", help="the oldest and the newest, a few modes"
+    )
     parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.jobs:
-        print("result", json.dumps({name: here(*job) for name, job in arguments.jobs.items()}), flush=True)
+        print(
+            "result",
+            json.dumps({name: here(*job) for name, job in arguments.jobs.items()}),
+            flush=True,
+        )
         return
     oldest, newest = tested()[0], tested()[-1]
     with tempfile.TemporaryDirectory() as place:
@@ -284,7 +355,9 @@ def short(oldest: str, newest: str, place: str) -> dict[str, dict[str, dict[str,
     """As :func:`ran`, of two versions, whose saves go both ways."""
     jobs: dict[str, Job] = {"short": ("equal", "", SHORT), "saved": ("saved", "", SHORT_SAVES)}
     results = {
-        name: in_version(name, {job: (task, f"{place}/{name}", modes) for job, (task, _, modes) in jobs.items()})
+        name: in_version(
+            name, {job: (task, f"{place}/{name}", modes) for job, (task, _, modes) in jobs.items()}
+        )
         for name in (oldest, newest)
     }
     losses = {name: found.pop("saved") for name, found in results.items()}

@@ -1,4 +1,5 @@
-"""A run of the CIFAR-10 benchmark: it saves itself when its time is over, and goes on from there."""
+"""A run of the CIFAR-10 benchmark: it saves itself when its time is over, and goes on from
+there."""
 
 import contextlib
 import csv
@@ -28,7 +29,8 @@ VALIDATION = 5
 SAVE_SECONDS = 60.0
 """Most that a kill costs."""
 WARMUP = 3
-"""Steps of an engine that is thrown away: what compiles and allocates once is no part of a method's seconds."""
+"""Steps of an engine that is thrown away: what compiles and allocates once is no part of a method's
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ def start() -> None:
     if on_cpu:  # DeepSpeed would compile it, and a killed build blocks all later runs
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if on_cpu else get_accelerator().communication_backend_name()
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed(backend)
     torch.backends.cuda.matmul.allow_tf32 = True  # as cudnn's convolutions are by default
 
@@ -106,7 +110,9 @@ def evaluate(engine: Any, task: Task) -> dict[str, float]:
     validates = torch.arange(len(loss), device=loss.device) % VALIDATION == 0
     parts = {"validation": validates, "test": ~validates}
     found = {f"{name}_loss": float(loss[part].mean()) for name, part in parts.items()}
-    return found | {f"{name}_accuracy": float(accuracy[part].mean()) for name, part in parts.items()}
+    return found | {
+        f"{name}_accuracy": float(accuracy[part].mean()) for name, part in parts.items()
+    }
 
 
 def train(task: Task, job: Job, runs: Runs, ends: float) -> bool:
@@ -116,7 +122,12 @@ def train(task: Task, job: Job, runs: Runs, ends: float) -> bool:
     get_accelerator().reset_peak_memory_stats()
     with freed(lambda: engine_of(task, job)) as engine:
         state = _resumed(engine, runs, job)
-        index, seconds, first, losses = state["step"], state["seconds"], state["first"], state["losses"]
+        index, seconds, first, losses = (
+            state["step"],
+            state["seconds"],
+            state["first"],
+            state["losses"],
+        )
         synchronize, last_save = get_accelerator().synchronize, time.monotonic()
         synchronize()
         begin = time.perf_counter()
@@ -134,14 +145,24 @@ def train(task: Task, job: Job, runs: Runs, ends: float) -> bool:
             first = first or losses[0]
             diverged = is_diverged(loss, first)
             if due:
-                row = {"step": index, "epoch": index * task.batch / len(task.images.train), "seconds": seconds,
-                       "loss": loss, "memory_mb": get_accelerator().max_memory_allocated() / 1e6}  # fmt: skip
+                row = {
+                    "step": index,
+                    "epoch": index * task.batch / len(task.images.train),
+                    "seconds": seconds,
+                    "loss": loss,
+                    "memory_mb": get_accelerator().max_memory_allocated() / 1e6,
+                }
                 _append(runs.partial(job), row if diverged else row | evaluate(engine, task))
                 losses = []
             if diverged or index == steps:
                 break
             if over or time.monotonic() > last_save + SAVE_SECONDS:
-                _save(engine, runs, job, {"step": index, "seconds": seconds, "first": first, "losses": losses})
+                _save(
+                    engine,
+                    runs,
+                    job,
+                    {"step": index, "seconds": seconds, "first": first, "losses": losses},
+                )
                 last_save = time.monotonic()
             if over:
                 return False

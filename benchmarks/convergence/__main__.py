@@ -1,12 +1,15 @@
-"""AdamW, Muon and K-FAC from the same initialisation on the same batches, each at its best learning rate.
+"""AdamW, Muon and K-FAC from the same initialisation on the same batches, each at its best learning
+rate.
 
-    python -m benchmarks.convergence [sweep] [final] [report] [--workers N] [--tasks gpt_small mlm] ...
+    python -m benchmarks.convergence [sweep] [final] [report] [--workers N] [--tasks gpt_small mlm]
+    ...
     python -m benchmarks.convergence draw --out FOLDER    # more pictures of what is there, to FOLDER/runs
 
-Without a phase: the first three. sweep tries learning rates on seed 0 and goes on while the best is at an edge; final
-trains every method at its best rate on all seeds, all methods of a task and seed in one process, step by step in turn,
-so that their times compare; report, which also ends the others, packs the runs into one csv a task and writes tables
-and a picture a task. Finished runs are kept: start it again after a kill. Every worker has a core to itself.
+Without a phase: the first three. sweep tries learning rates on seed 0 and goes on while the best is
+at an edge; final trains every method at its best rate on all seeds, all methods of a task and seed
+in one process, step by step in turn, so that their times compare; report, which also ends the
+others, packs the runs into one csv a task and writes tables and a picture a task. Finished runs are
+kept: start it again after a kill. Every worker has a core to itself.
 """
 
 import argparse
@@ -62,24 +65,40 @@ DRAW = "draw"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {PHASES}, the default, or {DRAW}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "phases", nargs="*", metavar="phase", help=f"of {PHASES}, the default, or {DRAW}"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=DEFAULT_TASKS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: those of the kind of task")
-    parser.add_argument("--rates", nargs="+", type=float, help="where the sweep starts; default: each method's own")
-    parser.add_argument("--extensions", type=int, default=EXTENSIONS, help="rates a sweep may add at its edges")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="default: those of the kind of task"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=float, help="where the sweep starts; default: each method's own"
+    )
+    parser.add_argument(
+        "--extensions", type=int, default=EXTENSIONS, help="rates a sweep may add at its edges"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's")
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--data", help="text file or folder; default: the Python standard library's sources")
+    parser.add_argument(
+        "--data", help="text file or folder; default: the Python standard library's sources"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     if wrong := set(arguments.phases) - {*PHASES, DRAW}:
-        parser.error(f"no such phase: {', '.join(sorted(wrong))}; choose from {', '.join([*PHASES, DRAW])}")
+        parser.error(
+            f"no such phase: {', '.join(sorted(wrong))}; choose from {', '.join([*PHASES, DRAW])}"
+        )
     arguments.phases = arguments.phases or PHASES
     kinds = {id(own): own for own in map(of_kind, arguments.tasks)}
-    arguments.methods = arguments.methods or (next(iter(kinds.values()))[0] if len(kinds) == 1 else DEFAULT_METHODS)
+    arguments.methods = arguments.methods or (
+        next(iter(kinds.values()))[0] if len(kinds) == 1 else DEFAULT_METHODS
+    )
     return arguments
 
 
@@ -121,7 +140,9 @@ class Benchmark:
             jobs = []
             for (task, method), rates in tried.items():
                 rate = next_rate(
-                    self.losses(task, method, rates), len(self.rates(task, method)), self.arguments.extensions
+                    self.losses(task, method, rates),
+                    len(self.rates(task, method)),
+                    self.arguments.extensions,
                 )
                 if rate is not None:
                     rates.append(rate)
@@ -134,13 +155,21 @@ class Benchmark:
     def final(self) -> None:
         best = {}
         for task, method in self.pairs:
-            jobs = [run.job for run in finished(self.arguments.out, task).values() if run.job.method == method]
+            jobs = [
+                run.job
+                for run in finished(self.arguments.out, task).values()
+                if run.job.method == method
+            ]
             rates = [job.rate for job in jobs if job.seed == SWEEP_SEED and not job.final]
             best[task, method] = best_rate(self.losses(task, method, rates))
             if best[task, method] is None:
                 print(f"{task} {method}: no rate to run, none swept or all diverged", flush=True)
         races = [
-            [Job(task, method, rate, seed, final=True) for (of, method), rate in best.items() if of == task and rate]
+            [
+                Job(task, method, rate, seed, final=True)
+                for (of, method), rate in best.items()
+                if of == task and rate
+            ]
             for task in self.arguments.tasks
             for seed in self.arguments.seeds
         ]
@@ -151,10 +180,16 @@ class Benchmark:
         arguments = self.arguments
         made = {task: finished(arguments.out, task) for task in arguments.tasks}
         wanted = [race for race in jobs if not all(job.name in made[job.task] for job in race)]
-        print(f"{phase}: {len(wanted)} runs to make, {len(jobs) - len(wanted)} there already", flush=True)
+        print(
+            f"{phase}: {len(wanted)} runs to make, {len(jobs) - len(wanted)} there already",
+            flush=True,
+        )
         begin = time.perf_counter()
         options = (arguments.stage, arguments.data)
-        futures = [self.pool.submit(race, jobs, arguments.out, self.steps(jobs[0].task), *options) for jobs in wanted]
+        futures = [
+            self.pool.submit(race, jobs, arguments.out, self.steps(jobs[0].task), *options)
+            for jobs in wanted
+        ]
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 left = (time.perf_counter() - begin) / number * (len(wanted) - number) / 60
@@ -168,10 +203,15 @@ class Benchmark:
 def line(run: Run) -> str:
     """A finished run in words."""
     job, seconds = run.job, run.rows[-1]["seconds"]
-    end = f"diverged at step {run.rows[-1]['step']:.0f}" if run.diverged else f"held out {run.final:.4f}"
+    end = (
+        f"diverged at step {run.rows[-1]['step']:.0f}"
+        if run.diverged
+        else f"held out {run.final:.4f}"
+    )
     milliseconds = 1000 * seconds / len(run.rows)
     return (
-        f"{job.task} {job.method} lr {job.rate:g} seed {job.seed}: {end}, {seconds:.1f} s, {milliseconds:.0f} ms a step"
+        f"{job.task} {job.method} lr {job.rate:g} seed {job.seed}: {end}, {seconds:.1f} s, "
+        f"{milliseconds:.0f} ms a step"
     )
 
 

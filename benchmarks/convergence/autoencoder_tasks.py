@@ -1,7 +1,8 @@
-"""Deep autoencoders, K-FAC's own classic task (Martens & Grosse 2015, sec. 13): how far a training loss gets.
+"""Deep autoencoders, K-FAC's own classic task (Martens & Grosse 2015, sec. 13): how far a training
+loss gets.
 
-tanh between the layers, code and output linear; squared error summed over pixels, a mean over images. Nothing is held
-out: what is reported as validation and as test is the loss of all images.
+tanh between the layers, code and output linear; squared error summed over pixels, a mean over
+images. Nothing is held out: what is reported as validation and as test is the loss of all images.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 
 class Autoencoder(nn.Module):
-    """Of images [N, widths[0]] in 0 .. 1; the loss is computed inside, of the output of ``network``."""
+    """Of images [N, widths[0]] in 0 .. 1; the loss is computed inside, of the output of
+    ``network``."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -32,7 +34,8 @@ def _half(widths: list[int]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Widths:
-    """From the image to the code, for the settings on disk; ``patches``: of photographs in place of digits."""
+    """From the image to the code, for the settings on disk; ``patches``: of photographs in place of
+    digits."""
 
     widths: tuple[int, ...]
     patches: bool = False
@@ -68,7 +71,9 @@ class AutoencoderTask:
         n, chosen = len(corpus.pixels), []
         for place in range(step * self.rows, (step + 1) * self.rows):
             if not chosen or place % n == 0:
-                order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 7919 + place // n))
+                order = torch.randperm(
+                    n, generator=torch.Generator().manual_seed(seed * 7919 + place // n)
+                )
             chosen.append(order[place % n])
         x = corpus.pixels[torch.stack(chosen)]
         return x, x
@@ -81,7 +86,9 @@ class AutoencoderTask:
 def _digits() -> Pictures:
     from sklearn.datasets import load_digits
 
-    return Pictures("scikit-learn's digits", torch.tensor(load_digits().data / 16, dtype=torch.float32))
+    return Pictures(
+        "scikit-learn's digits", torch.tensor(load_digits().data / 16, dtype=torch.float32)
+    )
 
 
 def _patches(side: int) -> Pictures:
@@ -98,5 +105,7 @@ def _patches(side: int) -> Pictures:
 
 AUTOENCODER_TASKS = {
     "autoencoder": AutoencoderTask(Widths((64, 200, 100, 50, 10)), rows=256, steps=400),
-    "autoencoder_patches": AutoencoderTask(Widths((256, 400, 200, 100, 30), patches=True), rows=256, steps=400),
+    "autoencoder_patches": AutoencoderTask(
+        Widths((256, 400, 200, 100, 30), patches=True), rows=256, steps=400
+    ),
 }

@@ -13,7 +13,8 @@ FOLDER = "ds_kfac_bases"
 
 
 def made_once(name: str, settings: dict, make: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """The weights of ``make()``, from a file with a key of its settings if they were made before."""
+    """The weights of ``make()``, from a file with a key of its settings if they were made
+    before."""
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     path = Path(tempfile.gettempdir(), FOLDER, f"{name}_{key}.pt")
     if not path.exists():

@@ -1,4 +1,5 @@
-"""Image tasks of the convergence benchmark: small networks on scikit-learn's digits, the loss computed inside."""
+"""Image tasks of the convergence benchmark: small networks on scikit-learn's digits, the loss
+computed inside."""
 
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,9 @@ class ImageTask:
         torch.manual_seed(seed)
         data = self.corpus(None)
         size = data.train.pixels.shape[-1]
-        network = networks.build(self.model.name, channels=data.channels, classes=data.classes, size=size)
+        network = networks.build(
+            self.model.name, channels=data.channels, classes=data.classes, size=size
+        )
         return Classifier(network)
 
     def corpus(self, path: str | None) -> images.Images:
@@ -59,7 +62,8 @@ class ImageTask:
         return corpus.draw(seed, step * self.rows, self.rows)
 
     def held_out(self, corpus: images.Images, part: str) -> list[tuple[Tensor, Tensor]]:
-        """Every second image is of the "validation" part, by which rates are chosen, the others of the "test" part."""
+        """Every second image is of the "validation" part, by which rates are chosen, the others of
+        the "test" part."""
         first = ("validation", "test").index(part)
         whole = corpus.held_out
         own = images.Part(whole.labels[first::2], whole.pixels[first::2])

@@ -1,7 +1,8 @@
-"""The optimizers of the convergence benchmark: name -> learning rate -> their part of a DeepSpeed config.
+"""The optimizers of the convergence benchmark: name -> learning rate -> their part of a DeepSpeed
+config.
 
-A method is a function, a line in ``METHODS`` and a line in ``RATES``. The learning rate is the peak of one schedule
-that all share: 7 % linear warmup, then a cosine down to a hundredth.
+A method is a function, a line in ``METHODS`` and a line in ``RATES``. The learning rate is the peak
+of one schedule that all share: 7 % linear warmup, then a cosine down to a hundredth.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,10 @@ KFAC_FOR_IMAGES = {
     "preconditioner": {"kl_clip": 0.01},
 }
 VARIATIONS = {
-    "plain": {"factor": {"update_interval": 10, "fisher": "empirical"},
-              "adam": {"except_layers": [".*"]}},
+    "plain": {
+        "factor": {"update_interval": 10, "fisher": "empirical"},
+        "adam": {"except_layers": [".*"]},
+    },
     "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
     "unrotated": {"adam": {"rotate": False}},
     "unwhitened": {"adam": {"whiten": 0.0}},
@@ -31,12 +34,12 @@ VARIATIONS = {
     "no_burn_in": {"burn_in": {"steps": 0}},
     "i20": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 100}},
     "i20_40": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 40}},
-}  # fmt: skip
-"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G (with
-Nesterov's momentum). unrotated: no
-curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
-is a gate with what it gates. heads: each head's queries, keys and values by themselves. i20, i20_40: factors every 20
-and eigenbases every 100 or 40 steps."""
+}
+"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and
+G (with Nesterov's momentum). unrotated: no curvature at all, orthogonalized Adam in the layers' own
+coordinates. fused: queries, keys and values are one matrix, as is a gate with what it gates. heads:
+each head's queries, keys and values by themselves. i20, i20_40: factors every 20 and eigenbases
+every 100 or 40 steps."""
 KFAC_ADAMW_VARIATIONS = {
     "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
 }
@@ -57,12 +60,14 @@ ADAM_RATIOS = 1, 2
 TRAINED = ["kfacadamw", "kfacadamw_unrotated"]
 
 CLIENT = "client"
-"""Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
+"""Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is
+given as an object."""
 TABLE_RATE = "rate of the bytes' table"
 """Key for the rate of the embedding of bytes, as a part of what it would be."""
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.5
-"""Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on gpt_small."""
+"""Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on
+gpt_small."""
 WARMUP_PART, LAST_RATIO = 0.07, 0.01
 
 
@@ -75,15 +80,25 @@ def adamw(rate: float) -> dict:
 
 
 def muon(rate: float) -> dict:
-    params = {"muon_lr": rate, "adam_lr": MUON_ADAM_RATIO * rate, "momentum": 0.95, **ADAM, "torch_adam": True}
+    params = {
+        "muon_lr": rate,
+        "adam_lr": MUON_ADAM_RATIO * rate,
+        "momentum": 0.95,
+        **ADAM,
+        "torch_adam": True,
+    }
     return {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 1.0}
 
 
 def kfac_sgd(rate: float) -> dict:
-    # no weight decay: at SGD's rates the same number would decay a hundred times as much; no clipping (DeepSpeed's
-    # default is 1): kl-clip bounds
+    # no weight decay: at SGD's rates the same number would decay a hundred times as much; no
+    # clipping (DeepSpeed's default is 1): kl-clip bounds
     params = {"lr": rate, "momentum": 0.9, "weight_decay": 0.0}
-    return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0, "kfac": KFAC_FOR_SGD}
+    return {
+        "optimizer": {"type": "SGD", "params": params},
+        "gradient_clipping": 0.0,
+        "kfac": KFAC_FOR_SGD,
+    }
 
 
 def sgd(rate: float) -> dict:
@@ -114,17 +129,30 @@ def soap(rate: float) -> dict:
 
 
 def shampoo(rate: float) -> dict:
-    # norms grafted from RMSProp, as in the AlgoPerf submission: its own are of no use to a rate that suits Adam
+    # norms grafted from RMSProp, as in the AlgoPerf submission: its own are of no use to a rate
+    # that suits Adam
     params = {
-        "lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.01, "decoupled_weight_decay": True, "graft_type": 3,
-        "preconditioning_compute_steps": 10, "start_preconditioning_step": 10, "moving_average_for_momentum": True,
-    }  # fmt: skip
+        "lr": rate,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.01,
+        "decoupled_weight_decay": True,
+        "graft_type": 3,
+        "preconditioning_compute_steps": 10,
+        "start_preconditioning_step": 10,
+        "moving_average_for_momentum": True,
+    }
     return {CLIENT: ("ScalableShampoo", params), "gradient_clipping": 1.0}
 
 
 def muon_filters(rate: float) -> dict:
-    """A package's: DeepSpeed's Muon fails at filters. Theirs are matrices [O, I k k]; sizes as in Moonlight."""
-    params = {"lr": rate, "adamw_lr": MUON_ADAM_RATIO * rate, "weight_decay": 0.01, "use_adjusted_lr": True}
+    """A package's: DeepSpeed's Muon fails at filters. Theirs are matrices [O, I k k]; sizes as in
+    Moonlight."""
+    params = {
+        "lr": rate,
+        "adamw_lr": MUON_ADAM_RATIO * rate,
+        "weight_decay": 0.01,
+        "use_adjusted_lr": True,
+    }
     return {CLIENT: ("Muon", params), "gradient_clipping": 1.0}
 
 
@@ -134,8 +162,8 @@ def varied(name: str) -> Callable[[float], dict]:
 
 
 def table_at(method: str, ratio: float) -> Callable[[float], dict]:
-    """A method whose bytes' embeddings have ``ratio`` times the rate that they would have. ``<method>_slow_table``: a
-    quarter of adam_lr, so 2 lr."""
+    """A method whose bytes' embeddings have ``ratio`` times the rate that they would have.
+    ``<method>_slow_table``: a quarter of adam_lr, so 2 lr."""
     return lambda rate: {**METHODS[method](rate), TABLE_RATE: ratio}
 
 
@@ -145,7 +173,10 @@ def decayed(method: str, decay: float) -> Callable[[float], dict]:
     def config(rate: float) -> dict:
         found = METHODS[method](rate)
         optimizer = found["optimizer"]
-        return {**found, "optimizer": {**optimizer, "params": {**optimizer["params"], "weight_decay": decay}}}
+        return {
+            **found,
+            "optimizer": {**optimizer, "params": {**optimizer["params"], "weight_decay": decay}},
+        }
 
     return config
 
@@ -184,7 +215,10 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_nesterov": kfac_nesterov,
     "kfac_relative": kfac_relative,
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
-    **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
+    **{
+        f"kfac_adamw_{name}": kfac_adamw_varied(**blocks)
+        for name, blocks in KFAC_ADAMW_VARIATIONS.items()
+    },
     **{f"{name}_slow_table": table_at(name, 0.25) for name in ("kfacadamw", "kfacadamw_unrotated")},
     "adamw_table8": table_at("adamw", 8.0),
     **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
@@ -196,7 +230,15 @@ DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 """For texts; the others show what a part of KFACAdamW is worth."""
 IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative", "kfacadamw"]
 
-REWARD_METHODS = ["adamw", "muon", "soap", "kfac_sgd", "kfac_adamw", "kfacadamw", "kfacadamw_unrotated"]
+REWARD_METHODS = [
+    "adamw",
+    "muon",
+    "soap",
+    "kfac_sgd",
+    "kfac_adamw",
+    "kfacadamw",
+    "kfacadamw_unrotated",
+]
 """Those with adam_lr at lr were worse in brackets."""
 AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 
@@ -213,7 +255,10 @@ RATES: dict[str, list[float]] = {
     "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
-    **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
+    **{
+        f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3]
+        for name in ("kfacadamw", "kfacadamw_unrotated")
+    },
     "adamw_table8": [5e-4, 1e-3, 2e-3, 4e-3],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
@@ -249,13 +294,15 @@ def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: 
     schedule = {
         "total_num_steps": steps,
         "warmup_num_steps": max(2, round(WARMUP_PART * steps)),
-        "warmup_type": "linear",  # DeepSpeed's default is a logarithm, nearly at the peak after a few steps
+        # DeepSpeed's default is a logarithm, nearly at the peak after a few steps
+        "warmup_type": "linear",
         "warmup_min_ratio": LAST_RATIO,
         "cos_min_ratio": LAST_RATIO,
     }
     own = METHODS[method](rate)
     if stage and own.get("optimizer", {}).get("type") == "Muon":
-        own["gradient_clipping"] = 0.0  # DeepSpeed would clip orthogonalized updates, see docs/migrate/muon.md
+        # DeepSpeed would clip orthogonalized updates, see docs/migrate/muon.md
+        own["gradient_clipping"] = 0.0
     return {
         "train_micro_batch_size_per_gpu": rows,
         "steps_per_print": 1_000_000_000,

@@ -1,4 +1,5 @@
-"""Plots of the convergence benchmark: loss against steps, or wall clock, and final loss against learning rate."""
+"""Plots of the convergence benchmark: loss against steps, or wall clock, and final loss against
+learning rate."""
 
 import math
 import statistics
@@ -33,8 +34,9 @@ FAMILIES = {
     "shampoo": ("Shampoo", "#CC79A7", "<"),
     "sgd": ("SGD with momentum", "#999999", ">"),
 }
-"""First letters of a method -> its name, colour and marker in every picture. The colours are Okabe and Ito's, which
-colour-blind readers can tell apart. The longest that fits counts; what is left of the method's name follows it."""
+"""First letters of a method -> its name, colour and marker in every picture. The colours are Okabe
+and Ito's, which colour-blind readers can tell apart. The longest that fits counts; what is left of
+the method's name follows it."""
 FRONT = ("gpt_small", ("adamw", "muon", "kfacadamw_unrotated", "kfacadamw"))
 """Task and methods of README's picture."""
 LINES = ("-", "--", ":", "-.")
@@ -42,12 +44,15 @@ LINES = ("-", "--", ":", "-.")
 
 
 def draw(
-    best: dict[tuple[str, str], dict[int, Run]], out: Path, parts: Mapping[tuple[str, str], object] | None = None
+    best: dict[tuple[str, str], dict[int, Run]],
+    out: Path,
+    parts: Mapping[tuple[str, str], object] | None = None,
 ) -> list[Path]:
     """Loss against steps, a file for every task with races; returns them.
 
     Args:
-        parts: (task, method) -> part of the steps of the task's base in which it is at the base's final loss.
+        parts: (task, method) -> part of the steps of the task's base in which it is at the base's
+            final loss.
     """
     files = []
     for task, ours in _raced(best).items():
@@ -55,10 +60,15 @@ def draw(
         title = f"{task}: each method at its best rate"
         if isinstance(part, float):
             title = f"{task}: KFACAdamW is at {base}'s final loss in {part:.0%} of its steps"
-        files.append(_race(ours, "step", "step", f"{title} (thin: seeds)", out / f"{task}_loss.png"))
+        files.append(
+            _race(ours, "step", "step", f"{title} (thin: seeds)", out / f"{task}_loss.png")
+        )
         if task == FRONT[0] and ours.keys() >= set(FRONT[1]) and isinstance(part, float):
             front = {method: ours[method] for method in FRONT[1]}
-            title = f"A byte GPT of 0.9 M: KFACAdamW is at AdamW's final loss in {part:.0%} of its steps"
+            title = (
+                f"A byte GPT of 0.9 M: KFACAdamW is at AdamW's final loss in {part:.0%} of "
+                f"its steps"
+            )
             files.append(_race(front, "step", "step", title, out / "front.png"))
     return files
 
@@ -110,7 +120,9 @@ def name_of(method: str) -> str:
     return FAMILIES[family][0] + method.removeprefix(family).replace("_", " ")
 
 
-def draw_others(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
+def draw_others(
+    runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path
+) -> list[Path]:
     """Of every task the losses of its sweep, and KFACAdamW's training loss with its refreshes."""
     files = []
     out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +131,13 @@ def draw_others(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], ou
         if races := raced.get(task):
             seconds = "wall clock [s], training only"
             files.append(
-                _race(races, "seconds", seconds, f"{task}: the same runs by time", out / f"{task}_seconds.png")
+                _race(
+                    races,
+                    "seconds",
+                    seconds,
+                    f"{task}: the same runs by time",
+                    out / f"{task}_seconds.png",
+                )
             )
         if ours := raced.get(task, {}).get(REFRESHED):
             files.append(_refreshes(ours, out / f"{task}_refreshes.png"))
@@ -150,8 +168,13 @@ def _curves(axis, found: list[Run], column: str, style: dict) -> None:
         points = [(row[column], row["held_out_loss"]) for row in curve]
         axis.plot(*zip(*points, strict=True), color=style["color"], lw=0.6, alpha=0.5)
     points = list(zip(*curves, strict=False))
-    means = [[statistics.fmean(row[key] for row in point) for point in points] for key in (column, "held_out_loss")]
-    axis.plot(*means, lw=2, ms=4, **{**style, "label": f"{style['label']}, lr {found[0].job.rate:g}"})
+    means = [
+        [statistics.fmean(row[key] for row in point) for point in points]
+        for key in (column, "held_out_loss")
+    ]
+    axis.plot(
+        *means, lw=2, ms=4, **{**style, "label": f"{style['label']}, lr {found[0].job.rate:g}"}
+    )
 
 
 def refresh_steps(steps: int) -> list[int]:
@@ -168,15 +191,20 @@ def _refreshes(found: list[Run], path: Path) -> Path:
         axis.plot(*zip(*points, strict=True), lw=0.8, label=f"seed {run.job.seed}")
     for step in refresh_steps(len(found[0].rows)):
         axis.axvline(step, color="black", lw=0.5, alpha=0.4)
-    axis.set(xlabel="step", ylabel=loss_of(found[0].job.task, "training loss"), title=f"{found[0].job.task}: "
-             f"{REFRESHED}, vertical lines: eigenbases refreshed")  # fmt: skip
+    axis.set(
+        xlabel="step",
+        ylabel=loss_of(found[0].job.task, "training loss"),
+        title=f"{found[0].job.task}: {REFRESHED}, vertical lines: eigenbases refreshed",
+    )
     axis.legend()
     return save(figure, path)
 
 
 def _rates(runs: list[Run], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
+    swept = sorted(
+        (run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate
+    )
     finite = [run.final for run in swept if math.isfinite(run.final)]
     top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
     for method, style in styles({run.job.method for run in swept}).items():
@@ -184,8 +212,14 @@ def _rates(runs: list[Run], path: Path) -> Path:
         rates = [run.job.rate for run in ours]
         axis.plot(rates, [run.final for run in ours], **style)
         diverged = [run.job.rate for run in ours if math.isinf(run.final)]
-        axis.plot(diverged, [top] * len(diverged), color=style["color"], marker="x", ls="", clip_on=False)
-    axis.set(xscale="log", xlabel="peak learning rate", ylabel=loss_of(runs[0].job.task, "held-out loss at the end"))
+        axis.plot(
+            diverged, [top] * len(diverged), color=style["color"], marker="x", ls="", clip_on=False
+        )
+    axis.set(
+        xscale="log",
+        xlabel="peak learning rate",
+        ylabel=loss_of(runs[0].job.task, "held-out loss at the end"),
+    )
     axis.set(title=f"{runs[0].job.task}: sweep on seed {SWEEP_SEED}, x: diverged")
     axis.set_ylim(top=top)
     axis.grid(alpha=0.3, which="both")
@@ -194,7 +228,8 @@ def _rates(runs: list[Run], path: Path) -> Path:
 
 
 def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | None:
-    """Steps to one loss against the bytes in a step: a method scales perfectly along a slope of -1."""
+    """Steps to one loss against the bytes in a step: a method scales perfectly along a slope of
+    -1."""
     if not steps:
         return None
     figure, axis = plt.subplots(figsize=(7, 4.5))
@@ -203,8 +238,12 @@ def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | 
         means = [statistics.fmean(seeds) for seeds in found.values()]
         line = axis.plot(list(found), means, **drawn[method])[0]
         for size, seeds in found.items():
-            axis.plot([size] * len(seeds), seeds, color=line.get_color(), marker=".", ls="", alpha=0.5)
-    axis.set(xscale="log", yscale="log", xlabel="bytes a step", ylabel="steps to the same held-out loss")
+            axis.plot(
+                [size] * len(seeds), seeds, color=line.get_color(), marker=".", ls="", alpha=0.5
+            )
+    axis.set(
+        xscale="log", yscale="log", xlabel="bytes a step", ylabel="steps to the same held-out loss"
+    )
     sizes = sorted({size for found in steps.values() for size in found})
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axis.xaxis.set_minor_formatter(NullFormatter())
@@ -223,9 +262,15 @@ def draw_widths(losses: dict[str, dict[str, dict[float, float]]], out: Path) -> 
     """
     if not losses:
         return None
-    figure, axes = plt.subplots(1, len(losses), figsize=(5.5 * len(losses), 4.5), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(losses), figsize=(5.5 * len(losses), 4.5), sharey=True, squeeze=False
+    )
     finite = [
-        loss for tasks in losses.values() for rates in tasks.values() for loss in rates.values() if loss < math.inf
+        loss
+        for tasks in losses.values()
+        for rates in tasks.values()
+        for loss in rates.values()
+        if loss < math.inf
     ]
     for axis, (method, tasks) in zip(axes[0], losses.items(), strict=True):
         for task, rates in tasks.items():

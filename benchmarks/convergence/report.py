@@ -1,5 +1,5 @@
-"""Tables of the convergence benchmark, from the runs on disk: best rates, steps and seconds to the loss of
-AdamW, or of SGD for images, cost."""
+"""Tables of the convergence benchmark, from the runs on disk: best rates, steps and seconds to the
+loss of AdamW, or of SGD for images, cost."""
 
 import csv
 import math
@@ -31,7 +31,8 @@ SETTLED = 20
 
 
 def report(out: Path) -> str:
-    """Write summary.csv and pictures into the folder and a markdown file next to it; returns the markdown."""
+    """Write summary.csv and pictures into the folder and a markdown file next to it; returns the
+    markdown."""
     runs = read_all(out)
     rows = summarise(runs)
     if not rows:
@@ -41,12 +42,16 @@ def report(out: Path) -> str:
         table.writeheader()
         table.writerows(rows)
     best = best_runs(runs)
-    plots = draw(best, out, {(row["task"], row["method"]): row.get("steps_fraction") for row in rows})
+    plots = draw(
+        best, out, {(row["task"], row["method"]): row.get("steps_fraction") for row in rows}
+    )
     if curve := draw_batches(steps_by_batch(best), out):
         plots.append(curve)
     if widths := draw_widths(losses_by_width(runs), out):
         plots.append(widths)
-    text = markdown(rows, out.name, [plot.name for plot in plots], [*differences(runs), *jumps(runs)])
+    text = markdown(
+        rows, out.name, [plot.name for plot in plots], [*differences(runs), *jumps(runs)]
+    )
     (out.parent / f"{out.name}.md").write_text(text)
     return text
 
@@ -57,33 +62,46 @@ def draw_more(runs: list[Run], out: Path) -> list[Path]:
 
 
 def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
-    """(task, method) -> seed -> run of a race at the rate that was best in the sweep; none if every rate diverged, or
-    none was in a race yet: the sweep's losses are of other data."""
+    """(task, method) -> seed -> run of a race at the rate that was best in the sweep; none if every
+    rate diverged, or none was in a race yet: the sweep's losses are of other data."""
     found = {}
     order = in_order({run.job.method for run in runs})
     pairs = {(run.job.task, run.job.method) for run in runs}
     for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
-        ours = [run for run in runs if (run.job.task, run.job.method, run.job.final) == (task, method, True)]
+        ours = [
+            run
+            for run in runs
+            if (run.job.task, run.job.method, run.job.final) == (task, method, True)
+        ]
         rate = best_rate(losses)
-        found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
+        found[task, method] = {
+            run.job.seed: run for run in ours if rate is not None and run.job.rate == rate
+        }
     return found
 
 
 def swept(runs: list[Run], task: str, method: str) -> dict[float, Run]:
     """Rate -> run, rates ascending."""
-    jobs = {(run.job.task, run.job.method, run.job.seed, run.job.rate): run for run in runs if not run.job.final}
+    jobs = {
+        (run.job.task, run.job.method, run.job.seed, run.job.rate): run
+        for run in runs
+        if not run.job.final
+    }
     return {key[3]: jobs[key] for key in sorted(jobs) if key[:3] == (task, method, SWEEP_SEED)}
 
 
 def crossing(run: Run, target: float, column: str) -> float | None:
-    """Where the held-out curve first reaches a loss, linear between evaluations; None if it never does."""
+    """Where the held-out curve first reaches a loss, linear between evaluations; None if it never
+    does."""
     before = None
     for row in run.held_out():
         if row["held_out_loss"] <= target:
             if before is None:
                 return row[column]
-            part = (before["held_out_loss"] - target) / (before["held_out_loss"] - row["held_out_loss"])
+            part = (before["held_out_loss"] - target) / (
+                before["held_out_loss"] - row["held_out_loss"]
+            )
             return before[column] + part * (row[column] - before[column])
         before = row
     return None
@@ -107,13 +125,20 @@ def summarise(runs: list[Run]) -> list[dict[str, object]]:
     """A row for every task and method; an empty string is a number that there is not."""
     best = best_runs(runs)
     return [
-        _row(task, method, found, best.get((task, base_of(task)), {}), runs) for (task, method), found in best.items()
+        _row(task, method, found, best.get((task, base_of(task)), {}), runs)
+        for (task, method), found in best.items()
     ]
 
 
-def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], runs: list[Run]) -> dict[str, object]:
+def _row(
+    task: str, method: str, found: dict[int, Run], base: dict[int, Run], runs: list[Run]
+) -> dict[str, object]:
     finals = [run.final for run in found.values()]
-    against = [(run, base[seed]) for seed, run in found.items() if seed in base and math.isfinite(base[seed].final)]
+    against = [
+        (run, base[seed])
+        for seed, run in found.items()
+        if seed in base and math.isfinite(base[seed].final)
+    ]
     steps, seconds, fractions = [], [], []
     for run, other in against:
         step = crossing(run, other.final, "step")
@@ -122,7 +147,10 @@ def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], ru
             fractions.append(step / other.rows[-1]["step"])
             seconds.append(crossing(run, other.final, "seconds") / other.rows[-1]["seconds"])
     times = [second for run in found.values() for second in run.step_seconds]
-    ratios = [statistics.fmean(run.step_seconds) / statistics.fmean(other.step_seconds) for run, other in against]
+    ratios = [
+        statistics.fmean(run.step_seconds) / statistics.fmean(other.step_seconds)
+        for run, other in against
+    ]
     losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
     good = good_rates(losses)
     return {
@@ -133,7 +161,9 @@ def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], ru
         "final_mean": _of(statistics.fmean, finals),
         "final_min": _of(min, finals),
         "final_max": _of(max, finals),
-        "accuracy_mean": _of(statistics.fmean, [run.accuracy for run in found.values() if run.accuracy is not None]),
+        "accuracy_mean": _of(
+            statistics.fmean, [run.accuracy for run in found.values() if run.accuracy is not None]
+        ),
         "compared": len(against),
         "reached": len(steps),
         "steps_to_base": _of(statistics.fmean, steps),
@@ -148,9 +178,13 @@ def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], ru
         "overhead": _of(statistics.fmean, ratios),
         "good_rate_low": _of(min, good),
         "good_rate_high": _of(max, good),
-        "good_rates_at_edge": int(bool(good) and (good[0] == min(losses) or good[-1] == max(losses))),
+        "good_rates_at_edge": int(
+            bool(good) and (good[0] == min(losses) or good[-1] == max(losses))
+        ),
         "rates": len(losses),
-        "diverged_rates": " ".join(f"{rate:g}" for rate, loss in losses.items() if math.isinf(loss)),
+        "diverged_rates": " ".join(
+            f"{rate:g}" for rate, loss in losses.items() if math.isinf(loss)
+        ),
         "swept_rate": "" if (swept_rate := best_rate(losses)) is None else swept_rate,
         "swept_loss": "" if swept_rate is None else losses[swept_rate],
     }
@@ -161,8 +195,8 @@ def _of(function, values: list[float]) -> float | str:
 
 
 def differences(runs: list[Run]) -> list[str]:
-    """How far apart methods end, seed by seed (seeds differ by more than methods do), and how many of the steps of the
-    one that ends higher the other takes to its loss."""
+    """How far apart methods end, seed by seed (seeds differ by more than methods do), and how many
+    of the steps of the one that ends higher the other takes to its loss."""
     lines, best = [], best_runs(runs)
     for (task, one), (other_task, other) in combinations(best, 2):
         pairs = [
@@ -170,11 +204,15 @@ def differences(runs: list[Run]) -> list[str]:
             for seed, run in best[task, one].items()
             if task == other_task and seed in best[task, other]
         ]
-        apart = [a.final - b.final for a, b in pairs if math.isfinite(a.final) and math.isfinite(b.final)]
+        apart = [
+            a.final - b.final for a, b in pairs if math.isfinite(a.final) and math.isfinite(b.final)
+        ]
         if len(apart) > 1:
             error = statistics.stdev(apart) / len(apart) ** 0.5
             mean = statistics.fmean(apart)
-            line = f"- {task}, {one} minus {other}: {mean:+.3f}, s.e. {error:.3f}, {len(apart)} seeds"
+            line = (
+                f"- {task}, {one} minus {other}: {mean:+.3f}, s.e. {error:.3f}, {len(apart)} seeds"
+            )
             lines.append(line + _sooner(one, other, pairs, mean))
     return ["Held-out losses at the end, paired by seed:", "", *lines, ""] if lines else []
 
@@ -183,33 +221,50 @@ def _sooner(one: str, other: str, pairs: list[tuple[Run, Run]], mean: float) -> 
     if mean < 0:
         one, other, pairs = other, one, [(b, a) for a, b in pairs]
     steps = [crossing(low, high.final, "step") for high, low in pairs if math.isfinite(high.final)]
-    parts = [step / len(high.rows) for step, (high, _) in zip(steps, pairs, strict=False) if step is not None]
+    parts = [
+        step / len(high.rows)
+        for step, (high, _) in zip(steps, pairs, strict=False)
+        if step is not None
+    ]
     if len(parts) < len(pairs):
-        return f"; {other} reaches {one}'s loss with {len(parts)} of {len(pairs)} seeds" if parts else ""
+        return (
+            f"; {other} reaches {one}'s loss with {len(parts)} of {len(pairs)} seeds"
+            if parts
+            else ""
+        )
     return (
-        f"; {other} is at {one}'s in {statistics.fmean(parts):.2f} ({min(parts):.2f} to {max(parts):.2f}) of its steps"
+        f"; {other} is at {one}'s in {statistics.fmean(parts):.2f} ({min(parts):.2f} to "
+        f"{max(parts):.2f}) of its steps"
     )
 
 
-def steps_by_batch(best: dict[tuple[str, str], dict[int, Run]]) -> dict[str, dict[int, list[float]]]:
-    """Method -> bytes a step -> steps to one loss, seed by seed: the loss that every method but AdamW, which ends much
-    higher, reaches at every size with every seed. Empty with fewer than two sizes."""
+def steps_by_batch(
+    best: dict[tuple[str, str], dict[int, Run]],
+) -> dict[str, dict[int, list[float]]]:
+    """Method -> bytes a step -> steps to one loss, seed by seed: the loss that every method but
+    AdamW, which ends much higher, reaches at every size with every seed. Empty with fewer than two
+    sizes."""
     found = {key: ours for key, ours in best.items() if key[0] in BATCHES and ours}
     tasks = [task for task in BATCHES if any(of == task for of, _ in found)]
     methods = [m for m in METHODS if tasks and all((task, m) in found for task in tasks)]
     if len(tasks) < 2 or not methods:
         return {}
     others = [method for method in methods if method != "adamw"] or methods
-    target = max(run.final for task in tasks for method in others for run in found[task, method].values())
+    target = max(
+        run.final for task in tasks for method in others for run in found[task, method].values()
+    )
     reached = {
         method: {
-            BATCHES[task]: [crossing(run, target, "step") for run in found[task, method].values()] for task in tasks
+            BATCHES[task]: [crossing(run, target, "step") for run in found[task, method].values()]
+            for task in tasks
         }
         for method in methods
     }
     return {
         method: {
-            size: [step for step in steps if step is not None] for size, steps in sizes.items() if None not in steps
+            size: [step for step in steps if step is not None]
+            for size, steps in sizes.items()
+            if None not in steps
         }
         for method, sizes in reached.items()
         if any(None not in steps for steps in sizes.values())
@@ -221,7 +276,9 @@ def losses_by_width(runs: list[Run]) -> dict[str, dict[str, dict[float, float]]]
     tasks = [task for task in TASKS if task.startswith(("width_", "depth_"))]
     found = {
         method: {
-            task: losses for task in tasks if (losses := {r: run.final for r, run in swept(runs, task, method).items()})
+            task: losses
+            for task in tasks
+            if (losses := {r: run.final for r, run in swept(runs, task, method).items()})
         }
         for method in METHODS
     }
@@ -229,7 +286,8 @@ def losses_by_width(runs: list[Run]) -> dict[str, dict[str, dict[float, float]]]
 
 
 def jumps(runs: list[Run]) -> list[str]:
-    """Whether the loss jumps where KFACAdamW refreshes eigenbases: its change after those steps and after others."""
+    """Whether the loss jumps where KFACAdamW refreshes eigenbases: its change after those steps and
+    after others."""
     lines = []
     for (task, method), found in best_runs(runs).items():
         if method != REFRESHED or not found:
@@ -240,28 +298,50 @@ def jumps(runs: list[Run]) -> list[str]:
             for before, after in pairwise(run.rows):
                 if before["step"] > SETTLED:
                     # the first loss that the new basis has had a hand in is the one after it
-                    (at if before["step"] in refreshed else elsewhere).append(after["loss"] - before["loss"])
+                    (at if before["step"] in refreshed else elsewhere).append(
+                        after["loss"] - before["loss"]
+                    )
         if at and elsewhere:
             lines.append(
-                f"{task}, {method}: after a refresh the training loss changes by {statistics.fmean(at):+.3f} on "
+                f"{task}, {method}: after a refresh the training loss changes by "
+                f"{statistics.fmean(at):+.3f} on "
                 f"average ({len(at)} refreshes after step {SETTLED}), after other steps by "
-                f"{statistics.fmean(elsewhere):+.3f} (standard deviation {statistics.stdev(elsewhere):.3f})."
+                f"{statistics.fmean(elsewhere):+.3f} (standard deviation "
+                f"{statistics.stdev(elsewhere):.3f})."
             )
     return lines
 
 
 def markdown(rows: list[dict], folder: str, plots: list[str], remarks: list[str]) -> str:
     """The tables, one a task, as a page. ``plots``: names of files in the folder."""
-    lines = ["# Convergence", "", "From benchmarks/convergence; what the columns mean is below. "
-             "[Which pages are current](README.md).", ""]  # fmt: skip
+    lines = [
+        "# Convergence",
+        "",
+        "From benchmarks/convergence; what the columns mean is below. "
+        "[Which pages are current](README.md).",
+        "",
+    ]
     for task in dict.fromkeys(row["task"] for row in rows):
         base = NAMES[base_of(task)]
-        header = ["method", "best rate", "held-out loss at the end", f"steps to {base}'s", f"of {base}'s steps",
-                  f"of {base}'s seconds", "ms a step, median / mean", f"mean step to {base}'s",
-                  "rates within 5 %", "diverged"]  # fmt: skip
+        header = [
+            "method",
+            "best rate",
+            "held-out loss at the end",
+            f"steps to {base}'s",
+            f"of {base}'s steps",
+            f"of {base}'s seconds",
+            "ms a step, median / mean",
+            f"mean step to {base}'s",
+            "rates within 5 %",
+            "diverged",
+        ]
         lines += [f"## {task}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row["task"] == task]
-        lines += ["", *(f"![{plot}]({folder}/{plot})" for plot in plots if plot == f"{task}_loss.png"), ""]
+        lines += [
+            "",
+            *(f"![{plot}]({folder}/{plot})" for plot in plots if plot == f"{task}_loss.png"),
+            "",
+        ]
     lines += [f"![{text}]({folder}/{plot})" for plot, text in ACROSS.items() if plot in plots]
     return "\n".join([*lines, *remarks, *([""] if remarks else []), *NOTES])
 
@@ -272,12 +352,18 @@ ACROSS = {
 }
 """Pictures of several tasks."""
 NOTES = [
-    "Loss: on the test part of the data, mean over seeds, smallest to largest in brackets, at the rate that was best",
-    "on the validation part with seed 0; the two parts share no byte. Ranges of rates are of validation losses. All",
-    "methods have the same linear warmup. To another's: where the test curve first reaches the loss at which its run",
-    "of the same seed ends, linear between evaluations, mean over the seeds that reach it (their number, if not all).",
-    "Seconds are of training only. A range of rates with * ends at an end of the sweep, so it may be wider. All runs",
-    "are in the folder's csv files; `python -m benchmarks.convergence draw --out FOLDER` draws losses against rates,",
+    "Loss: on the test part of the data, mean over seeds, smallest to largest in brackets, at the "
+    "rate that was best",
+    "on the validation part with seed 0; the two parts share no byte. Ranges of rates are of "
+    "validation losses. All",
+    "methods have the same linear warmup. To another's: where the test curve first reaches the "
+    "loss at which its run",
+    "of the same seed ends, linear between evaluations, mean over the seeds that reach it (their "
+    "number, if not all).",
+    "Seconds are of training only. A range of rates with * ends at an end of the sweep, so it may "
+    "be wider. All runs",
+    "are in the folder's csv files; `python -m benchmarks.convergence draw --out FOLDER` draws "
+    "losses against rates,",
     "and KFACAdamW's training loss at refreshes.",
     "",
 ]
@@ -288,7 +374,14 @@ def _cells(row: dict) -> list[str]:
         if row["swept_rate"] == "":
             return [row["method"], "all diverged", *[""] * 7, row["diverged_rates"]]
         loss = f"not raced; {row['swept_loss']:.3f} in the sweep"
-        return [row["method"], f"{row['swept_rate']:g}", loss, *[""] * 5, _good(row), row["diverged_rates"]]
+        return [
+            row["method"],
+            f"{row['swept_rate']:g}",
+            loss,
+            *[""] * 5,
+            _good(row),
+            row["diverged_rates"],
+        ]
 
     def spread(name: str, digits: int) -> str:
         mean, low, high = (row[name + end] for end in ("", "_min", "_max"))
@@ -299,16 +392,36 @@ def _cells(row: dict) -> list[str]:
     elif not row["reached"]:
         reached = ["not reached"] * 3
     else:
-        part = "" if row["reached"] == row["compared"] else f", {row['reached']} of {row['compared']} seeds"
-        reached = [f"{row['steps_to_base']:.0f}{part}", spread("steps_fraction", 2), spread("seconds_fraction", 2)]
+        part = (
+            ""
+            if row["reached"] == row["compared"]
+            else f", {row['reached']} of {row['compared']} seeds"
+        )
+        reached = [
+            f"{row['steps_to_base']:.0f}{part}",
+            spread("steps_fraction", 2),
+            spread("seconds_fraction", 2),
+        ]
     loss = f"{row['final_mean']:.3f} ({row['final_min']:.3f} to {row['final_max']:.3f})"
     loss += f", {row['accuracy_mean']:.1%} right" if row["accuracy_mean"] != "" else ""
     times = f"{1000 * row['step_seconds_median']:.0f} / {1000 * row['step_seconds_mean']:.0f}"
     overhead = f"{row['overhead']:.2f}" if row["compared"] else ""
-    return [row["method"], f"{row['rate']:g}", loss, *reached, times, overhead, _good(row), row["diverged_rates"]]
+    return [
+        row["method"],
+        f"{row['rate']:g}",
+        loss,
+        *reached,
+        times,
+        overhead,
+        _good(row),
+        row["diverged_rates"],
+    ]
 
 
 def _good(row: dict) -> str:
     if not row["rates"]:  # not swept
         return ""
-    return f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
+    return (
+        f"{row['good_rate_low']:g} to "
+        f"{row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
+    )

@@ -1,12 +1,15 @@
-"""Runs of the convergence benchmark on disk: a csv is a finished run, whatever else lies there is not.
+"""Runs of the convergence benchmark on disk: a csv is a finished run, whatever else lies there is
+not.
 
 <out>/runs/<task>/<method>_lr<rate>_seed<seed>.csv         a run of the sweep, as it was made: columns COLUMNS, a row a
-                                                           step; its held-out loss is of the validation part
+                                                           step; its held-out loss is of the
+                                                           validation part
 <out>/runs/<task>/<method>_lr<rate>_seed<seed>_final.csv   one of a race, timed step by step against the others; of the
                                                            test part
 <out>/runs/<task>/<method>.json                            the settings of all those runs
 <out>/<task>.csv                                           all runs of a task, packed: columns KEYS, which are empty
-                                                           where they are those of the row above, and a run's
+                                                           where they are those of the row above,
+                                                           and a run's
 <out>/settings.json                                        task -> method -> settings
 
 git ignores folders that are named runs. A run that is in both places is read from runs.
@@ -25,7 +28,8 @@ COLUMNS = ["step", "seconds", "loss", "held_out_loss", "step_seconds", "held_out
 REWARD_COLUMNS = [*COLUMNS, "samples", "entropy", "kl"]
 """Of tasks that learn from rewards, whose losses are shares of wrong answers."""
 KEYS = ["method", "rate", "seed", "final"]
-"""Of a packed csv, before the columns of a run; ``final`` is 1 for one of a race, 0 for one of the sweep."""
+"""Of a packed csv, before the columns of a run; ``final`` is 1 for one of a race, 0 for one of the
+sweep."""
 DIVERGED = 1.5
 """A loss beyond this times the first one, or not finite, ends a run."""
 EXTENSIONS = 3
@@ -82,8 +86,8 @@ class Run:
         return [row for row in self.rows if math.isfinite(row["held_out_loss"])]
 
     def packed(self) -> list[dict[str, float]]:
-        """All rows of a race; of a sweep those that a page asks for: the first, the first evaluated one, the best and
-        the last."""
+        """All rows of a race; of a sweep those that a page asks for: the first, the first evaluated
+        one, the best and the last."""
         if self.job.final:
             return self.rows
         evaluated = self.held_out()
@@ -96,7 +100,9 @@ def is_diverged(loss: float, first: float) -> bool:
     return not (math.isfinite(loss) and loss <= DIVERGED * first)
 
 
-def write(path: Path, rows: Iterable[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
+def write(
+    path: Path, rows: Iterable[Mapping[str, object]], columns: Sequence[str] = COLUMNS
+) -> None:
     """Write row by row as the run makes them; the name is given when the last is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -130,9 +136,14 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
 
 def read_all(out: Path) -> list[Run]:
     """Every finished run of a results folder, packed or not."""
-    tasks = {path.stem for path in out.glob("*.csv")} | {path.name for path in (out / "runs").glob("*")}
+    tasks = {path.stem for path in out.glob("*.csv")} | {
+        path.name for path in (out / "runs").glob("*")
+    }
     runs = [run for task in sorted(tasks) for run in finished(out, task).values()]
-    return sorted(runs, key=lambda run: (run.job.task, run.job.method, run.job.rate, run.job.seed, run.job.final))
+    return sorted(
+        runs,
+        key=lambda run: (run.job.task, run.job.method, run.job.rate, run.job.seed, run.job.final),
+    )
 
 
 def read_packed(path: Path) -> Iterator[Run]:
@@ -148,7 +159,13 @@ def read_packed(path: Path) -> Iterator[Run]:
             if row["method"]:
                 if run is not None:
                     yield run
-                job = Job(path.stem, row["method"], float(row["rate"]), int(row["seed"]), final=row["final"] == "1")
+                job = Job(
+                    path.stem,
+                    row["method"],
+                    float(row["rate"]),
+                    int(row["seed"]),
+                    final=row["final"] == "1",
+                )
                 run = Run(job, [])
             run.rows.append(_numbers(row))
         if run is not None:
@@ -156,7 +173,8 @@ def read_packed(path: Path) -> Iterator[Run]:
 
 
 def pack(out: Path) -> None:
-    """Write all finished runs to a csv a task, and their settings to one file. Nothing below runs is removed."""
+    """Write all finished runs to a csv a task, and their settings to one file. Nothing below runs
+    is removed."""
     by_task: dict[str, list[Run]] = {}
     for run in read_all(out):
         by_task.setdefault(run.job.task, []).append(run)
@@ -168,16 +186,32 @@ def pack(out: Path) -> None:
 
 
 def write_packed(path: Path, runs: Sequence[Run]) -> None:
-    made = {key for run in runs for row in run.rows for key, value in row.items() if not math.isnan(value)}
+    made = {
+        key
+        for run in runs
+        for row in run.rows
+        for key, value in row.items()
+        if not math.isnan(value)
+    }
     columns = [column for column in REWARD_COLUMNS if column in made or column in COLUMNS[:-1]]
     with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, [*KEYS, *columns], restval="", extrasaction="ignore", lineterminator="\n")
+        table = csv.DictWriter(
+            file, [*KEYS, *columns], restval="", extrasaction="ignore", lineterminator="\n"
+        )
         table.writeheader()
         for run in runs:
             job = run.job
-            keys = {"method": job.method, "rate": f"{job.rate:g}", "seed": job.seed, "final": int(job.final)}
+            keys = {
+                "method": job.method,
+                "rate": f"{job.rate:g}",
+                "seed": job.seed,
+                "final": int(job.final),
+            }
             for row in run.packed():
-                table.writerow(keys | {key: f"{value:.6g}" for key, value in row.items() if not math.isnan(value)})
+                table.writerow(
+                    keys
+                    | {key: f"{value:.6g}" for key, value in row.items() if not math.isnan(value)}
+                )
                 keys = {}
 
 
@@ -191,8 +225,8 @@ def read_settings(out: Path) -> dict[str, dict[str, dict]]:
 
 
 def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
-    """Keep runs of other settings out of the same table. A key of ``kfac`` that is newer than the runs had
-    its default in them; set to something else it is in "config at rate 1", too.
+    """Keep runs of other settings out of the same table. A key of ``kfac`` that is newer than the
+    runs had its default in them; set to something else it is in "config at rate 1", too.
 
     Raises:
         ValueError: the folder has runs of this method that were made with other settings.
@@ -204,7 +238,8 @@ def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
     if before != settings and any(run.job.method == method for run in finished(out, task).values()):
         keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
         raise ValueError(
-            f"{out}: its runs of {task} by {method} were made with other settings ({', '.join(keys)}); use another "
+            f"{out}: its runs of {task} by {method} were made with other settings "
+            f"({', '.join(keys)}); use another "
             f"--out, or remove them from {task}.csv and runs/{task} to make them again"
         )
     path = out / "runs" / task / f"{method}.json"
@@ -225,8 +260,11 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
     return best if best is not None and math.isfinite(losses[best]) else None
 
 
-def next_rate(losses: Mapping[float, float], started_with: int, extensions: int = EXTENSIONS) -> float | None:
-    """The rate to try next if the best is at an edge, two apart; below all if all diverged; None when done."""
+def next_rate(
+    losses: Mapping[float, float], started_with: int, extensions: int = EXTENSIONS
+) -> float | None:
+    """The rate to try next if the best is at an edge, two apart; below all if all diverged; None
+    when done."""
     if len(losses) - started_with >= extensions:
         return None
     low, high, best = min(losses), max(losses), best_rate(losses)

@@ -33,9 +33,13 @@ class Rule:
         return found
 
     def rewards(self, questions: Sequence[str], answers: Tensor) -> Tensor:
-        """1 for each right answer, else 0: fp32 [N], of bytes [N, longest]; what follows an answer's end is ignored."""
+        """1 for each right answer, else 0: fp32 [N], of bytes [N, longest]; what follows an
+        answer's end is ignored."""
         ends = [bytes(row).split(END)[0] for row in answers.tolist()]
-        right = [answer == self.solve(question).encode() for question, answer in zip(questions, ends, strict=True)]
+        right = [
+            answer == self.solve(question).encode()
+            for question, answer in zip(questions, ends, strict=True)
+        ]
         return torch.tensor(right, dtype=torch.float32)
 
 
@@ -50,7 +54,8 @@ def encoded(texts: Sequence[str]) -> Tensor:
 
 
 def with_answers(rule: Rule, questions: Sequence[str], ignored: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, int64 [N, T]: questions with their right answers, of which only the answers are learned."""
+    """Tokens and labels, int64 [N, T]: questions with their right answers, of which only the
+    answers are learned."""
     start = len(questions[0])
     length = start + rule.longest
     tokens = torch.full((len(questions), length), END[0])
@@ -104,5 +109,5 @@ RULES = {
         longest=2,
     ),
 }
-"""The sum of two numbers of three digits; six digits in their order; what closes the open brackets; whether the ones
-among eight bits are odd, to try the benchmark."""
+"""The sum of two numbers of three digits; six digits in their order; what closes the open brackets;
+whether the ones among eight bits are odd, to try the benchmark."""

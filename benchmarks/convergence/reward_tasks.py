@@ -1,9 +1,10 @@
-"""Tasks of the convergence benchmark that learn from rewards: GRPO on a tiny GPT that a few supervised steps have
-taught a little of a rule.
+"""Tasks of the convergence benchmark that learn from rewards: GRPO on a tiny GPT that a few
+supervised steps have taught a little of a rule.
 
-Of every question several answers are sampled; an answer's advantage is its reward minus the mean of its question's,
-over their standard deviation (Shao et al. 2024, arXiv:2402.03300). Without a KL term. On policy a step takes all
-samples of a generation; with minibatches it takes a part, and the ratio to the sampling policy is clipped (PPO).
+Of every question several answers are sampled; an answer's advantage is its reward minus the mean of
+its question's, over their standard deviation (Shao et al. 2024, arXiv:2402.03300). Without a KL
+term. On policy a step takes all samples of a generation; with minibatches it takes a part, and the
+ratio to the sampling policy is clipped (PPO).
 """
 
 import random
@@ -21,8 +22,8 @@ from examples.gpt import GPT, GPTConfig
 
 IGNORED = -100
 BASE_SEED, BASE_ROWS, BASE_RATE, BASE_WARMUP, BASE_DECAY = 0, 256, 1e-3, 20, 60
-"""Of the base: its rate rises over the first steps and falls to 0 over the last ones. One that is stopped at its full
-rate is so sharp that AdamW destroys it at 3e-4 in ten steps."""
+"""Of the base: its rate rises over the first steps and falls to 0 over the last ones. One that is
+stopped at its full rate is so sharp that AdamW destroys it at 3e-4 in ten steps."""
 NOISY = 100
 """Steps at the end of a base's training whose answers have noise."""
 CLIP = 0.2
@@ -42,7 +43,12 @@ class Policy(nn.Module):
         self.network = GPT(config)
 
     def forward(
-        self, questions: Tensor, answers: Tensor, labels: Tensor, advantages: Tensor, sampled: Tensor | None = None
+        self,
+        questions: Tensor,
+        answers: Tensor,
+        labels: Tensor,
+        advantages: Tensor,
+        sampled: Tensor | None = None,
     ) -> Tensor:
         """Mean over the answers' tokens.
 
@@ -50,7 +56,8 @@ class Policy(nn.Module):
             questions, answers: int64 [P, T] and [N, L], N / P answers to each question in turn.
             labels: int64 [N, L], the answers, -100 after their ends.
             advantages: fp32 [N].
-            sampled: fp32 [N, L], the log-probabilities that answers were sampled with; None: on policy.
+            sampled: fp32 [N, L], the log-probabilities that answers were sampled with; None: on
+                policy.
         """
         counts = labels != IGNORED
         found = log_probabilities(self.network, questions, answers, labels)[counts]
@@ -60,7 +67,8 @@ class Policy(nn.Module):
 
 
 def mask(arguments: tuple, keywords: Mapping) -> Tensor:
-    """For ``engine.kfac.mask``: bool [1, R] of the rows of :func:`hidden`, False for what follows an answer's end."""
+    """For ``engine.kfac.mask``: bool [1, R] of the rows of :func:`hidden`, False for what follows
+    an answer's end."""
     questions, _, labels = arguments[:3]
     counts = (labels != IGNORED).flatten()
     return torch.cat([counts.new_ones(questions[:, 1:].numel()), counts]).unsqueeze(0)
@@ -75,12 +83,14 @@ def log_probabilities(network: GPT, questions: Tensor, answers: Tensor, labels: 
 
 
 def hidden(network: GPT, questions: Tensor, answers: Tensor) -> Tensor:
-    """What the head sees, [N, L, D], where an answer's tokens are predicted. A question is computed once for all of its
-    answers: rows of all layers are those of the questions, but for their last bytes, and after them those of the
-    answers."""
+    """What the head sees, [N, L, D], where an answer's tokens are predicted. A question is computed
+    once for all of its answers: rows of all layers are those of the questions, but for their last
+    bytes, and after them those of the answers."""
     (P, T), (N, L) = questions.shape, answers.shape
     last = questions[:, -1:].repeat_interleave(N // P, 0)
-    tokens = torch.cat([questions[:, :-1].flatten(), torch.cat([last, answers[:, :-1]], dim=1).flatten()])
+    tokens = torch.cat(
+        [questions[:, :-1].flatten(), torch.cat([last, answers[:, :-1]], dim=1).flatten()]
+    )
     places = torch.arange(T - 1 + L, device=tokens.device)
     cut, sees = P * (T - 1), places[None] <= places[T - 1 :, None]
     at = torch.cat([places[: T - 1].repeat(P), places[T - 1 :].repeat(N)])
@@ -97,13 +107,17 @@ def hidden(network: GPT, questions: Tensor, answers: Tensor) -> Tensor:
             F.scaled_dot_product_attention(*asked, is_causal=True),
             F.scaled_dot_product_attention(answered[0], keys, values, attn_mask=sees),
         ]
-        h = h + attention.out(torch.cat([part.transpose(1, 2).reshape(-1, h.shape[1]) for part in y]))
+        h = h + attention.out(
+            torch.cat([part.transpose(1, 2).reshape(-1, h.shape[1]) for part in y])
+        )
         h = h + block.mlp(block.norm_mlp(h))
     return network.norm(h[cut:]).view(N, L, -1)
 
 
 @torch.no_grad()
-def generate(network: GPT, questions: Tensor, samples: int, length: int, generator: torch.Generator) -> Tensor:
+def generate(
+    network: GPT, questions: Tensor, samples: int, length: int, generator: torch.Generator
+) -> Tensor:
     """Sample so many answers to each question at temperature 1, with a cache of keys and values.
 
     Args:
@@ -114,7 +128,10 @@ def generate(network: GPT, questions: Tensor, samples: int, length: int, generat
     caches: list[tuple[Tensor, Tensor]] = []
     tokens, start, found = questions, 0, []
     for place in range(length):
-        h = network.embed_bytes(tokens) + network.embed_positions.weight[start : start + tokens.shape[1]]
+        h = (
+            network.embed_bytes(tokens)
+            + network.embed_positions.weight[start : start + tokens.shape[1]]
+        )
         start += tokens.shape[1]
         for index, block in enumerate(network.blocks):
             attention, x = block.attention, block.norm_attention(h)
@@ -152,8 +169,9 @@ class Base:
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A rule, and how much of it is known before; ``rows``: samples in a step, ``minibatches``: steps a generation,
-    ``noise``: the part of the digits in the base's answers that are drawn at random."""
+    """A rule, and how much of it is known before; ``rows``: samples in a step, ``minibatches``:
+    steps a generation, ``noise``: the part of the digits in the base's answers that are drawn at
+    random."""
 
     model: GPTConfig
     rule: str
@@ -172,13 +190,17 @@ class RewardTask:
             ValueError: these tasks read no data.
         """
         if path is not None:
-            raise ValueError(f"--data {path}: tasks with rewards make their own questions; leave it out")
+            raise ValueError(
+                f"--data {path}: tasks with rewards make their own questions; leave it out"
+            )
         rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED, "decay": BASE_DECAY}
         if self.noise:
             rates |= {"noise": self.noise, "noisy": NOISY}
         made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
         weights = made_once(
-            self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise)
+            self.rule,
+            made,
+            lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise),
         )
         generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"
         return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", weights)
@@ -194,9 +216,9 @@ class RewardTask:
         return RULES[self.rule].questions(random.Random(HELD_OUT_SEED), HELD_OUT, part)
 
     def train(self, engine, seed: int, part: str, steps: int, interval: int) -> Iterator[dict]:
-        """A row for every step, up to the one that shows a dead run: ``loss`` is the share of wrong answers in the
-        generation, ``held_out_loss`` that among held-out questions, ``samples`` the answers generated so far; entropy
-        and KL to the base are in nats per token."""
+        """A row for every step, up to the one that shows a dead run: ``loss`` is the share of wrong
+        answers in the generation, ``held_out_loss`` that among held-out questions, ``samples`` the
+        answers generated so far; entropy and KL to the base are in nats per token."""
         from deepspeed.accelerator import get_accelerator
 
         generator_of = GPT(self.model).eval()  # a copy, as of a server for inference
@@ -210,7 +232,9 @@ class RewardTask:
                 generator_of.load_state_dict(engine.module.network.state_dict())
                 batches, right = self.generation(generator_of, seed, step)
                 wrong_only = 0 if right else wrong_only + 1
-            loss = engine(*(None if values is None else values.to(engine.device) for values in batches.pop(0)))
+            loss = engine(
+                *(None if values is None else values.to(engine.device) for values in batches.pop(0))
+            )
             finite = bool(torch.isfinite(loss.detach()))
             if finite:
                 engine.backward(loss)
@@ -220,7 +244,13 @@ class RewardTask:
             seconds += elapsed
             samples = self.rows * self.minibatches * -(-step // self.minibatches)
             wrong = 1 - right if finite else torch.nan
-            row = {"step": step, "seconds": seconds, "loss": wrong, "step_seconds": elapsed, "samples": samples}
+            row = {
+                "step": step,
+                "seconds": seconds,
+                "loss": wrong,
+                "step_seconds": elapsed,
+                "samples": samples,
+            }
             if finite and (step % interval == 0 or step in (1, steps) or wrong_only == DEAD):
                 generator_of.load_state_dict(engine.module.network.state_dict())
                 row |= referee.judge(generator_of)
@@ -237,7 +267,9 @@ class RewardTask:
         answers = generate(network, asked, SAMPLES, rule.longest, generator)
         rewards = rule.rewards([q for q in questions for _ in range(SAMPLES)], answers)
         groups = rewards.view(-1, SAMPLES)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+        advantages = (
+            (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        ).flatten()
         labels, sampled = labels_of(answers), [None]
         if self.minibatches > 1:
             with torch.no_grad():
@@ -247,8 +279,8 @@ class RewardTask:
 
 
 class Referee:
-    """Asks held-out questions, the same with the same random numbers at every call, and measures how far a network is
-    from its base."""
+    """Asks held-out questions, the same with the same random numbers at every call, and measures
+    how far a network is from its base."""
 
     def __init__(self, task: RewardTask, questions: list[str]) -> None:
         self.rule, self.questions, self.asked = RULES[task.rule], questions, encoded(questions)
@@ -257,7 +289,9 @@ class Referee:
 
     @torch.no_grad()
     def judge(self, network: GPT) -> dict[str, float]:
-        answers = generate(network, self.asked, 1, self.rule.longest, torch.Generator().manual_seed(HELD_OUT_SEED))
+        answers = generate(
+            network, self.asked, 1, self.rule.longest, torch.Generator().manual_seed(HELD_OUT_SEED)
+        )
         right = float(self.rule.rewards(self.questions, answers).mean())
         counts = labels_of(answers) != IGNORED
         ours, theirs = (
@@ -273,27 +307,36 @@ class Referee:
         }
 
 
-def noisy(tokens: Tensor, labels: Tensor, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def noisy(
+    tokens: Tensor, labels: Tensor, noise: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Tokens and labels [N, T], of which a part of the answers' digits is drawn anew."""
     drawn = (torch.rand(labels.shape, generator=generator) < noise) & (labels >= ord("0"))
-    labels = torch.where(drawn, torch.randint(ord("0"), ord("9") + 1, labels.shape, generator=generator), labels)
+    labels = torch.where(
+        drawn, torch.randint(ord("0"), ord("9") + 1, labels.shape, generator=generator), labels
+    )
     tokens = tokens.clone()
     tokens[:, 1:] = torch.where(drawn, labels, tokens.roll(-1, 1))[:, :-1]
     return tokens, labels
 
 
 def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
-    """A network after so many steps of AdamW on right answers; in the last of them a part of the digits is random."""
+    """A network after so many steps of AdamW on right answers; in the last of them a part of the
+    digits is random."""
     torch.manual_seed(BASE_SEED)
     network = GPT(config)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.01
+    )
     for step in range(steps):
         part = min(1.0, (step + 1) / BASE_WARMUP, (steps - step) / BASE_DECAY)
         optimizer.param_groups[0]["lr"] = BASE_RATE * part
         source = random.Random(f"base {BASE_SEED} {step}")
         tokens, labels = with_answers(rule, rule.questions(source, BASE_ROWS), IGNORED)
         if noise and step >= steps - NOISY:
-            tokens, labels = noisy(tokens, labels, noise, torch.Generator().manual_seed(source.getrandbits(48)))
+            tokens, labels = noisy(
+                tokens, labels, noise, torch.Generator().manual_seed(source.getrandbits(48))
+            )
         network(tokens, labels).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -304,9 +347,15 @@ def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
 NETWORK = GPTConfig(width=128, blocks=3, context=24)
 REWARD_TASKS = {
     "addition": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=512, steps=100),
-    "addition_clipped": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4),
+    "addition_clipped": RewardTask(
+        NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4
+    ),
     "brackets": RewardTask(NETWORK, "brackets", base_steps=56, rows=512, steps=100),
-    "brackets_clipped": RewardTask(NETWORK, "brackets", base_steps=56, rows=128, steps=200, minibatches=4),
+    "brackets_clipped": RewardTask(
+        NETWORK, "brackets", base_steps=56, rows=128, steps=200, minibatches=4
+    ),
     "sorting": RewardTask(NETWORK, "sorting", base_steps=68, rows=512, steps=100),
-    "tiny_rewards": RewardTask(GPTConfig(width=16, blocks=1, heads=2, context=16), "parity", 200, 16, 4, minibatches=2),
+    "tiny_rewards": RewardTask(
+        GPTConfig(width=16, blocks=1, heads=2, context=16), "parity", 200, 16, 4, minibatches=2
+    ),
 }

@@ -1,4 +1,5 @@
-"""A worker of the convergence benchmark: one process, one core, one thread, a new engine for every run."""
+"""A worker of the convergence benchmark: one process, one core, one thread, a new engine for every
+run."""
 
 import contextlib
 import functools
@@ -17,14 +18,23 @@ from pathlib import Path
 import torch
 
 from benchmarks.convergence.methods import CLIENT, RAMP, TABLE_RATE, deepspeed_config
-from benchmarks.convergence.results import COLUMNS, REWARD_COLUMNS, Job, Run, is_diverged, read, write
+from benchmarks.convergence.results import (
+    COLUMNS,
+    REWARD_COLUMNS,
+    Job,
+    Run,
+    is_diverged,
+    read,
+    write,
+)
 from benchmarks.convergence.reward_tasks import RewardTask
 from benchmarks.convergence.tasks import TASKS
 
 EVALUATION_INTERVAL, EVALUATIONS = 10, 60
 """At least so many steps between evaluations; at most so many evaluations."""
 ENVIRONMENT = {
-    "TORCH_COMPILE_DISABLE": "1",  # Muon compiles its kernels: two minutes in the first step, and no faster on a CPU
+    # Muon compiles its kernels: two minutes in the first step, and no faster on a CPU
+    "TORCH_COMPILE_DISABLE": "1",
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
@@ -54,10 +64,16 @@ def join() -> None:
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.utils.logger.setLevel("ERROR")
-    backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
+    backend = (
+        "gloo"
+        if get_accelerator().device_name() == "cpu"
+        else get_accelerator().communication_backend_name()
+    )
     if backend == "gloo":  # DeepSpeed would compile it, and a killed build blocks all later runs
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed(backend)
 
 
@@ -67,7 +83,8 @@ def _end_with_parent() -> None:
 
 
 def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -> list[Run]:
-    """Train step by step in turn, so that whatever else this machine does hits all alike; write the csvs, return them.
+    """Train step by step in turn, so that whatever else this machine does hits all alike; write the
+    csvs, return them.
 
     A single job is an ordinary run.
     """
@@ -77,7 +94,9 @@ def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -
         for job in jobs:
             task = TASKS[job.task]
             corpus = corpus_of(job.task, data)
-            config = deepspeed_config(job.method, job.rate, rows=task.rows, steps=steps, stage=stage)
+            config = deepspeed_config(
+                job.method, job.rate, rows=task.rows, steps=steps, stage=stage
+            )
             engine = build(task.build(job.seed), config)
             engines.append(engine)
             if RAMP in config:
@@ -122,7 +141,8 @@ def settings(task: str, method: str, steps: int, stage: int, data: str | None) -
     config = deepspeed_config(method, 1.0, rows=rows, steps=steps, stage=stage)
     found = {"config at rate 1": config, "model": asdict(model), "data": corpus_of(task, data).name}
     if "kfac" in config:
-        found["kfac with defaults"] = parse(config["kfac"]).model_dump(warnings=False)  # values are ready-made
+        # values are ready-made
+        found["kfac with defaults"] = parse(config["kfac"]).model_dump(warnings=False)
     return found
 
 
@@ -132,14 +152,24 @@ def build(model, config: dict):
 
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]},
-        {"params": [p for p in model.parameters() if p.ndim < 2 and p.requires_grad], "weight_decay": 0.0},
+        {
+            "params": [p for p in model.parameters() if p.ndim < 2 and p.requires_grad],
+            "weight_decay": 0.0,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     if TABLE_RATE in config:
-        table, rate = model.embed_bytes.weight, config["optimizer"]["params"]["lr"] * config[TABLE_RATE]
+        table, rate = (
+            model.embed_bytes.weight,
+            config["optimizer"]["params"]["lr"] * config[TABLE_RATE],
+        )
         groups[0]["params"] = [p for p in groups[0]["params"] if p is not table]
         groups.append({"params": [table], "lr": rate})
-    arguments = {"config": {key: value for key, value in config.items() if key not in (CLIENT, TABLE_RATE, RAMP)}}
+    arguments = {
+        "config": {
+            key: value for key, value in config.items() if key not in (CLIENT, TABLE_RATE, RAMP)
+        }
+    }
     if CLIENT in config:
         import pytorch_optimizer
 
@@ -154,7 +184,8 @@ def build(model, config: dict):
 
 
 def muon_groups(model, params: dict) -> list[dict]:
-    """Hidden matrices and filters; and for Adam, at a rate of its own, all vectors, heads and what sees the inputs."""
+    """Hidden matrices and filters; and for Adam, at a rate of its own, all vectors, heads and what
+    sees the inputs."""
     named = {p: name for name, p in model.named_parameters()}
     matrices = [p for p in named if p.ndim >= 2]
     hidden = [p for p in matrices[1:-1] if "embed" not in named[p]]
@@ -166,8 +197,8 @@ def muon_groups(model, params: dict) -> list[dict]:
 
 
 def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -> Iterator[dict]:
-    """A row for every step, up to the one whose loss says that the run diverged. ``steps``: batches in all, of which a
-    ramp takes several a step; a step's loss is that of its last one then."""
+    """A row for every step, up to the one whose loss says that the run diverged. ``steps``: batches
+    in all, of which a ramp takes several a step; a step's loss is that of its last one then."""
     from deepspeed.accelerator import get_accelerator
 
     seconds, first, step, evaluated, elapsed = 0.0, None, 0, 0, 0.0

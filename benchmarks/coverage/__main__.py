@@ -1,11 +1,13 @@
-"""How much of the models that there are K-FAC steps: every architecture of transformers, and ten of timm's models.
+"""How much of the models that there are K-FAC steps: every architecture of transformers, and ten of
+timm's models.
 
     python -m benchmarks.coverage [shares] [train] [report] [--only REGEX] [--again] ...
 
-Without a phase: all of them. shares builds each model at its default size on the meta device and counts; train makes
-a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report writes docs/models.md, and a page of
-all rows beside the results. A model is measured in a process of its own, with a timeout, so that a crash is a row.
-Results are kept model by model, and what is there is not measured again.
+Without a phase: all of them. shares builds each model at its default size on the meta device and
+counts; train makes a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report
+writes docs/models.md, and a page of all rows beside the results. A model is measured in a process
+of its own, with a timeout, so that a crash is a row. Results are kept model by model, and what is
+there is not measured again.
 """
 
 import argparse
@@ -30,10 +32,16 @@ PACKAGES = ("torch", "deepspeed", "transformers", "timm")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all"
+    )
     parser.add_argument("--only", default="", help="regex searched in names")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="in that order")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="in that order"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--failed", action="store_true", help="measure what failed once more")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a process")
@@ -52,8 +60,16 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(path: Path, found: dict[str, Any]) -> None:
     """A line for each model."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found["models"].items())]
-    text = '{\n "versions": ' + json.dumps(found["versions"]) + ',\n "models": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found["models"].items())
+    ]
+    text = (
+        '{\n "versions": '
+        + json.dumps(found["versions"])
+        + ',\n "models": {\n'
+        + ",\n".join(lines)
+        + "\n }\n}\n"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(text)
@@ -67,7 +83,10 @@ def measured(function: Callable[..., Any], *arguments: Any, timeout: float) -> d
         (found,) = on_ranks(function, 1, *arguments, timeout=timeout)
     except RuntimeError as problem:
         over = time.monotonic() - begin >= timeout
-        found = {"error": f"over {timeout:.0f} s" if over else f"its process died: {problem}", "where": "process"}
+        found = {
+            "error": f"over {timeout:.0f} s" if over else f"its process died: {problem}",
+            "where": "process",
+        }
     return found
 
 

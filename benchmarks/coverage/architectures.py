@@ -1,4 +1,5 @@
-"""Which models the coverage benchmark is of: every architecture of transformers with one of TASKS, ten of timm's."""
+"""Which models the coverage benchmark is of: every architecture of transformers with one of TASKS,
+ten of timm's."""
 
 import contextlib
 from collections.abc import Mapping
@@ -18,17 +19,19 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "masked": ("MASKED_LM",),
     "causal": ("CAUSAL_LM",),
 }
-"""Task -> transformers' tables of models with such a head. An architecture with several has the first one here: what it
-was made for, where others are of its parts."""
+"""Task -> transformers' tables of models with such a head. An architecture with several has the
+first one here: what it was made for, where others are of its parts."""
 
 TIMM: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "resnet50": ("test_resnet", {}),
     "vit_base_patch16_224": ("test_vit", {}),
     "deit_base_distilled_patch16_224": (
-        "deit_base_distilled_patch16_224", {"embed_dim": 64, "depth": 2, "num_heads": 4},
+        "deit_base_distilled_patch16_224",
+        {"embed_dim": 64, "depth": 2, "num_heads": 4},
     ),
     "swin_tiny_patch4_window7_224": (
-        "swin_tiny_patch4_window7_224", {"embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
+        "swin_tiny_patch4_window7_224",
+        {"embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
     ),
     "convnext_tiny": ("test_convnext", {}),
     "efficientnet_b0": ("test_efficientnet", {}),
@@ -36,8 +39,9 @@ TIMM: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "regnety_016": ("test_byobnet", {}),
     "mixer_s32_224": ("gmixer_12_224", {}),
     "densenet121": ("densenet121", {"growth_rate": 8, "block_config": (2, 2)}),
-}  # fmt: skip
-"""Model of timm at its published size -> one of the same kind that trains in seconds, and its options."""
+}
+"""Model of timm at its published size -> one of the same kind that trains in seconds, and its
+options."""
 
 WITHOUT = {
     "encoder-decoder": "joins two others",
@@ -80,12 +84,18 @@ def architectures() -> Mapping[str, Architecture]:
             for name, heads in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").items():
                 head = heads if isinstance(heads, str) else heads[0]
                 # of several names for one class, that of its config
-                if name not in found and name not in WITHOUT and CONFIG_MAPPING[name].model_type == name:
+                if (
+                    name not in found
+                    and name not in WITHOUT
+                    and CONFIG_MAPPING[name].model_type == name
+                ):
                     found[name] = Architecture(name, task, head)
     taken: dict[str, str] = {}
     for name, row in list(found.items()):
         kind = getattr(head_of(row), "config_class", None)
-        if kind is not CONFIG_MAPPING[name] and (row.head in taken or getattr(kind, "model_type", name) in found):
+        if kind is not CONFIG_MAPPING[name] and (
+            row.head in taken or getattr(kind, "model_type", name) in found
+        ):
             del found[name]
         taken.setdefault(row.head, name)
     rows = sorted(found.values(), key=lambda row: (list(TASKS).index(row.task), row.name))
@@ -124,7 +134,9 @@ def default_config(row: Architecture, **fields: Any) -> Any:
 
 FILLED: Mapping[str, Mapping[str, Any]] = {
     "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dbrx": {"attn_config": {"rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
@@ -136,21 +148,25 @@ FILLED: Mapping[str, Mapping[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp_text": {
-        "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
         "indexer_compress_ratio": 16,
     },
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
-}  # fmt: skip
-"""Architecture -> fields that its default config leaves open, without which no model can be built."""
+}
+"""Architecture -> fields that its default config leaves open, without which no model can be
+built."""
 
 
 _LIBRARIES: list[Any] = []
 
 
 def with_torchvision() -> None:
-    """timm imports torchvision for its data only. Where that was built for another torch it has no operators, and its
-    import asks for two of them: they are declared here, without a body."""
+    """timm imports torchvision for its data only. Where that was built for another torch it has no
+    operators, and its import asks for two of them: they are declared here, without a body."""
     if _LIBRARIES:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")

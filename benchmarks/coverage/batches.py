@@ -21,11 +21,16 @@ def batch_of(row: Architecture, model: nn.Module) -> dict[str, Any]:
     batch |= EXTRA[row.name](model, batch) if row.name in EXTRA else {}
     known = inspect.signature(model.forward).parameters
     every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    return {name: value for name, value in batch.items() if value is not None and (every or name in known)}
+    return {
+        name: value
+        for name, value in batch.items()
+        if value is not None and (every or name in known)
+    }
 
 
 def loss_of(output: Any) -> Tensor:
-    """The model's own; of timm's scores cross entropy; else, where there is none, the mean square of its output."""
+    """The model's own; of timm's scores cross entropy; else, where there is none, the mean square
+    of its output."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss.float().mean()
@@ -42,7 +47,9 @@ def image_shape(model: Any) -> tuple[int, ...]:
         return model.default_cfg["input_size"]
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", None) or 64
-    return getattr(vision, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size))
+    return getattr(vision, "num_channels", 3), *(
+        size if isinstance(size, list | tuple) else (size, size)
+    )
 
 
 def tokens(model: Any, count: int = TOKENS) -> Tensor:
@@ -61,12 +68,18 @@ def sequences(model: Any) -> dict[str, Any]:
 
 
 def images(model: Any) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(EXAMPLES, *image_shape(model)), "labels": torch.arange(EXAMPLES)}
+    return {
+        "pixel_values": torch.randn(EXAMPLES, *image_shape(model)),
+        "labels": torch.arange(EXAMPLES),
+    }
 
 
 def boxes(model: Any) -> dict[str, Any]:
     box = {"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.3, 0.4]])}
-    return {"pixel_values": images(model)["pixel_values"], "labels": [dict(box) for _ in range(EXAMPLES)]}
+    return {
+        "pixel_values": images(model)["pixel_values"],
+        "labels": [dict(box) for _ in range(EXAMPLES)],
+    }
 
 
 def image_and_text(model: Any) -> dict[str, Any]:
@@ -99,17 +112,29 @@ def codes(channels: int) -> Tensor:
 
 
 def of_assistant(model: Any) -> dict[str, Any]:
-    """What the model that it assists has made: hidden states of two kinds, keys and values of its last layers."""
+    """What the model that it assists has made: hidden states of two kinds, keys and values of its
+    last layers."""
     shape = (EXAMPLES, 1, TOKENS, 16)
-    known = {kind: (torch.randn(shape), torch.randn(shape)) for kind in ("full_attention", "sliding_attention")}
+    known = {
+        kind: (torch.randn(shape), torch.randn(shape))
+        for kind in ("full_attention", "sliding_attention")
+    }
     embedded = torch.randn(EXAMPLES, TOKENS, 2 * model.config.backbone_hidden_size)
     return {"inputs_embeds": embedded, "shared_kv_states": known, "input_ids": None, "labels": None}
 
 
 def of_codebooks(model: Any) -> dict[str, Any]:
-    count = model.config.num_codebooks if hasattr(model.config, "num_codebooks") else model.config.decoder.num_codebooks
+    count = (
+        model.config.num_codebooks
+        if hasattr(model.config, "num_codebooks")
+        else model.config.decoder.num_codebooks
+    )
     ids = codes(count).transpose(1, 2).reshape(EXAMPLES * count, TOKENS)
-    return {"input_ids": ids, "attention_mask": torch.ones(EXAMPLES, TOKENS, dtype=torch.long), "labels": codes(count)}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones(EXAMPLES, TOKENS, dtype=torch.long),
+        "labels": codes(count),
+    }
 
 
 MAKERS = {
@@ -135,10 +160,13 @@ EXTRA: dict[str, Any] = {
     "imagegpt": lambda m, b: {"input_ids": tokens(m), "pixel_values": None},
     "kyutai_speech_to_text": lambda m, b: {"input_ids": codes(m.config.num_codebooks + 1)},
     **dict.fromkeys(
-        ("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"),  # do not support training, they say
+        # do not support training, they say
+        ("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"),
         lambda m, b: {"labels": None},
     ),
-    "voxtral_realtime": lambda m, b: {"input_features": torch.randn(EXAMPLES, bins(m.config), 8 * TOKENS)},
+    "voxtral_realtime": lambda m, b: {
+        "input_features": torch.randn(EXAMPLES, bins(m.config), 8 * TOKENS)
+    },
     "musicgen": lambda m, b: of_codebooks(m),
     "musicgen_melody": lambda m, b: of_codebooks(m),
     **dict.fromkeys(
@@ -147,11 +175,16 @@ EXTRA: dict[str, Any] = {
     ),
     "granite_speech5_ctc": lambda m, b: {"input_features": torch.randn(EXAMPLES, FRAMES, 320)},
     "omniasr_ctc": lambda m, b: {
-        "input_values": torch.randn(EXAMPLES, 1, SAMPLES), "padding_mask": torch.ones(EXAMPLES, SAMPLES).long(),
+        "input_values": torch.randn(EXAMPLES, 1, SAMPLES),
+        "padding_mask": torch.ones(EXAMPLES, SAMPLES).long(),
     },
-    "whisper": lambda m, b: {"input_features": torch.randn(EXAMPLES, 80, 128), "attention_mask": None},
+    "whisper": lambda m, b: {
+        "input_features": torch.randn(EXAMPLES, 80, 128),
+        "attention_mask": None,
+    },
     "videoprism": lambda m, b: {
-        "pixel_values_videos": torch.randn(EXAMPLES, 16, 3, IMAGE, IMAGE), "pixel_values": None,
+        "pixel_values_videos": torch.randn(EXAMPLES, 16, 3, IMAGE, IMAGE),
+        "pixel_values": None,
     },
     "git": lambda m, b: {"pixel_values": images(m)["pixel_values"]},
     "siglip2": lambda m, b: {
@@ -159,5 +192,5 @@ EXTRA: dict[str, Any] = {
         "pixel_attention_mask": torch.ones(EXAMPLES, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4]] * EXAMPLES),
     },
-}  # fmt: skip
+}
 """Architecture -> arguments that it needs besides."""

@@ -1,4 +1,5 @@
-"""What is measured of one model, in a process of its own: its share at full size, and eight steps of a tiny one."""
+"""What is measured of one model, in a process of its own: its share at full size, and eight steps
+of a tiny one."""
 
 import contextlib
 import io
@@ -27,7 +28,10 @@ def ds_config(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "KFACAdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}},
+        "optimizer": {
+            "type": "KFACAdamW",
+            "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True},
+        },
         "kfac": {"enabled": True, "report": "none"},
     }
 
@@ -60,8 +64,8 @@ def trained(row: Architecture) -> dict[str, dict[str, Any]]:
 
 
 def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
-    """Loss before and after :data:`STEPS` steps of the tiny model, and layers that moved without curvature; or an
-    error, with where it happened."""
+    """Loss before and after :data:`STEPS` steps of the tiny model, and layers that moved without
+    curvature; or an error, with where it happened."""
     from benchmarks.coverage.batches import batch_of, loss_of
     from benchmarks.coverage.tiny import tiny
 
@@ -80,7 +84,9 @@ def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
         import ds_kfac
 
         with contextlib.redirect_stdout(io.StringIO()):
-            engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=ds_config(stage))
+            engine, *_ = ds_kfac.initialize(
+                model=model, model_parameters=model.parameters(), config=ds_config(stage)
+            )
         where = "step"
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         losses = []
@@ -92,7 +98,11 @@ def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
             engine.step()
         torch.manual_seed(1)
         losses.append(float(loss_of(engine(**batch)).detach()))
-        found = {"parameters": sum(map(torch.numel, before.values())), "before": losses[0], "after": losses[-1]}
+        found = {
+            "parameters": sum(map(torch.numel, before.values())),
+            "before": losses[0],
+            "after": losses[-1],
+        }
         found |= of_layers(engine, before)
         engine.destroy()
     except Exception as problem:
@@ -111,7 +121,10 @@ def of_layers(engine: Any, before: Mapping[str, torch.Tensor]) -> dict[str, Any]
         change = now[layer.weight].detach() != before[layer.weight]
         if bool(change.reshape(count, -1)[index].any()):
             moved += 1
-            curved = kfac.state[layer.name].preconditioner is not None and layer.name not in kfac.proving.unfit
+            curved = (
+                kfac.state[layer.name].preconditioner is not None
+                and layer.name not in kfac.proving.unfit
+            )
             silent += [] if curved else [layer.name]
     return {"layers": len(kfac.layers), "moved": moved, "silent": silent}
 
@@ -122,4 +135,7 @@ def failed(problem: Exception) -> dict[str, Any]:
     last = next((f for f in reversed(frames) if "/ds_kfac/" in f.filename), frames[-1])
     place = "/".join(last.filename.split("/")[-3:])
     message = (str(problem).strip() or type(problem).__name__).splitlines()
-    return {"error": f"{type(problem).__name__}: {' '.join(message)[:300]}", "line": f"{place}:{last.lineno}"}
+    return {
+        "error": f"{type(problem).__name__}: {' '.join(message)[:300]}",
+        "line": f"{place}:{last.lineno}",
+    }

@@ -1,5 +1,5 @@
-"""Imported once by the server that the models' processes are forked from: nearly all of what a tiny run costs is
-imports."""
+"""Imported once by the server that the models' processes are forked from: nearly all of what a tiny
+run costs is imports."""
 
 import benchmarks.distributed.preload
 from benchmarks.coverage.architectures import with_torchvision

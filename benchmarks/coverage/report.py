@@ -69,21 +69,34 @@ READING = """## How to read a row
   it `[1]` before `initialize`, as you must.
 """
 MADE = (
-    "Made by `python -m benchmarks.coverage` from `benchmarks/results/coverage/models.json`, with {versions}. ds_kfac "
-    "reads which parameters a module multiplies from its code; it knows no model of these by name but DBRX, whose "
+    "Made by `python -m benchmarks.coverage` from `benchmarks/results/coverage/models.json`, with "
+    "{versions}. ds_kfac "
+    "reads which parameters a module multiplies from its code; it knows no model of these by name "
+    "but DBRX, whose "
     "experts lie in one matrix."
 )
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """docs/models.md: the names of those that are stepped whole, and a row for each of the others."""
+    """docs/models.md: the names of those that are stepped whole, and a row for each of the
+    others."""
     models = found["models"]
     lines = [HEAD.format(count=len(models))]
     lines += table(
-        ("task", "architectures", f"stepped >= {STEPPED:.0%}", f"with curvature >= {CURVED:.0%}", "tiny ones trained",
-         "silent layers"),
-        [(link(TITLES[task]), *summary([row for _, row in rows])) for task, rows in by_task(models).items() if rows],
-    )  # fmt: skip
+        (
+            "task",
+            "architectures",
+            f"stepped >= {STEPPED:.0%}",
+            f"with curvature >= {CURVED:.0%}",
+            "tiny ones trained",
+            "silent layers",
+        ),
+        [
+            (link(TITLES[task]), *summary([row for _, row in rows]))
+            for task, rows in by_task(models).items()
+            if rows
+        ],
+    )
     lines += below(models)
     for task, rows in by_task(models).items():
         if rows:
@@ -100,16 +113,32 @@ def all_rows(found: Mapping[str, Any]) -> str:
         READING.format(steps=STEPS, rate=RATE),
         fill(MADE.format(versions=versions)),
     ]
-    head = ("architecture", "parameters", "stepped %", "with curvature %", "loss", "layers", "left to AdamW, and why")
+    head = (
+        "architecture",
+        "parameters",
+        "stepped %",
+        "with curvature %",
+        "loss",
+        "layers",
+        "left to AdamW, and why",
+    )
     for task, rows in by_task(models).items():
         if rows:
-            lines += ["", f"## {TITLES[task]}", "", *table(head, [cells(name, row) for name, row in rows])]
+            lines += [
+                "",
+                f"## {TITLES[task]}",
+                "",
+                *table(head, [cells(name, row) for name, row in rows]),
+            ]
     lines += without(models)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def by_task(models: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
-    return {task: [(n, row) for n, row in sorted(models.items()) if row["task"] == task] for task in TITLES}
+    return {
+        task: [(n, row) for n, row in sorted(models.items()) if row["task"] == task]
+        for task in TITLES
+    }
 
 
 def section(rows: Sequence[tuple[str, Any]]) -> str:
@@ -118,7 +147,9 @@ def section(rows: Sequence[tuple[str, Any]]) -> str:
     for name, row in rows:
         _, _, stepped, curved = cells(name, row)[:4]
         shares = list(dict.fromkeys((stepped, curved)))
-        names.append(name if shares == ["100"] else f"{name} ({' and '.join(shares) or 'not measured'})")
+        names.append(
+            name if shares == ["100"] else f"{name} ({' and '.join(shares) or 'not measured'})"
+        )
     return fill(", ".join(names).replace("()", "(not run)"))
 
 
@@ -133,14 +164,23 @@ def link(title: str) -> str:
 def below(models: Mapping[str, Any]) -> list[str]:
     """The architectures that miss a goal."""
     missed = [
-        (name, percent(share["stepped"], share["matrices"]), percent(share["curved"], share["matrices"]),
-         reason_of(share) or UNCURVED)
+        (
+            name,
+            percent(share["stepped"], share["matrices"]),
+            percent(share["curved"], share["matrices"]),
+            reason_of(share) or UNCURVED,
+        )
         for name, share in ((name, row.get("shares", {})) for name, row in sorted(models.items()))
-        if "matrices" in share and not (reaches(share, "stepped", STEPPED) and reaches(share, "curved", CURVED))
-    ]  # fmt: skip
+        if "matrices" in share
+        and not (reaches(share, "stepped", STEPPED) and reaches(share, "curved", CURVED))
+    ]
     if not missed:
         return []
-    return ["Below that:", "", *table(("architecture", "stepped %", "with curvature %", "why"), missed)]
+    return [
+        "Below that:",
+        "",
+        *table(("architecture", "stepped %", "with curvature %", "why"), missed),
+    ]
 
 
 UNCURVED = "convolves with a standardized weight: orthogonalized without curvature"
@@ -154,20 +194,34 @@ def without(models: Mapping[str, Any]) -> list[str]:
     """What transformers has and does not run here: not at its default size, or no tiny one."""
     found = []
     for name, row in sorted(models.items()):
-        runs = [row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"}) for stage in STAGES]
-        built = [("default config", row["shares"]["error"])] if "error" in row.get("shares", {"error": ""}) else []
-        tiny = [("tiny model", run["error"]) for run in runs if run.get("where") in ("build", "forward")][:1]
+        runs = [
+            row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"})
+            for stage in STAGES
+        ]
+        built = (
+            [("default config", row["shares"]["error"])]
+            if "error" in row.get("shares", {"error": ""})
+            else []
+        )
+        tiny = [
+            ("tiny model", run["error"]) for run in runs if run.get("where") in ("build", "forward")
+        ][:1]
         found += [(name, what, phrase(error, 2 * PHRASE)) for what, error in (*built, *tiny)]
     if not found:
         return []
-    said = "Errors of transformers, with its default configs or smaller ones; neither DeepSpeed nor ds_kfac saw it."
+    said = (
+        "Errors of transformers, with its default configs or smaller ones; neither DeepSpeed "
+        "nor ds_kfac saw it."
+    )
     return ["## Not run", "", said, "", *table(("architecture", "of", "error"), found)]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     shares = [row["shares"] for row in rows if row.get("shares", {}).get("matrices")]
     runs = [
-        row["train"] for row in rows if row.get("train") and not any("error" in run for run in row["train"].values())
+        row["train"]
+        for row in rows
+        if row.get("train") and not any("error" in run for run in row["train"].values())
     ]
     silent = sum(any(run["silent"] for run in train.values()) for train in runs)
     return (
@@ -190,7 +244,10 @@ def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
             percent(share["curved"], share["matrices"]),
         )
         left = reason_of(share)
-    runs = [row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"}) for stage in STAGES]
+    runs = [
+        row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"})
+        for stage in STAGES
+    ]
     first = next((run for run in runs if "error" not in run), None)
     layers = "" if first is None else f"{first['moved']} of {first['layers']}"
     silent = sum(len(run.get("silent", ())) for run in runs[:1])
@@ -204,7 +261,8 @@ def reason_of(share: Mapping[str, Any]) -> str:
 
 def losses(runs: Sequence[Mapping[str, Any]]) -> str:
     """Before and after, at each stage."""
-    if any(run.get("where") in ("build", "forward") for run in runs):  # neither DeepSpeed nor ds_kfac has seen it
+    # neither DeepSpeed nor ds_kfac has seen it
+    if any(run.get("where") in ("build", "forward") for run in runs):
         return "[not run](#not-run)"
     for stage, run in zip(STAGES, runs, strict=True):
         if "error" in run:

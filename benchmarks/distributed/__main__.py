@@ -1,12 +1,14 @@
-"""What K-FAC costs on several ranks: bytes, memory, collectives and steps without spikes; and large models simulated.
+"""What K-FAC costs on several ranks: bytes, memory, collectives and steps without spikes; and large
+models simulated.
 
-    python -m benchmarks.distributed [bytes] [times] [rows] [adaptive] [options] [simulate] [report] ...
+    python -m benchmarks.distributed [bytes] [times] [rows] [adaptive] [options] [simulate] [report]
+    ...
 
-Without a phase: all of them, half an hour on two idle cores. bytes counts a plain, an update and a refresh step of
-every strategy and wire format; times takes every step of a whole refresh interval, with refreshes all at once and
-staggered; rows, adaptive and options train the GPT example; simulate plans large models on
-up to 1024 ranks. Each writes a JSON file in --out, from which report makes tables and plots. Ranks are processes on
-this machine (gloo, CPU), one thread each.
+Without a phase: all of them, half an hour on two idle cores. bytes counts a plain, an update and a
+refresh step of every strategy and wire format; times takes every step of a whole refresh interval,
+with refreshes all at once and staggered; rows, adaptive and options train the GPT example; simulate
+plans large models on up to 1024 ranks. Each writes a JSON file in --out, from which report makes
+tables and plots. Ranks are processes on this machine (gloo, CPU), one thread each.
 """
 
 import argparse
@@ -37,31 +39,49 @@ TRAINED = GPTConfig(width=128, blocks=4, context=128)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all"
+    )
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks, for bytes")
-    parser.add_argument("--world", type=int, default=4, help="ranks, for times and options; adaptive takes two")
+    parser.add_argument(
+        "--world", type=int, default=4, help="ranks, for times and options; adaptive takes two"
+    )
     parser.add_argument("--strategies", nargs="+", default=["ZeRO-2"], help="for times")
     parser.add_argument("--rows", type=int, default=8, help="windows of a rank and step, for times")
     parser.add_argument(
-        "--intervals", type=int, default=3, help="refresh intervals to time; of equal steps the fastest"
+        "--intervals",
+        type=int,
+        default=3,
+        help="refresh intervals to time; of equal steps the fastest",
     )
-    parser.add_argument("--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options")
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options"
+    )
     parser.add_argument("--rows-world", type=int, default=8, help="ranks, for rows")
     parser.add_argument("--rows-steps", type=int, default=150)
-    parser.add_argument("--factor-rows", nargs="+", type=int, default=[1024, 512, 256], help="of a factor, for rows")
+    parser.add_argument(
+        "--factor-rows", nargs="+", type=int, default=[1024, 512, 256], help="of a factor, for rows"
+    )
     parser.add_argument("--rows-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--adaptive-steps", type=int, default=200)
     parser.add_argument("--tolerances", nargs="+", type=float, default=[0.3], help="for adaptive")
     parser.add_argument("--option-steps", type=int, default=200)
     parser.add_argument("--option-strategies", nargs="+", default=["HYBRID"], help="for options")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="for adaptive and options")
     parser.add_argument(
-        "--data", help="text file or folder to train on; default: the Python standard library's sources"
+        "--seeds", nargs="+", type=int, default=[0], help="for adaptive and options"
+    )
+    parser.add_argument(
+        "--data",
+        help="text file or folder to train on; default: the Python standard library's sources",
     )
     parser.add_argument("--simulated-worlds", nargs="+", type=int, default=list(WORLDS))
     parser.add_argument("--simulated-models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tiny", action="store_true", help="a tiny model everywhere, to try the benchmark itself")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model everywhere, to try the benchmark itself"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     if wrong := set(arguments.phases) - set(PHASES):
@@ -76,7 +96,12 @@ def bytes_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         cases = byte_cases(world)
         ranks = on_ranks(measure_bytes, world, cases, model)
         for index, case in enumerate(cases):
-            keys = {"strategy": case.strategy, "world": world, "wire": case.wire, "optimizer": case.optimizer}
+            keys = {
+                "strategy": case.strategy,
+                "world": world,
+                "wire": case.wire,
+                "optimizer": case.optimizer,
+            }
             found.append({**keys, "ranks": [rows[index] for rows in ranks]})
     return found
 
@@ -86,13 +111,22 @@ def times_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for strategy in arguments.strategies:
         modes, load = time_modes(strategy, arguments.world), os.getloadavg()[0]
         cases = [*modes.values()]
-        ranks = on_ranks(measure_times, arguments.world, cases, model, arguments.rows, arguments.intervals)
+        ranks = on_ranks(
+            measure_times, arguments.world, cases, model, arguments.rows, arguments.intervals
+        )
         for name, numbers in over_ranks(ranks, [*modes], arguments.intervals).items():
-            found.append({
-                "strategy": strategy, "world": arguments.world, "mode": name,
-                "tokens": arguments.rows * model.context, "intervals": arguments.intervals, **numbers,
-                "load_before": load, "load_after": os.getloadavg()[0],
-            })  # fmt: skip
+            found.append(
+                {
+                    "strategy": strategy,
+                    "world": arguments.world,
+                    "mode": name,
+                    "tokens": arguments.rows * model.context,
+                    "intervals": arguments.intervals,
+                    **numbers,
+                    "load_before": load,
+                    "load_after": os.getloadavg()[0],
+                }
+            )
             print(f"{strategy}, {name}: {summary(numbers['wall'])}", flush=True)
     return found
 
@@ -103,7 +137,9 @@ def summary(seconds: list[float]) -> str:
 
 
 def adaptive_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    return _trained(arguments, adaptive_runs, arguments.adaptive_steps, arguments.seeds, arguments.tolerances, 2)
+    return _trained(
+        arguments, adaptive_runs, arguments.adaptive_steps, arguments.seeds, arguments.tolerances, 2
+    )
 
 
 def rows_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -117,10 +153,19 @@ def options_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _trained(
-    arguments: argparse.Namespace, runs_of: RunsOf, steps: int, seeds: list[int], varied: Sequence[Any], world: int
+    arguments: argparse.Namespace,
+    runs_of: RunsOf,
+    steps: int,
+    seeds: list[int],
+    varied: Sequence[Any],
+    world: int,
 ) -> list[dict[str, Any]]:
     """One row a run of every optimizer; "sent" of every rank."""
-    runs = [run for optimizer in arguments.optimizers for run in runs_of(optimizer, steps, seeds, varied)]
+    runs = [
+        run
+        for optimizer in arguments.optimizers
+        for run in runs_of(optimizer, steps, seeds, varied)
+    ]
     model, found = TINY if arguments.tiny else TRAINED, []
     ranks = on_ranks(train, world, runs, model, max(1, 16 // world), arguments.data)
     for rows in zip(*ranks, strict=True):
@@ -152,13 +197,16 @@ def circumstances(argv: list[str]) -> dict[str, Any]:
     if "--out" in argv:
         at = argv.index("--out")
         argv = [*argv[:at], *argv[at + 2 :]]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return {
         "command": shlex.join(["python", "-m", "benchmarks.distributed", *argv]),
         "commit": commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()}-core CPU, gloo",
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}",
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, deepspeed "
+        f"{deepspeed.__version__}",
     }
 
 
@@ -170,7 +218,9 @@ def main(argv: list[str] | None = None) -> int:
         if (phase := PHASES[name]) is not None:
             made = circumstances(sys.argv[1:] if argv is None else argv)
             rows = phase(arguments)
-            (arguments.out / f"{name}.json").write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n")
+            (arguments.out / f"{name}.json").write_text(
+                json.dumps({**made, "rows": rows}, indent=1) + "\n"
+            )
     print(report(arguments.out))
     return 0
 

@@ -1,4 +1,5 @@
-"""Bytes, collectives and state of one case, measured on every rank: of a plain, an update and a refresh step."""
+"""Bytes, collectives and state of one case, measured on every rank: of a plain, an update and a
+refresh step."""
 
 import contextlib
 import gc
@@ -19,8 +20,16 @@ STEPS = {"refresh": 0, "plain": 1, "update": UPDATE}
 """Which step is measured as what: step 0 does all that a refresh step does."""
 TOKENS = 16
 """Of a rank and step; bytes do not depend on them."""
-COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor",
-               "all_gather", "reduce", "all_to_all")  # fmt: skip
+COLLECTIVES = (
+    "all_to_all_single",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "reduce",
+    "all_to_all",
+)
 
 
 def build(case: Case, model: GPTConfig, rows: int) -> Any:
@@ -30,7 +39,9 @@ def build(case: Case, model: GPTConfig, rows: int) -> Any:
     torch.manual_seed(0)
     module = MODELS[case.model](model)
     with contextlib.redirect_stdout(io.StringIO()), case.chosen():
-        return ds_kfac.initialize(model=module, model_parameters=module.parameters(), config=case.config(rows))[0]
+        return ds_kfac.initialize(
+            model=module, model_parameters=module.parameters(), config=case.config(rows)
+        )[0]
 
 
 def train_step(engine: Any, rows: int, tokens: int, step: int) -> None:
@@ -42,7 +53,8 @@ def train_step(engine: Any, rows: int, tokens: int, step: int) -> None:
 
 
 class Wrapped:
-    """What torch.distributed is asked to do in one group: calls, and bytes that leave and reach this rank."""
+    """What torch.distributed is asked to do in one group: calls, and bytes that leave and reach
+    this rank."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -71,9 +83,13 @@ class Wrapped:
             for name, original in originals.items():
                 setattr(dist, name, original)
 
-    def _count(self, output, input, output_split_sizes=None, input_split_sizes=None, **_: Any) -> None:
+    def _count(
+        self, output, input, output_split_sizes=None, input_split_sizes=None, **_: Any
+    ) -> None:
         rank = dist.get_rank(self.group)
-        for place, (tensor, sizes) in enumerate(((input, input_split_sizes), (output, output_split_sizes))):
+        for place, (tensor, sizes) in enumerate(
+            ((input, input_split_sizes), (output, output_split_sizes))
+        ):
             self.bytes[place] += tensor.element_size() * (sum(sizes) - sizes[rank])
 
 
@@ -85,7 +101,9 @@ def measure_bytes(cases: list[Case], model: GPTConfig) -> list[dict[str, Any]]:
 def _measure(case: Case, model: GPTConfig) -> dict[str, Any]:
     engine = build(case, model, 1)
     kfac = engine.kfac.preconditioner
-    row: dict[str, Any] = {"parameters": sum(p.ds_numel if case.stage == 3 else p.numel() for p in engine.parameters())}
+    row: dict[str, Any] = {
+        "parameters": sum(p.ds_numel if case.stage == 3 else p.numel() for p in engine.parameters())
+    }
     row["gradient"] = sum(layer.numel for layer in kfac.layers)
     for step in range(max(STEPS.values()) + 1):
         wrapped, before = Wrapped(kfac.channel.group), snapshot(kfac.channel)
@@ -99,7 +117,9 @@ def _measure(case: Case, model: GPTConfig) -> dict[str, Any]:
     row["state"], row["adam"] = nbytes_of(kfac)
     row["planned_state"] = kfac.plan.assignment.memory[kfac.rank]
     flows = planned_traffic(kfac.plan, kfac.layout.shards)
-    row["planned"] = {kind: (flow.sent[kfac.rank], flow.received[kfac.rank]) for kind, flow in flows.items()}
+    row["planned"] = {
+        kind: (flow.sent[kfac.rank], flow.received[kfac.rank]) for kind, flow in flows.items()
+    }
     row["imbalance"] = kfac.plan.assignment.imbalance
     kfac.close()
     engine.destroy()
@@ -112,4 +132,7 @@ def snapshot(channel: Any) -> dict[str, Counter]:
 
 
 def difference(after: dict[str, Counter], before: dict[str, Counter]) -> dict[str, Any]:
-    return {name: {kind: after[name][kind] - before[name][kind] for kind in after[name]} for name in after}
+    return {
+        name: {kind: after[name][kind] - before[name][kind] for kind in after[name]}
+        for name in after
+    }

@@ -1,4 +1,5 @@
-"""What the distributed benchmark measures: models, strategies, wire formats; and the figures it is held against."""
+"""What the distributed benchmark measures: models, strategies, wire formats; and the figures it is
+held against."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,27 +26,35 @@ STRATEGIES: Mapping[str, tuple[int, float | None]] = {
     "ZeRO-2": (2, None),
     "ZeRO-3": (3, None),
 }
-"""Stage, and the power of the world that is the number of gradient workers; None where there is always one."""
+"""Stage, and the power of the world that is the number of gradient workers; None where there is
+always one."""
 
 WIRES = ("fp32", "bf16")
 """In which everything travels: batch sums, eigenvectors, gradients and results."""
 
 KFAC_PYTORCH = {"COMM-OPT": (5.5, 110.5), "MEM-OPT": (17.8, 64.0)}
-"""Strategy -> payload per step [MB], amortised 10/100, and state per rank [MB]; on this model, on 4 ranks. Its payload
-is the size of the tensors in the collectives that a rank takes part in: factors are all-reduced, the rest broadcast."""
+"""Strategy -> payload per step [MB], amortised 10/100, and state per rank [MB]; on this model, on 4
+ranks. Its payload is the size of the tensors in the collectives that a rank takes part in: factors
+are all-reduced, the rest broadcast."""
 
 PAYLOAD_TARGETS = {"COMM-OPT": 1.2, "MEM-OPT": 7.5, "ZeRO-1": 2.5, "ZeRO-2": 2.5}
-"""[MB] per rank and step on 4 ranks with 16 bits on the wire. ZeRO-3's is of the gradient, see the report."""
+"""[MB] per rank and step on 4 ranks with 16 bits on the wire. ZeRO-3's is of the gradient, see the
+report."""
 MEMORY_TARGETS = dict.fromkeys(("MEM-OPT", "ZeRO-1", "ZeRO-2", "ZeRO-3"), 20.0)
 WORST_TARGET, KFAC_PYTORCH_WORST = 1.5, 4.0
 """Worst step to the median one."""
 
 
 class GELUBlock(nn.Sequential):
-    """The MLP that kfac-pytorch was measured with: factors of width 1024 in a model of width 256."""
+    """The MLP that kfac-pytorch was measured with: factors of width 1024 in a model of width
+    256."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        super().__init__(
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
         for index in (0, 2):
             nn.init.normal_(self[index].weight, std=0.02)
 
@@ -133,7 +142,8 @@ class Case:
 
 
 def workers_of(strategy: str, world: int) -> int:
-    """Gradient workers of a layer: of the hybrid the divisor of ``world`` that is nearest to its root."""
+    """Gradient workers of a layer: of the hybrid the divisor of ``world`` that is nearest to its
+    root."""
     power = STRATEGIES[strategy][1]
     wanted = 1.0 if power is None else world**power
     divisors = [count for count in range(1, world + 1) if world % count == 0]

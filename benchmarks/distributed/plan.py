@@ -1,4 +1,5 @@
-"""Closed formulas of what a plan sends, from the plan alone: per rank, step and kind, amortised over the intervals."""
+"""Closed formulas of what a plan sends, from the plan alone: per rank, step and kind, amortised
+over the intervals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class Flow:
 
 
 def planned_traffic(plan: Plan, shards: ShardMap) -> Mapping[str, Flow]:
-    """Kind -> flow, as the channel counts them; without "numbers", a few bytes, and the buffers' alignment."""
+    """Kind -> flow, as the channel counts them; without "numbers", a few bytes, and the buffers'
+    alignment."""
     update, refresh = plan.schedule.intervals(plan.schedule.settled)
     gather, scatter = plan.gradient_dtypes
     assignment, wire = plan.assignment, plan.wire.itemsize
@@ -36,15 +38,23 @@ def planned_traffic(plan: Plan, shards: ShardMap) -> Mapping[str, Flow]:
 
 def total(flows: Mapping[str, Flow]) -> Flow:
     """Of all kinds."""
-    return Flow(*(tuple(map(sum, zip(*(getattr(f, way) for f in flows.values()), strict=True)))
-                  for way in ("sent", "received")))  # fmt: skip
+    return Flow(
+        *(
+            tuple(map(sum, zip(*(getattr(f, way) for f in flows.values()), strict=True)))
+            for way in ("sent", "received")
+        )
+    )
 
 
 def _factors(plan: Plan, itemsize: int, update: int) -> Flow:
-    """Contributors send their sums to the eigen workers: packed triangles, and an fp32 count each."""
+    """Contributors send their sums to the eigen workers: packed triangles, and an fp32 count
+    each."""
     sent, received = [0.0] * plan.assignment.world, [0.0] * plan.assignment.world
     for factor in plan.assignment.factors:
-        owner, size = plan.assignment.eigen_workers[factor.key], (itemsize * factor.side.numel + 4) / update
+        owner, size = (
+            plan.assignment.eigen_workers[factor.key],
+            (itemsize * factor.side.numel + 4) / update,
+        )
         for rank in plan.contributors.of(factor.key, owner, 0):
             sent[rank] += size * (rank != owner)
             received[owner] += size * (rank != owner)
@@ -55,7 +65,11 @@ def _bases(plan: Plan, itemsize: int, refresh: int, *, vectors: bool) -> Flow:
     """From eigen workers to the gradient workers elsewhere."""
     assignment = plan.assignment
     delivery = Delivery(
-        assignment.factors, assignment.eigen_workers, assignment.workers, world=assignment.world, wire=plan.wire
+        assignment.factors,
+        assignment.eigen_workers,
+        assignment.workers,
+        world=assignment.world,
+        wire=plan.wire,
     )
     sent, received = [0.0] * assignment.world, [0.0] * assignment.world
     for factor in assignment.factors:

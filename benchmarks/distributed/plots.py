@@ -1,4 +1,5 @@
-"""Plots of the distributed benchmark: seconds of every step, and large models on up to 1024 ranks."""
+"""Plots of the distributed benchmark: seconds of every step, and large models on up to 1024
+ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,13 @@ from benchmarks.pictures import save
 
 Row = Mapping[str, Any]
 PAYLOAD_COLORS = ("0.75", "C0", "C1", "C2", "C4")
-COLORS = dict(zip(("no K-FAC", "all at once", "staggered", "staggered, lag"), ("gray", "C3", "C0", "C2"), strict=True))
+COLORS = dict(
+    zip(
+        ("no K-FAC", "all at once", "staggered", "staggered, lag"),
+        ("gray", "C3", "C0", "C2"),
+        strict=True,
+    )
+)
 STYLES: Mapping[str, dict[str, Any]] = {
     "MEM-OPT": {"color": "C0", "marker": "o"},
     "HYBRID": {"color": "C1", "marker": "s"},
@@ -58,36 +65,59 @@ def draw_payload(bars: Sequence[tuple[str, Mapping[str, float], float | None]], 
 
 def draw_times(rows: Sequence[Row], path: Path) -> Path:
     """A row of panels a strategy, a panel a mode."""
-    strategies, modes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("strategy", "mode"))
+    strategies, modes = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("strategy", "mode")
+    )
     figure, axes = plt.subplots(
-        len(strategies), len(modes), figsize=(3.6 * len(modes), 2.3 * len(strategies)), sharex=True, sharey="row",
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
+        len(strategies),
+        len(modes),
+        figsize=(3.6 * len(modes), 2.3 * len(strategies)),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
     for row in rows:
         axis = axes[strategies.index(row["strategy"])][modes.index(row["mode"])]
         middle = sorted(row["wall"])[len(row["wall"]) // 2]
         axis.plot([1000 * seconds for seconds in row["wall"]], lw=0.9, color=COLORS[row["mode"]])
         axis.axhline(1500 * middle, color="black", lw=0.7, ls=":")
-        axis.set_title(f"{row['strategy']}, {row['mode']}: {max(row['wall']) / middle:.2f}", fontsize=9)
+        axis.set_title(
+            f"{row['strategy']}, {row['mode']}: {max(row['wall']) / middle:.2f}", fontsize=9
+        )
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
         axis.set_xlabel("step of the interval")
     for axis, *_ in axes:
         axis.set_ylim(bottom=0)
         axis.set_ylabel("ms a step")
-    figure.suptitle("seconds of every step; number: worst / median, dotted: 1.5 medians", fontsize=10)
+    figure.suptitle(
+        "seconds of every step; number: worst / median, dotted: 1.5 medians", fontsize=10
+    )
     return save(figure, path, tight=False)
 
 
 def draw_losses(rows: Sequence[Row], path: Path) -> Path:
     """A panel for each optimizer and strategy, a line a run of the first seed, smoothed."""
     panels = list(dict.fromkeys((row["optimizer"], row["strategy"]) for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), sharey=True, squeeze=False,
-                                layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(4.5 * len(panels), 3.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for row in rows:
         if row["seed"] == rows[0]["seed"]:
             axis = axes[0][panels.index((row["optimizer"], row["strategy"]))]
-            axis.plot(range(1, len(row["losses"]) + 1), _smooth(row["losses"]), lw=1.1, label=row["run"], alpha=0.85)
+            axis.plot(
+                range(1, len(row["losses"]) + 1),
+                _smooth(row["losses"]),
+                lw=1.1,
+                label=row["run"],
+                alpha=0.85,
+            )
     for axis, (optimizer, strategy) in zip(axes[0], panels, strict=True):
         axis.set_title(f"{optimizer}, {strategy}", fontsize=10)
         axis.set_xlabel("step")
@@ -120,7 +150,13 @@ def draw_rows(groups: Sequence[tuple[str, str, Sequence[float]]], path: Path) ->
         means = [100 * sum(change) / len(change) for change in own.values()]
         axis.plot(places, means, color=f"C{index}", marker="o", label=optimizer)
         for place, change in zip(places, own.values(), strict=True):
-            axis.scatter([place] * len(change), [100 * value for value in change], color=f"C{index}", s=12, alpha=0.6)
+            axis.scatter(
+                [place] * len(change),
+                [100 * value for value in change],
+                color=f"C{index}",
+                s=12,
+                alpha=0.6,
+            )
     axis.axhline(0.0, color="gray", lw=0.8)
     axis.set_xticks(range(len(names)), names)
     axis.set_xlabel("rows of a factor's batch")
@@ -148,17 +184,29 @@ def draw_simulation(rows: Sequence[Row], out: Path) -> list[Path]:
     ]
 
 
-def _grid(rows: Sequence[Row], models: list[str], quantities: dict[str, Callable[[Row], float]], path: Path) -> Path:
+def _grid(
+    rows: Sequence[Row],
+    models: list[str],
+    quantities: dict[str, Callable[[Row], float]],
+    path: Path,
+) -> Path:
     """A column a model, a row a quantity, a line a strategy."""
     figure, axes = plt.subplots(
-        len(quantities), len(models), figsize=(4 * len(models), 2.6 * len(quantities) + 0.8), sharex=True, sharey="row",
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
+        len(quantities),
+        len(models),
+        figsize=(4 * len(models), 2.6 * len(quantities) + 0.8),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
     for line, (label, value) in zip(axes, quantities.items(), strict=True):
         for axis, model in zip(line, models, strict=True):
             for strategy, style in STYLES.items():
                 points = [
-                    (row["world"], value(row)) for row in rows if (row["model"], row["strategy"]) == (model, strategy)
+                    (row["world"], value(row))
+                    for row in rows
+                    if (row["model"], row["strategy"]) == (model, strategy)
                 ]
                 axis.plot(*zip(*points, strict=True), ms=5, lw=1.3, label=strategy, **style)
             axis.set(xscale="log", yscale="log")
@@ -171,5 +219,10 @@ def _grid(rows: Sequence[Row], models: list[str], quantities: dict[str, Callable
         axis.set_xticks(worlds, [str(world) for world in worlds], fontsize=9)
         axis.set_xticks([], minor=True)
         axis.set_xlabel("ranks")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(STYLES), frameon=False)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(STYLES),
+        frameon=False,
+    )
     return save(figure, path, tight=False)

@@ -1,4 +1,5 @@
-"""The distributed benchmark's report: targets, a section a phase, tables as csv; from the JSON files of the phases."""
+"""The distributed benchmark's report: targets, a section a phase, tables as csv; from the JSON
+files of the phases."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ SECTIONS: Mapping[str, Callable[[Sequence[Row], Path], Section]] = {
 
 
 def report(out: Path) -> str:
-    """Write a markdown file next to the folder, csv files and plots into it; returns the markdown."""
+    """Write a markdown file next to the folder, csv files and plots into it; returns the
+    markdown."""
     lines: list[str] = []
     verdicts: list[Verdict] = []
     for name, section_of in SECTIONS.items():
@@ -31,7 +33,10 @@ def report(out: Path) -> str:
             section = section_of(found["rows"], out)
             section.write_csv(out / f"{name}.csv")
             verdicts += section.verdicts
-            made = f"Made by `{found['command']}` at commit {found['commit']} on {found['date']}: {found['machine']}; "
+            made = (
+                f"Made by `{found['command']}` at commit {found['commit']} on {found['date']}: "
+                f"{found['machine']}; "
+            )
             lines += [*section.markdown(out.name), f"{made}{found['versions']}.", ""]
     head = ["# Several ranks", "", "From benchmarks/distributed. MB are 10^6 bytes.", ""]
     if verdicts:

@@ -1,4 +1,5 @@
-"""Parts of the distributed benchmark's report: a table, what is said about it, and which targets are met."""
+"""Parts of the distributed benchmark's report: a table, what is said about it, and which targets
+are met."""
 
 import csv
 import itertools
@@ -47,7 +48,9 @@ class Section:
 
     def markdown(self, folder: str) -> list[str]:
         """Lines; plots are looked for in ``folder``."""
-        drawn = [line for plot in self.plots for line in (f"![{plot.stem}]({folder}/{plot.name})", "")]
+        drawn = [
+            line for plot in self.plots for line in (f"![{plot.stem}]({folder}/{plot.name})", "")
+        ]
         cells = self.cells if self.shown is None else itertools.compress(self.cells, self.shown)
         return [
             f"## {self.title}",

@@ -1,4 +1,5 @@
-"""Large models on 8 to 1024 ranks, from the plan alone: imbalance, bytes per rank and seconds per step."""
+"""Large models on 8 to 1024 ranks, from the plan alone: imbalance, bytes per rank and seconds per
+step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,17 @@ ROWS = 4096
 """Tokens a rank captures in an update step."""
 
 
-def simulate(worlds: Sequence[int] = WORLDS, models: Sequence[str] = tuple(TABLES)) -> list[dict[str, Any]]:
+def simulate(
+    worlds: Sequence[int] = WORLDS, models: Sequence[str] = tuple(TABLES)
+) -> list[dict[str, Any]]:
     """A row for every model, strategy and world."""
     return [
-        {"model": model, "strategy": strategy, "world": world, **simulated(TABLES[model](), strategy, world)}
+        {
+            "model": model,
+            "strategy": strategy,
+            "world": world,
+            **simulated(TABLES[model](), strategy, world),
+        }
         for model in models
         for strategy in STRATEGIES
         for world in worlds
@@ -34,10 +42,13 @@ def simulate(worlds: Sequence[int] = WORLDS, models: Sequence[str] = tuple(TABLE
 
 
 def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
-    """Bytes are of the rank that sends or receives most, memory of the fullest; a model of bf16, so 2 bytes a number.
+    """Bytes are of the rank that sends or receives most, memory of the fullest; a model of bf16, so
+    2 bytes a number.
 
-    Seconds: of the busiest rank's K-FAC work (preconditioning, folding, decompositions) and of its captures,
-    then its bytes at the link's speed, one after the other; without latency, overlap or the training step itself.
+    Seconds: of the busiest rank's K-FAC work (preconditioning, folding, decompositions) and of its
+        captures,
+    then its bytes at the link's speed, one after the other; without latency, overlap or the
+    training step itself.
     """
     plan, shards = planned(table, strategy, world)
     flows = planned_traffic(plan, shards)
@@ -59,12 +70,16 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
         "bytes": nbytes,
         "memory": max(plan.assignment.memory),
         "compute_seconds": max(loads) + capture,
-        "seconds": {str(gigabits): max(loads) + capture + nbytes / (gigabits * 1e9 / 8) for gigabits in GIGABITS},
+        "seconds": {
+            str(gigabits): max(loads) + capture + nbytes / (gigabits * 1e9 / 8)
+            for gigabits in GIGABITS
+        },
     }
 
 
 def planned(table: Table, strategy: str, world: int) -> tuple[Plan, ShardMap]:
-    """As ds_kfac plans it when it attaches, and after the first step has found the shared inputs."""
+    """As ds_kfac plans it when it attaches, and after the first step has found the shared
+    inputs."""
     replicated = strategy != "ZeRO-3"
     shards = _shards(table, world, replicated=replicated)
     block: dict[str, Mapping[str, Any]] = {
@@ -77,12 +92,16 @@ def planned(table: Table, strategy: str, world: int) -> tuple[Plan, ShardMap]:
         block["assignment"] = {"gradient_worker_fraction": workers_of(strategy, world) / world}
     facts = EngineFacts(
         world=world,
-        held=None if replicated else {layer.name: shards.held([i]) for i, layer in enumerate(table.layers)},
+        held=None
+        if replicated
+        else {layer.name: shards.held([i]) for i, layer in enumerate(table.layers)},
         parameters=torch.bfloat16,
         gradients=torch.bfloat16,
         moments=0,
     )
-    plan = make_plan(table.layers, facts, resolve(parse(block), fisher="empirical")[0], BUILTIN["cuda"])
+    plan = make_plan(
+        table.layers, facts, resolve(parse(block), fisher="empirical")[0], BUILTIN["cuda"]
+    )
     return plan.with_observations(
         Observations(table.shared, {layer.name: float(ROWS) for layer in table.layers})
     ), shards

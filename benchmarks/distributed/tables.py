@@ -1,4 +1,5 @@
-"""Layers of large models as scan would find them with default settings, without building the models."""
+"""Layers of large models as scan would find them with default settings, without building the
+models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ def _layer(name: str, inputs: int, outputs: int) -> LayerSpec:
     return LayerSpec(name, "Linear", name, f"{name}.weight", None, A, G)
 
 
-def _blocks(count: int, shapes: dict[str, tuple[int, int]], shared: Sequence[Sequence[str]] = ()) -> Table:
+def _blocks(
+    count: int, shapes: dict[str, tuple[int, int]], shared: Sequence[Sequence[str]] = ()
+) -> Table:
     layers, groups = [], []
     for block in range(count):
         layers += [_layer(f"{block}.{name}", *shape) for name, shape in shapes.items()]
@@ -38,10 +41,15 @@ def _blocks(count: int, shapes: dict[str, tuple[int, int]], shared: Sequence[Seq
 def gpt2_xl() -> Table:
     """48 blocks of width 1600, with biases; the head is the embedding's weight and left out."""
     width = 1600
-    return _blocks(48, {
-        "qkv": (width + 1, 3 * width), "out": (width + 1, width), "up": (width + 1, 4 * width),
-        "down": (4 * width + 1, width),
-    })  # fmt: skip
+    return _blocks(
+        48,
+        {
+            "qkv": (width + 1, 3 * width),
+            "out": (width + 1, width),
+            "up": (width + 1, 4 * width),
+            "down": (4 * width + 1, width),
+        },
+    )
 
 
 def llama_7b() -> Table:
@@ -49,7 +57,12 @@ def llama_7b() -> Table:
     width, inner = 4096, 11008
     blocks = _blocks(
         32,
-        {**dict.fromkeys("qkvo", (width, width)), "gate": (width, inner), "up": (width, inner), "down": (inner, width)},
+        {
+            **dict.fromkeys("qkvo", (width, width)),
+            "gate": (width, inner),
+            "up": (width, inner),
+            "down": (inner, width),
+        },
         (("q", "k", "v"), ("gate", "up")),
     )
     return Table((*blocks.layers, _layer("lm_head", width, 32000)), blocks.shared)
@@ -60,11 +73,17 @@ def bert_large() -> Table:
     width = 1024
     blocks = _blocks(
         24,
-        {**dict.fromkeys("qkvo", (width + 1, width)), "up": (width + 1, 4 * width), "down": (4 * width + 1, width)},
+        {
+            **dict.fromkeys("qkvo", (width + 1, width)),
+            "up": (width + 1, 4 * width),
+            "down": (4 * width + 1, width),
+        },
         (("q", "k", "v"),),
     )
-    return Table((*blocks.layers, _layer("pooler", width + 1, width), _layer("transform", width + 1, width)),
-                 blocks.shared)  # fmt: skip
+    return Table(
+        (*blocks.layers, _layer("pooler", width + 1, width), _layer("transform", width + 1, width)),
+        blocks.shared,
+    )
 
 
 TABLES = {"GPT-2 XL": gpt2_xl, "Llama-7B": llama_7b, "BERT-Large": bert_large}

@@ -10,25 +10,52 @@ from benchmarks.distributed.section import Row, Section, Verdict, megabytes, mil
 from benchmarks.distributed.times import REFRESH
 
 SAME_WORK = 0.02
-HEADER = ("strategy", "ranks", "refreshes", "median [ms]", "mean [ms]", "worst [ms]", "worst / median",
-          "95 % / median", "processor median [ms]", "processor worst / median", "factors refreshed", "payload [MB]",
-          "most collectives", "stages in the median / worst step [ms]", "load before / after")  # fmt: skip
+HEADER = (
+    "strategy",
+    "ranks",
+    "refreshes",
+    "median [ms]",
+    "mean [ms]",
+    "worst [ms]",
+    "worst / median",
+    "95 % / median",
+    "processor median [ms]",
+    "processor worst / median",
+    "factors refreshed",
+    "payload [MB]",
+    "most collectives",
+    "stages in the median / worst step [ms]",
+    "load before / after",
+)
 
 
 def times_section(rows: Sequence[Row], out: Path) -> Section:
     before = (
-        f"Every step of whole refresh intervals, factors every {UPDATE} and eigenbases every {REFRESH} steps, "
-        f"{rows[0]['tokens']} tokens a rank: all modes do the same work. Of the same step of {rows[0]['intervals']} "
-        f"intervals the fastest counts. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} medians."
+        f"Every step of whole refresh intervals, factors every {UPDATE} and eigenbases every "
+        f"{REFRESH} steps, "
+        f"{rows[0]['tokens']} tokens a rank: all modes do the same work. Of the same step of "
+        f"{rows[0]['intervals']} "
+        f"intervals the fastest counts. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} "
+        f"medians."
     )
-    return Section("Steps without spikes", before, HEADER, [_cells(row) for row in rows], NOTES,
-                   [draw_times(rows, out / "steps.png")], _verdicts(rows))  # fmt: skip
+    return Section(
+        "Steps without spikes",
+        before,
+        HEADER,
+        [_cells(row) for row in rows],
+        NOTES,
+        [draw_times(rows, out / "steps.png")],
+        _verdicts(rows),
+    )
 
 
 NOTES = (
-    "Wall clock of the slowest rank, from a common start; all ranks share the machine's cores, with whatever else "
-    "runs there (load). Processor seconds: of the rank that spends most, its threads included; other programs "
-    "disturb them less. Modes are run in turn, step by step. Payload: per step, over the whole interval. Stages: of "
+    "Wall clock of the slowest rank, from a common start; all ranks share the machine's cores, "
+    "with whatever else "
+    "runs there (load). Processor seconds: of the rank that spends most, its threads included; "
+    "other programs "
+    "disturb them less. Modes are run in turn, step by step. Payload: per step, over the whole "
+    "interval. Stages: of "
     "the rank that spends most in each; waiting for another rank counts where it happens."
 )
 
@@ -42,17 +69,29 @@ def _cells(row: Row) -> list[str]:
     wall, processor = row["wall"], row["processor"]
     middle = statistics.median(wall)
     stages = (
-        f"{name} {milliseconds(a)} / {milliseconds(b)}" for name, (a, b) in row.get("stages", {}).items() if a or b
+        f"{name} {milliseconds(a)} / {milliseconds(b)}"
+        for name, (a, b) in row.get("stages", {}).items()
+        if a or b
     )
     refreshes = f"{row['refreshes']:g}" if "refreshes" in row else ""
     payload = megabytes(max(row["payload"])) if "payload" in row else ""
     return [
-        row["strategy"], str(row["world"]), row["mode"], milliseconds(middle), milliseconds(statistics.fmean(wall)),
-        milliseconds(max(wall)), f"{ratio(wall):.2f}", f"{statistics.quantiles(wall, n=20)[-1] / middle:.2f}",
-        milliseconds(statistics.median(processor)), f"{ratio(processor):.2f}",
-        refreshes, payload, str(row.get("calls", "")), ", ".join(stages),
+        row["strategy"],
+        str(row["world"]),
+        row["mode"],
+        milliseconds(middle),
+        milliseconds(statistics.fmean(wall)),
+        milliseconds(max(wall)),
+        f"{ratio(wall):.2f}",
+        f"{statistics.quantiles(wall, n=20)[-1] / middle:.2f}",
+        milliseconds(statistics.median(processor)),
+        f"{ratio(processor):.2f}",
+        refreshes,
+        payload,
+        str(row.get("calls", "")),
+        ", ".join(stages),
         f"{row['load_before']:.1f} / {row['load_after']:.1f}",
-    ]  # fmt: skip
+    ]
 
 
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
@@ -62,12 +101,24 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
             continue
         for clock, name in (("wall", "wall clock"), ("processor", "processor seconds")):
             worst = ratio(row[clock])
-            claim = f"worst step, {name}, {row['strategy']}, {row['mode']}; kfac-pytorch {KFAC_PYTORCH_WORST:g}"
-            found.append(Verdict(claim, f"<= {WORST_TARGET} medians", f"{worst:.2f}", worst <= WORST_TARGET))
-        base = next(r for r in rows if (r["strategy"], r["mode"]) == (row["strategy"], "all at once"))
+            claim = (
+                f"worst step, {name}, {row['strategy']}, {row['mode']}; kfac-pytorch "
+                f"{KFAC_PYTORCH_WORST:g}"
+            )
+            found.append(
+                Verdict(claim, f"<= {WORST_TARGET} medians", f"{worst:.2f}", worst <= WORST_TARGET)
+            )
+        base = next(
+            r for r in rows if (r["strategy"], r["mode"]) == (row["strategy"], "all at once")
+        )
         payloads = max(row["payload"]) / max(base["payload"]) if max(base["payload"]) else 1.0
         same = row["refreshes"] == base["refreshes"] and abs(payloads - 1) <= SAME_WORK
-        found.append(Verdict(f"same average work as all at once, {row['strategy']}, {row['mode']}",
-                             f"{base['refreshes']:g} factors refreshed, payload within {SAME_WORK:.0%}",
-                             f"{row['refreshes']:g}, {payloads - 1:+.2%}", same))  # fmt: skip
+        found.append(
+            Verdict(
+                f"same average work as all at once, {row['strategy']}, {row['mode']}",
+                f"{base['refreshes']:g} factors refreshed, payload within {SAME_WORK:.0%}",
+                f"{row['refreshes']:g}, {payloads - 1:+.2%}",
+                same,
+            )
+        )
     return found

@@ -1,4 +1,5 @@
-"""Training runs of the GPT example against plain ones: few rows a factor, adaptive statistics, every option on."""
+"""Training runs of the GPT example against plain ones: few rows a factor, adaptive statistics,
+every option on."""
 
 import contextlib
 import io
@@ -62,9 +63,15 @@ class Training:
     def config(self, rows: int, world: int) -> dict[str, Any]:
         """For DeepSpeed."""
         stage = STRATEGIES[self.strategy][0]
-        assignment = {} if stage else {"gradient_worker_fraction": workers_of(self.strategy, world) / world}
-        schedule = {"total_num_steps": self.steps, "warmup_num_steps": max(2, self.steps // 14),
-                    "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}  # fmt: skip
+        assignment = (
+            {} if stage else {"gradient_worker_fraction": workers_of(self.strategy, world) / world}
+        )
+        schedule = {
+            "total_num_steps": self.steps,
+            "warmup_num_steps": max(2, self.steps // 14),
+            "warmup_min_ratio": 0.01,
+            "cos_min_ratio": 0.01,
+        }
         return {
             "train_micro_batch_size_per_gpu": rows,
             "steps_per_print": 1_000_000_000,
@@ -72,7 +79,10 @@ class Training:
             "zero_optimization": {"stage": stage},
             "optimizer": dict(OPTIMIZERS[self.optimizer]),
             "scheduler": {"type": "WarmupCosineLR", "params": schedule},
-            "kfac": {**self.block, "assignment": {**self.block.get("assignment", {}), **assignment}},
+            "kfac": {
+                **self.block,
+                "assignment": {**self.block.get("assignment", {}), **assignment},
+            },
         }
 
 
@@ -80,15 +90,24 @@ def adaptive_name(tolerance: float) -> str:
     return f"adaptive {tolerance:g}"
 
 
-def adaptive_runs(optimizer: str, steps: int, seeds: Sequence[int], tolerances: Sequence[float]) -> list[Training]:
+def adaptive_runs(
+    optimizer: str, steps: int, seeds: Sequence[int], tolerances: Sequence[float]
+) -> list[Training]:
     """Every statistic at every step, and the same thinned out by the adaptive rule."""
     blocks = {BASE: EVERY_STATISTIC} | {
-        adaptive_name(tolerance): {**EVERY_STATISTIC, "adaptive": tolerance} for tolerance in tolerances
+        adaptive_name(tolerance): {**EVERY_STATISTIC, "adaptive": tolerance}
+        for tolerance in tolerances
     }
-    return [Training(name, "MEM-OPT", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]
+    return [
+        Training(name, "MEM-OPT", optimizer, blocks[name], steps, seed)
+        for seed in seeds
+        for name in blocks
+    ]
 
 
-def option_runs(optimizer: str, steps: int, seeds: Sequence[int], strategies: Sequence[str]) -> list[Training]:
+def option_runs(
+    optimizer: str, steps: int, seeds: Sequence[int], strategies: Sequence[str]
+) -> list[Training]:
     """Without options, and with all of them."""
     runs = []
     for strategy in strategies:
@@ -102,15 +121,24 @@ def rows_name(rows: int) -> str:
     return f"{rows} rows"
 
 
-def rows_runs(optimizer: str, steps: int, seeds: Sequence[int], numbers: Sequence[int]) -> list[Training]:
+def rows_runs(
+    optimizer: str, steps: int, seeds: Sequence[int], numbers: Sequence[int]
+) -> list[Training]:
     """Factors of all ranks' rows, and of so many, which come from as few ranks as have them."""
     few = {rows_name(rows): rows for rows in numbers}
     blocks = {name: {"factor": {"rows": rows}} for name, rows in ({BASE: "all"} | few).items()}
-    return [Training(name, "ZeRO-2", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]
+    return [
+        Training(name, "ZeRO-2", optimizer, blocks[name], steps, seed)
+        for seed in seeds
+        for name in blocks
+    ]
 
 
-def train(runs: list[Training], model: GPTConfig, rows: int, data: str | None) -> list[dict[str, Any]]:
-    """Each run from the same weights on the same batches; losses are of all ranks. Runs on every rank."""
+def train(
+    runs: list[Training], model: GPTConfig, rows: int, data: str | None
+) -> list[dict[str, Any]]:
+    """Each run from the same weights on the same batches; losses are of all ranks. Runs on every
+    rank."""
     corpus = text.load(data, model.context)
     return [_train(run, model, rows, corpus) for run in runs]
 
@@ -122,9 +150,9 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
     torch.manual_seed(run.seed)
     module = GPT(model)
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = ds_kfac.initialize(model=module, model_parameters=module.parameters(), config=run.config(rows, world))[
-            0
-        ]
+        engine = ds_kfac.initialize(
+            model=module, model_parameters=module.parameters(), config=run.config(rows, world)
+        )[0]
     losses = []
     for step in range(run.steps):
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step * 1009 + rank)
@@ -136,7 +164,10 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
     engine.eval()
     generator = torch.Generator().manual_seed(10_000 + rank)
     with torch.no_grad():
-        batches = (corpus.batch(generator, rows, model.context, held_out=True) for _ in range(EVALUATION_BATCHES))
+        batches = (
+            corpus.batch(generator, rows, model.context, held_out=True)
+            for _ in range(EVALUATION_BATCHES)
+        )
         held_out = torch.stack([engine(x, y).float() for x, y in batches]).mean()
     kfac = engine.kfac.preconditioner
     timetable = kfac.curvature.timetable
@@ -159,7 +190,9 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
     engine.destroy()
     if rank == 0:
         print(
-            f"{run.optimizer}, {run.strategy}, {run.name}, seed {run.seed}: {row['held_out']:.4f} held out", flush=True
+            f"{run.optimizer}, {run.strategy}, {run.name}, seed {run.seed}: {row['held_out']:.4f} "
+            f"held out",
+            flush=True,
         )
     return row
 

@@ -4,7 +4,8 @@
 <folder>/tokenizer.json        byte-pair encoding, trained on the training part; absent with bytes
 <folder>/tokens_<part>.npy     [N] uint16, files one after the other, each after an END
 
-A file counts once, by the hash of its text. Whole packages are held out: no two files of one are in different parts.
+A file counts once, by the hash of its text. Whole packages are held out: no two files of one are in
+different parts.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ import numpy as np
 
 PARTS = ("train", "validation", "test")
 HELD_OUT, LARGEST = 0.02, 0.04
-"""Share of the bytes of each held-out part; a package with a larger share than LARGEST is for training."""
+"""Share of the bytes of each held-out part; a package with a larger share than LARGEST is for
+training."""
 LONGEST_FILE = 1 << 20
 """Bytes: longer ones are tables that programs wrote."""
 BPE_BYTES = 64 << 20
@@ -30,7 +32,8 @@ BYTES = 257
 
 @dataclass(frozen=True)
 class Corpus:
-    """``sha256``: of all texts in their parts and the encoding; ``bytes`` and ``tokens`` by part."""
+    """``sha256``: of all texts in their parts and the encoding; ``bytes`` and ``tokens`` by
+    part."""
 
     sha256: str
     encoding: str
@@ -46,11 +49,15 @@ class Corpus:
 
 def roots() -> list[Path]:
     """Folders of installed packages."""
-    return [Path(path) for path in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
+    return [
+        Path(path)
+        for path in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    ]
 
 
 def texts(folders: Sequence[Path], most: int | None) -> dict[str, list[bytes]]:
-    """Package -> its sources, each text once; in the order of the names' hashes, up to ``most`` bytes."""
+    """Package -> its sources, each text once; in the order of the names' hashes, up to ``most``
+    bytes."""
     found: dict[str, list[Path]] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -101,12 +108,16 @@ def parted(packages: dict[str, list[bytes]]) -> dict[str, list[str]]:
                     break
         parts[part].append(name)
     if not all(parts.values()):
-        raise ValueError(f"corpus: {len(sizes)} packages of {total} bytes; too few to hold some out: name more folders")
+        raise ValueError(
+            f"corpus: {len(sizes)} packages of {total} bytes; too few to hold some out: name more "
+            f"folders"
+        )
     return parts
 
 
 def encoding(files: Sequence[bytes], vocabulary: int, path: Path):
-    """A byte-pair encoding of ``files``, also written to ``path``; None where tokenizers is not installed."""
+    """A byte-pair encoding of ``files``, also written to ``path``; None where tokenizers is not
+    installed."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -116,8 +127,12 @@ def encoding(files: Sequence[bytes], vocabulary: int, path: Path):
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<end>"], initial_alphabet=alphabet,
-                                  show_progress=False)  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<end>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     found.train_from_iterator(_first(files, BPE_BYTES), trainer)
     found.save(str(path))
     return found
@@ -145,14 +160,18 @@ def encoded(files: Sequence[bytes], encoder) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def make(folder: Path, *, vocabulary: int, most: int | None = None, folders: Sequence[Path] = ()) -> Corpus:
+def make(
+    folder: Path, *, vocabulary: int, most: int | None = None, folders: Sequence[Path] = ()
+) -> Corpus:
     """The corpus in ``folder``; made if it is not there."""
     if (folder / "corpus.json").exists():
         return Corpus(**json.loads((folder / "corpus.json").read_text()))
     folder.mkdir(parents=True, exist_ok=True)
     packages = texts(folders or roots(), most)
     parts = parted(packages)
-    files = {part: [text for name in names for text in packages[name]] for part, names in parts.items()}
+    files = {
+        part: [text for name in names for text in packages[name]] for part, names in parts.items()
+    }
     encoder = encoding(files["train"], vocabulary, folder / "tokenizer.json")
     tokens = {part: encoded(files[part], encoder) for part in PARTS}
     digest = hashlib.sha256()

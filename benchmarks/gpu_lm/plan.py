@@ -11,7 +11,8 @@ WARMUP_PART, LAST_RATIO = 0.07, 0.01
 
 @dataclass(frozen=True)
 class Sizes:
-    """``rows``: of a micro-batch; ``most``: bytes of the corpus; ``held_out``: micro-batches of an evaluation."""
+    """``rows``: of a micro-batch; ``most``: bytes of the corpus; ``held_out``: micro-batches of an
+    evaluation."""
 
     width: int
     blocks: int
@@ -33,9 +34,22 @@ class Part:
 
 
 SIZES = {
-    "full": Sizes(width=768, blocks=12, heads=12, context=1024, vocabulary=32768, rows=32, held_out=16),
-    "kills": Sizes(width=256, blocks=4, heads=4, context=256, vocabulary=4096, rows=16, held_out=4, most=1 << 24),
-    "small": Sizes(width=32, blocks=2, heads=2, context=32, vocabulary=512, rows=4, held_out=4, most=1 << 20),
+    "full": Sizes(
+        width=768, blocks=12, heads=12, context=1024, vocabulary=32768, rows=32, held_out=16
+    ),
+    "kills": Sizes(
+        width=256,
+        blocks=4,
+        heads=4,
+        context=256,
+        vocabulary=4096,
+        rows=16,
+        held_out=4,
+        most=1 << 24,
+    ),
+    "small": Sizes(
+        width=32, blocks=2, heads=2, context=32, vocabulary=512, rows=4, held_out=4, most=1 << 20
+    ),
 }
 PARTS = {
     "full": {
@@ -49,22 +63,31 @@ PARTS = {
     },
     "kills": {"a": Part(2000, 1, 100, "validation")},
     "small": {
-        "a": Part(6, 2, 3, "validation"), "b": Part(12, 2, 3, "test"), "c": Part(16, 1, 4, "test"),
-        "r": Part(4, 1, 4, "validation"), "d": Part(10, 1, 5, "test"), "d70": Part(7, 1, 7, "test"),
+        "a": Part(6, 2, 3, "validation"),
+        "b": Part(12, 2, 3, "test"),
+        "c": Part(16, 1, 4, "test"),
+        "r": Part(4, 1, 4, "validation"),
+        "d": Part(10, 1, 5, "test"),
+        "d70": Part(7, 1, 7, "test"),
         "d35": Part(4, 1, 4, "test"),
     },
-}  # fmt: skip
-"""a: rates. b: large batches. c: batches of a quarter. r and d: rates and a race that fit into half an hour; d70 and
-d35 are schedules of 0.70 and 0.35 of d's steps."""
+}
+"""a: rates. b: large batches. c: batches of a quarter. r and d: rates and a race that fit into half
+an hour; d70 and d35 are schedules of 0.70 and 0.35 of d's steps."""
 RATES_OF = {"b": "a", "c": "a", "d": "r", "d70": "r", "d35": "r"}
 """Part -> the one that chooses its rates."""
 SERIES = {
     "d": (
-        ("r", ("adamw", "adamw_table", "muon", "muon_table", "kfacadamw")), ("d", ("muon", "muon_table")),
-        ("d70", ("kfacadamw",)), ("d", ("adamw", "adamw_table")), ("d35", ("kfacadamw",)), ("d", ("kfacadamw",)),
+        ("r", ("adamw", "adamw_table", "muon", "muon_table", "kfacadamw")),
+        ("d", ("muon", "muon_table")),
+        ("d70", ("kfacadamw",)),
+        ("d", ("adamw", "adamw_table")),
+        ("d35", ("kfacadamw",)),
+        ("d", ("kfacadamw",)),
     ),
-}  # fmt: skip
-"""Part -> the parts and methods that a call for it makes, one after the other; others are made alone."""
+}
+"""Part -> the parts and methods that a call for it makes, one after the other; others are made
+alone."""
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}
 
@@ -74,18 +97,23 @@ def adamw(rate: float) -> dict[str, Any]:
 
 
 def muon(rate: float, adam: float = 0.004) -> dict[str, Any]:
-    """DeepSpeed's. Decay and ``adam``, the rate of heads and tables, as tuned in public for this size and batch. Not
-    clipped: at ZeRO 1 that would divide orthogonalized updates by their norm (docs/migrate/muon.md)."""
+    """DeepSpeed's. Decay and ``adam``, the rate of heads and tables, as tuned in public for this
+    size and batch. Not clipped: at ZeRO 1 that would divide orthogonalized updates by their norm
+    (docs/migrate/muon.md)."""
     params = {"muon_lr": rate, "adam_lr": adam, "momentum": 0.95, "weight_decay": 0.05, **ADAM}
     return {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 0.0}
 
 
 def kfacadamw(rate: float) -> dict[str, Any]:
-    return {"optimizer": {"type": "KFACAdamW", "params": {"lr": rate, "weight_decay": 1.0, **ADAM}}, "kfac": {}}
+    return {
+        "optimizer": {"type": "KFACAdamW", "params": {"lr": rate, "weight_decay": 1.0, **ADAM}},
+        "kfac": {},
+    }
 
 
 def soap(rate: float) -> dict[str, Any]:
-    """Of the package pytorch-optimizer, which needs matrices whole: ZeRO 0, bf16 by autocast on fp32 weights."""
+    """Of the package pytorch-optimizer, which needs matrices whole: ZeRO 0, bf16 by autocast on
+    fp32 weights."""
     params = {"lr": rate, "betas": [0.95, 0.95], "precondition_frequency": 10, "weight_decay": 0.01}
     return {
         "client": ("SOAP", params),
@@ -116,20 +144,22 @@ METHODS = {
     "muon": Method("Muon", muon, (0.00625, 0.0125, 0.025), 0.048),
     "kfacadamw": Method("KFACAdamW", kfacadamw, (1e-3, 2e-3, 4e-3), 0.044),
     "unrotated": Method(
-        "without curvature", lambda rate: {**kfacadamw(rate), "kfac": {"adam": {"rotate": False}}},
-        (1e-3, 2e-3, 4e-3), 0.024,
+        "without curvature",
+        lambda rate: {**kfacadamw(rate), "kfac": {"adam": {"rotate": False}}},
+        (1e-3, 2e-3, 4e-3),
+        0.024,
     ),
     "adamw_table": Method("AdamW", adamw, (1e-3, 2e-3), 0.005, table=0.03),
     "muon_table": Method("Muon", muon, (0.0125,), 0.048, table=0.03),
     "muon_half": Method("Muon", lambda rate: muon(rate, rate / 2), (0.025,), 0.048),
     "soap": Method("SOAP", soap, (1.5e-3, 3e-3, 6e-3), 0.2),
-}  # fmt: skip
+}
 """.._table: the token table at a rate of its own (0.7 in public, for models that normalize what it gives). muon_half:
 heads and tables at half of the matrices' rate, as in benchmarks/convergence."""
 DEFAULT = ["adamw", "muon", "kfacadamw", "unrotated", "adamw_table", "muon_table", "muon_half"]
 MICRO_BATCH, EVALUATED, START = 0.0895, 0.03, 20.0
-"""Seconds on an H100: forward and backward of 32 x 1024 tokens (step_gpu.py's AdamW, vocabulary 50,304); guessed: a
-forward, a run's start."""
+"""Seconds on an H100: forward and backward of 32 x 1024 tokens (step_gpu.py's AdamW, vocabulary
+50,304); guessed: a forward, a run's start."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +184,23 @@ def parsed(name: str) -> Job:
 
 def rate_jobs(methods: Sequence[str], rates: Mapping[str, float], part: str = "a") -> list[Job]:
     """Of part a or r; ``rates``: those of them that are given and need no search."""
-    return [Job(part, name, rate) for name in methods if name not in rates for rate in METHODS[name].rates]
+    return [
+        Job(part, name, rate)
+        for name in methods
+        if name not in rates
+        for rate in METHODS[name].rates
+    ]
 
 
-def best_jobs(part: str, methods: Sequence[str], rates: Mapping[str, float], losses: Mapping[Job, float], seeds: int):
-    """Of a part that takes rates: each family's method and rate, the given one or that of the lowest loss in the part
-    that chooses them; and families without any."""
+def best_jobs(
+    part: str,
+    methods: Sequence[str],
+    rates: Mapping[str, float],
+    losses: Mapping[Job, float],
+    seeds: int,
+):
+    """Of a part that takes rates: each family's method and rate, the given one or that of the
+    lowest loss in the part that chooses them; and families without any."""
     chosen: dict[str, tuple[str, float] | None] = {}
     given = {METHODS[name].name: (name, rates[name]) for name in reversed(methods) if name in rates}
     for name in methods:
@@ -167,9 +208,13 @@ def best_jobs(part: str, methods: Sequence[str], rates: Mapping[str, float], los
         if family in given:
             chosen[family] = given[family]
         elif family not in chosen:
-            found = {(job.method, job.rate): loss for job, loss in losses.items()
-                     if job.part == RATES_OF[part] and METHODS[job.method].name == family
-                     and loss < float("inf")}  # fmt: skip
+            found = {
+                (job.method, job.rate): loss
+                for job, loss in losses.items()
+                if job.part == RATES_OF[part]
+                and METHODS[job.method].name == family
+                and loss < float("inf")
+            }
             chosen[family] = min(found, key=found.__getitem__) if found else None
     jobs = [Job(part, *best, seed) for seed in range(seeds) for best in chosen.values() if best]
     return jobs, [family for family, best in chosen.items() if best is None]

@@ -1,4 +1,5 @@
-"""What runs say: rates, steps and seconds to AdamW's and Muon's final loss, memory; curves as csv and as a picture."""
+"""What runs say: rates, steps and seconds to AdamW's and Muon's final loss, memory; curves as csv
+and as a picture."""
 
 import csv
 import json
@@ -18,7 +19,8 @@ GOALS = (
 )
 TARGETS = ("AdamW", "Muon")
 SHORTER = (("d70", "Muon"), ("d35", "AdamW"))
-"""Parts with fewer steps in which KFACAdamW is to reach what another method has at the end of part d."""
+"""Parts with fewer steps in which KFACAdamW is to reach what another method has at the end of part
+d."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,24 @@ class Run:
         return max((row["memory_mb"] for row in self.curve), default=math.nan)
 
     def at(self, loss: float, axis: str) -> float:
-        """Step or seconds at which the held-out loss is first that low, on a line between evaluations; infinite if
-        never."""
+        """Step or seconds at which the held-out loss is first that low, on a line between
+        evaluations; infinite if never."""
         before = None
         for row in self.curve:
             if row["held_out_loss"] <= loss:
                 if before is None:
                     return row[axis]
-                part = (before["held_out_loss"] - loss) / (before["held_out_loss"] - row["held_out_loss"])
+                part = (before["held_out_loss"] - loss) / (
+                    before["held_out_loss"] - row["held_out_loss"]
+                )
                 return before[axis] + part * (row[axis] - before[axis])
             before = row
         return math.inf
 
 
 def warmed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The rows with seconds in which a cold step, which compiles, counts as the mean of the others."""
+    """The rows with seconds in which a cold step, which compiles, counts as the mean of the
+    others."""
     others = [row["step_seconds"] for row in rows if not row["cold"]]
     if not others:
         return rows
@@ -79,11 +84,16 @@ def runs_in(out: Path, steps: Mapping[str, int]) -> list[Run]:
     for path in sorted((out / "runs").glob("*.csv")):
         job, known = parsed(path.stem), path.with_suffix(".json")
         with path.open(newline="") as file:
-            rows = [{name: float(cell or "nan") for name, cell in row.items()} for row in csv.DictReader(file)
-                    if None not in row.values()]  # fmt: skip
+            rows = [
+                {name: float(cell or "nan") for name, cell in row.items()}
+                for row in csv.DictReader(file)
+                if None not in row.values()
+            ]
         if rows and known.exists():
             run = Run(job, warmed(rows), json.loads(known.read_text()))
-            if rows[-1]["step"] == steps[job.part] or is_diverged(rows[-1]["loss"], rows[0]["loss"]):
+            if rows[-1]["step"] == steps[job.part] or is_diverged(
+                rows[-1]["loss"], rows[0]["loss"]
+            ):
                 found.append(run)
     return found
 
@@ -99,10 +109,15 @@ def by_family(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def ratio(of: list[Run], to: list[Run], axis: str) -> float:
-    """What ``of`` takes to the final loss of ``to``, as a part of what that took; mean over seeds that both have."""
+    """What ``of`` takes to the final loss of ``to``, as a part of what that took; mean over seeds
+    that both have."""
     last = {run.job.seed: run for run in to}
     pairs = [(run, last[run.job.seed]) for run in of if run.job.seed in last]
-    parts = [run.at(other.final, axis) / other.rows[-1][axis] for run, other in pairs if math.isfinite(other.final)]
+    parts = [
+        run.at(other.final, axis) / other.rows[-1][axis]
+        for run, other in pairs
+        if math.isfinite(other.final)
+    ]
     return fmean(parts) if parts else math.nan
 
 
@@ -115,7 +130,10 @@ def rates(runs: list[Run]) -> list[str]:
     lines = ["| method | rate | last held-out loss | step, s |", "|---|---|---|---|"]
     for run in sorted(runs, key=lambda run: (list(METHODS).index(run.job.method), run.job.rate)):
         mean = run.rows[-1]["seconds"] / len(run.rows)
-        lines.append(f"| {run.job.method} | {run.job.rate:g} | {_said(run.final, '{:.4f}'.format)} | {mean:.4g} |")
+        lines.append(
+            f"| {run.job.method} | {run.job.rate:g} | {_said(run.final, '{:.4f}'.format)} | "
+            f"{mean:.4g} |"
+        )
     return lines
 
 
@@ -123,13 +141,31 @@ def races(runs: list[Run], bytes_per_token: float) -> list[str]:
     """Lines of a part with one rate a method."""
     families = by_family(runs)
     heads = [f"{axis} to {name}'s" for name in TARGETS for axis in ("steps", "seconds")]
-    heads = ["method", "rate", "seeds", "final loss, nats a token", "nats a byte", "seconds", "memory, GB", *heads]
+    heads = [
+        "method",
+        "rate",
+        "seeds",
+        "final loss, nats a token",
+        "nats a byte",
+        "seconds",
+        "memory, GB",
+        *heads,
+    ]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for family, of in families.items():
-        final, seconds = fmean(run.final for run in of), fmean(run.rows[-1]["seconds"] for run in of)
-        cells = [f"{family}", f"{of[0].job.rate:g}", f"{len(of)}", _said(final, "{:.4f}".format),
-                 _said(final / bytes_per_token, "{:.4f}".format), f"{seconds:.4g}",
-                 f"{max(run.memory for run in of) / 1e3:.3g}"]  # fmt: skip
+        final, seconds = (
+            fmean(run.final for run in of),
+            fmean(run.rows[-1]["seconds"] for run in of),
+        )
+        cells = [
+            f"{family}",
+            f"{of[0].job.rate:g}",
+            f"{len(of)}",
+            _said(final, "{:.4f}".format),
+            _said(final / bytes_per_token, "{:.4f}".format),
+            f"{seconds:.4g}",
+            f"{max(run.memory for run in of) / 1e3:.3g}",
+        ]
         for name in TARGETS:
             for axis in ("step", "seconds"):
                 cells.append(_said(ratio(of, families.get(name, []), axis), "{:.2f}".format))
@@ -139,33 +175,60 @@ def races(runs: list[Run], bytes_per_token: float) -> list[str]:
         value = ratio(families.get(method, []), families.get(target, []), axis)
         verdict = "not measured" if math.isnan(value) else "met" if value <= goal else "missed"
         what = {"step": "steps"}.get(axis, axis)
-        lines.append(f"- {method}'s {what} of {target}'s: {_said(value, '{:.2f}'.format)}, goal {goal:.2f}: {verdict}")
+        lines.append(
+            f"- {method}'s {what} of {target}'s: {_said(value, '{:.2f}'.format)}, goal "
+            f"{goal:.2f}: {verdict}"
+        )
     return lines
 
 
 def shorter(runs: list[Run]) -> list[str]:
-    """Lines: KFACAdamW at the end of a shorter schedule beside another method at the end of part d."""
+    """Lines: KFACAdamW at the end of a shorter schedule beside another method at the end of part
+    d."""
     lines = []
     for part, target in SHORTER:
-        ours = {run.job.seed: run for run in runs if run.job.part == part and run.family == "KFACAdamW"}
-        for other in (run for run in runs if run.job.part == "d" and run.family == target and run.job.seed in ours):
+        ours = {
+            run.job.seed: run for run in runs if run.job.part == part and run.family == "KFACAdamW"
+        }
+        for other in (
+            run
+            for run in runs
+            if run.job.part == "d" and run.family == target and run.job.seed in ours
+        ):
             run = ours[other.job.seed]
-            steps, seconds = (run.rows[-1][axis] / other.rows[-1][axis] for axis in ("step", "seconds"))
-            there = [run.at(other.final, axis) / other.rows[-1][axis] for axis in ("step", "seconds")]
-            lines.append(f"- seed {run.job.seed}: KFACAdamW (lr {run.job.rate:g}) ends at {run.final:.4f}, after "
-                         f"{steps:.2f} of {target}'s steps and {seconds:.2f} of its seconds; {target} (lr "
-                         f"{other.job.rate:g}) at {other.final:.4f}, where KFACAdamW is after "
-                         f"{_said(there[0], '{:.2f}'.format)} of its steps and {_said(there[1], '{:.2f}'.format)} of "
-                         "its seconds: " + ("met" if run.final <= other.final else "missed"))  # fmt: skip
+            steps, seconds = (
+                run.rows[-1][axis] / other.rows[-1][axis] for axis in ("step", "seconds")
+            )
+            there = [
+                run.at(other.final, axis) / other.rows[-1][axis] for axis in ("step", "seconds")
+            ]
+            lines.append(
+                f"- seed {run.job.seed}: KFACAdamW (lr {run.job.rate:g}) ends at {run.final:.4f}, "
+                f"after "
+                f"{steps:.2f} of {target}'s steps and {seconds:.2f} of its seconds; {target} (lr "
+                f"{other.job.rate:g}) at {other.final:.4f}, where KFACAdamW is after "
+                f"{_said(there[0], '{:.2f}'.format)} of its steps and "
+                f"{_said(there[1], '{:.2f}'.format)} of "
+                "its seconds: " + ("met" if run.final <= other.final else "missed")
+            )
     return ["## Shorter schedules", "", *lines, ""] if lines else []
 
 
 def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
-    of = {f"{run.facts['device']}, torch {run.facts['torch']}, DeepSpeed {run.facts['deepspeed']}" for run in runs}
-    lines = ["# A language model on Python sources", "", f"Machines: {'; '.join(sorted(of)) or 'none'}.",
-             f"Corpus {corpus['sha256'][:16]}, {corpus['encoding']}; tokens: {corpus['tokens']}.",
-             "Seconds are of training with its refreshes, without evaluations and saves; of each call's first two "
-             "steps, which compile, each counts as the mean of the run's others.", ""]  # fmt: skip
+    of = {
+        f"{run.facts['device']}, torch {run.facts['torch']}, DeepSpeed {run.facts['deepspeed']}"
+        for run in runs
+    }
+    lines = [
+        "# A language model on Python sources",
+        "",
+        f"Machines: {'; '.join(sorted(of)) or 'none'}.",
+        f"Corpus {corpus['sha256'][:16]}, {corpus['encoding']}; tokens: {corpus['tokens']}.",
+        "Seconds are of training with its refreshes, without evaluations and saves; of each "
+        "call's first two "
+        "steps, which compile, each counts as the mean of the run's others.",
+        "",
+    ]
     if sizes != "full":
         lines += [f"**Sizes are {sizes}: a rehearsal, no result.**", ""]
     if len(of) > 1:
@@ -174,7 +237,10 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
         found = [run for run in runs if run.job.part == part]
         if found and part not in dict(SHORTER):
             held_out = settings.held_out
-            title = f"{settings.steps} steps of {settings.micro_batches} micro-batches, losses of {held_out} data"
+            title = (
+                f"{settings.steps} steps of {settings.micro_batches} micro-batches, losses of "
+                f"{held_out} data"
+            )
             lines += [f"## {part}: {title}", ""]
             per_token = corpus["bytes"][held_out] / corpus["tokens"][held_out]
             lines += [*(races(found, per_token) if part in RATES_OF else rates(found)), ""]
@@ -187,8 +253,14 @@ def curves(runs: list[Run], path: Path) -> None:
         writer.writerow(["part", "method", "rate", "seed", "step", "seconds", "held_out_loss"])
         for run in runs:
             for row in run.curve:
-                cells = (f"{row['step']:.0f}", f"{row['seconds']:.4f}", f"{row['held_out_loss']:.5f}")
-                writer.writerow([run.job.part, run.job.method, f"{run.job.rate:g}", run.job.seed, *cells])
+                cells = (
+                    f"{row['step']:.0f}",
+                    f"{row['seconds']:.4f}",
+                    f"{row['held_out_loss']:.5f}",
+                )
+                writer.writerow(
+                    [run.job.part, run.job.method, f"{run.job.rate:g}", run.job.seed, *cells]
+                )
 
 
 def draw(runs: list[Run], path: Path) -> bool:
@@ -208,7 +280,11 @@ def draw(runs: list[Run], path: Path) -> bool:
         for family, of in by_family(runs).items():
             for number, run in enumerate(of):
                 points = [(row[column], row["held_out_loss"]) for row in run.curve]
-                label = f"{family}, lr {run.job.rate:g}, {run.rows[-1]['step']:.0f} steps" if number == 0 else None
+                label = (
+                    f"{family}, lr {run.job.rate:g}, {run.rows[-1]['step']:.0f} steps"
+                    if number == 0
+                    else None
+                )
                 axis.plot(*zip(*points, strict=True), color=colors[family], label=label)
         axis.set(xlabel=column)
         axis.grid(alpha=0.3)

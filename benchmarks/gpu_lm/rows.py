@@ -22,7 +22,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def is_finished(rows: list[dict[str, str]], steps: int) -> bool:
-    return bool(rows) and (int(rows[-1]["step"]) == steps or is_diverged(*(float(rows[i]["loss"]) for i in (-1, 0))))
+    return bool(rows) and (
+        int(rows[-1]["step"]) == steps or is_diverged(*(float(rows[i]["loss"]) for i in (-1, 0)))
+    )
 
 
 class Table:

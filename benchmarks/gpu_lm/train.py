@@ -35,7 +35,8 @@ from examples.gpt import Block, GPTConfig
 
 
 class GPT2(nn.Module):
-    """Token ids [B, T] -> their mean cross-entropy in nats, fp32. The head has weights of its own."""
+    """Token ids [B, T] -> their mean cross-entropy in nats, fp32. The head has weights of its
+    own."""
 
     def __init__(self, sizes: Sizes, vocabulary: int) -> None:
         super().__init__()
@@ -48,7 +49,9 @@ class GPT2(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 into_residual = re.search(r"(out|down)\.weight$", name)
-                nn.init.normal_(parameter, std=0.02 / (2 * sizes.blocks) ** 0.5 if into_residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * sizes.blocks) ** 0.5 if into_residual else 0.02
+                )
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         h = self.embed_tokens(x) + self.embed_positions(torch.arange(x.shape[1], device=x.device))
@@ -76,12 +79,16 @@ class Data:
         """A micro-batch of training, by its number in the run: the same whenever a run goes on."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         last = len(self.tokens["train"]) - sizes.context
-        return self.batch("train", torch.randint(last, (sizes.rows,), generator=generator), sizes.context)
+        return self.batch(
+            "train", torch.randint(last, (sizes.rows,), generator=generator), sizes.context
+        )
 
     def held_out(self, part: str, sizes: Sizes) -> list[tuple[Tensor, Tensor]]:
         """The same windows at every evaluation, spread over the part."""
         count = sizes.held_out * sizes.rows
-        starts = torch.linspace(0, len(self.tokens[part]) - sizes.context - 1, count, dtype=torch.float64).long()
+        starts = torch.linspace(
+            0, len(self.tokens[part]) - sizes.context - 1, count, dtype=torch.float64
+        ).long()
         return [self.batch(part, rows, sizes.context) for rows in starts.split(sizes.rows)]
 
 
@@ -135,7 +142,9 @@ def evaluated(engine: Any, batches: list[tuple[Tensor, Tensor]]) -> float:
     return float(total)
 
 
-def stepped(engine: Any, data: Data, job: Job, sizes: Sizes, step: int, micro_batches: int) -> float:
+def stepped(
+    engine: Any, data: Data, job: Job, sizes: Sizes, step: int, micro_batches: int
+) -> float:
     """A step, from 0 on; returns its mean loss once its stream is done."""
     total = torch.zeros((), device=engine.device)
     for index in range(micro_batches):
@@ -160,21 +169,33 @@ def save(engine: Any, folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Saving:
-    """``every``: seconds between saves; ``reserve``: seconds kept for the one at the end of a call."""
+    """``every``: seconds between saves; ``reserve``: seconds kept for the one at the end of a
+    call."""
 
     every: float = 150.0
     reserve: float = 25.0
 
 
 def train(
-    job: Job, sizes: Sizes, part: Part, data: Data, out: Path, clock: Clock, *, facts: dict[str, Any],
-    saving: Saving = Saving(), compiled: bool = False, say: Callable[[str], None] = print,
-) -> bool:  # fmt: skip
+    job: Job,
+    sizes: Sizes,
+    part: Part,
+    data: Data,
+    out: Path,
+    clock: Clock,
+    *,
+    facts: dict[str, Any],
+    saving: Saving = Saving(),
+    compiled: bool = False,
+    say: Callable[[str], None] = print,
+) -> bool:
     """Train it to its end or until the call's time is up; returns whether it is finished."""
     path, saves = out / "runs" / f"{job.name}.csv", out / "saves" / job.name
     path.parent.mkdir(parents=True, exist_ok=True)
     known = path.with_suffix(".json")
-    if saves.exists() and (not known.exists() or json.loads(known.read_text())["fingerprint"] != facts["fingerprint"]):
+    if saves.exists() and (
+        not known.exists() or json.loads(known.read_text())["fingerprint"] != facts["fingerprint"]
+    ):
         shutil.rmtree(saves)
     known.write_text(json.dumps(facts, indent=1) + "\n")
     accelerator = get_accelerator()
@@ -186,7 +207,9 @@ def train(
                 engine.load_checkpoint(str(saves))
         table, first = Table(path, engine.global_steps), engine.global_steps
         if len(table.rows) != first:
-            raise ValueError(f"{path}: {len(table.rows)} rows, the save is of step {first}; remove {saves}")
+            raise ValueError(
+                f"{path}: {len(table.rows)} rows, the save is of step {first}; remove {saves}"
+            )
         seconds = float(table.rows[-1]["seconds"]) if first else 0.0
         held_out = data.held_out(part.held_out, sizes)
         if first:
@@ -200,7 +223,8 @@ def train(
             whole = time.perf_counter()
             loss = stepped(engine, data, job, sizes, step, part.micro_batches)
             evaluates = (step + 1) % part.every == 0 or step + 1 == part.steps
-            if evaluates:  # a refresh may go on beside the steps: it is not to go on beside an evaluation
+            # a refresh may go on beside the steps: it is not to go on beside an evaluation
+            if evaluates:
                 accelerator.synchronize()
             spent = time.perf_counter() - whole
             seconds += spent
@@ -209,8 +233,10 @@ def train(
             if evaluates:
                 row["held_out_loss"] = evaluated(engine, held_out)
                 row["memory_mb"] = accelerator.max_memory_allocated() / 1e6
-                say(f"{job.name}: step {step + 1}, {seconds:.1f} s, loss {loss:.4f}, "
-                    f"held out {row['held_out_loss']:.4f}, {row['memory_mb']:.0f} MB")  # fmt: skip
+                say(
+                    f"{job.name}: step {step + 1}, {seconds:.1f} s, loss {loss:.4f}, "
+                    f"held out {row['held_out_loss']:.4f}, {row['memory_mb']:.0f} MB"
+                )
             table.add(**row)
             longest = max(longest, time.perf_counter() - whole) if step > first else 0.0
             if is_diverged(loss, float(table.rows[0]["loss"])):
@@ -231,7 +257,13 @@ def join() -> None:
     """This process is a job of one rank, once."""
     if torch.distributed.is_initialized():
         return
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in place.items():
         os.environ.setdefault(name, value)
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -239,7 +271,9 @@ def join() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
     backend = "gloo" if on_cpu else "nccl"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed(backend)
 
 

@@ -1,4 +1,5 @@
-"""Which op runs by which backend, and what the check at first use says: ``python -m benchmarks.kernels.check``."""
+"""Which op runs by which backend, and what the check at first use says: ``python -m
+benchmarks.kernels.check``."""
 
 import sys
 import time
@@ -16,7 +17,10 @@ def main() -> int:
         print(op, name, flush=True)
     for what, why in choice.missing.items():
         print(f"not {what}: {why}", flush=True)
-    print(f"{device}: built and checked in {time.perf_counter() - start:.1f} s, {len(choice.missing)} missing")
+    print(
+        f"{device}: built and checked in {time.perf_counter() - start:.1f} s, "
+        f"{len(choice.missing)} missing"
+    )
     return 1 if choice.missing else 0
 
 

@@ -1,12 +1,15 @@
-"""Newton-Schulz's products in a loop, in several processes that share a GPU, by torch alone: no ds_kfac, no DeepSpeed.
+"""Newton-Schulz's products in a loop, in several processes that share a GPU, by torch alone: no
+ds_kfac, no DeepSpeed.
 
-    python -m benchmarks.kernels.newton_schulz_alone --dtype float16 [--processes 8] [--seconds 150] [--out FILE.csv]
+    python -m benchmarks.kernels.newton_schulz_alone --dtype float16 [--processes 8] [--seconds 150]
+    [--out FILE.csv]
     python -m benchmarks.kernels.newton_schulz_alone --dtype float16 --sanitizer memcheck   # one process, few rounds
 
-Why: with 6 to 8 training processes on one H100, 2 of 36 ended with "unspecified launch failure"; a core dump says: an
-illegal instruction in cuBLAS's nvjet_sm90_hsh_128x128_64x6_4x2_h_bx_NNT. Each process repeats rounds of the same
-products on the same numbers: a result with other bits than the first one's counts as wrong. A row for each process:
-rounds, wrong results, what ended it. No GPU has run it.
+Why: with 6 to 8 training processes on one H100, 2 of 36 ended with "unspecified launch failure"; a
+    core dump says: an
+illegal instruction in cuBLAS's nvjet_sm90_hsh_128x128_64x6_4x2_h_bx_NNT. Each process repeats
+rounds of the same products on the same numbers: a result with other bits than the first one's
+counts as wrong. A row for each process: rounds, wrong results, what ended it. No GPU has run it.
 """
 
 import argparse
@@ -34,7 +37,17 @@ SHAPES = (
     (12, 768, 768),
 )
 SMALL = ((16, 16), (16, 48), (2, 16, 16))
-COLUMNS = ("device", "torch", "dtype", "processes", "process", "rounds", "wrong", "seconds", "ended")
+COLUMNS = (
+    "device",
+    "torch",
+    "dtype",
+    "processes",
+    "process",
+    "rounds",
+    "wrong",
+    "seconds",
+    "ended",
+)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -47,7 +60,8 @@ def polynomial(r: Tensor) -> Tensor:
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """x [.., m, n], m <= n, of norm one; the form by n / m, with products as in ds_kfac/update/newton_schulz.py."""
+    """x [.., m, n], m <= n, of norm one; the form by n / m, with products as in
+    ds_kfac/update/newton_schulz.py."""
     m, n = x.shape[-2:]
     if n < 1.75 * m:
         for _ in range(5):
@@ -71,7 +85,8 @@ def inputs(shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def loop(shapes, dtype: str, device: str, seconds: float, most: int, found) -> None:
-    """A process: rounds until the time is up; what ended it goes to ``found``, (rounds, wrong, seconds, why)."""
+    """A process: rounds until the time is up; what ended it goes to ``found``, (rounds, wrong,
+    seconds, why)."""
     rounds = wrong = 0
     began = time.monotonic()
     try:
@@ -80,7 +95,8 @@ def loop(shapes, dtype: str, device: str, seconds: float, most: int, found) -> N
         while time.monotonic() - began < seconds and rounds < most:
             results = [orthogonalized(x) for x in given]
             rounds += 1
-            if rounds % 16 == 0 or rounds == most:  # waits for the device, and so raises what it has met
+            # waits for the device, and so raises what it has met
+            if rounds % 16 == 0 or rounds == most:
                 wrong += sum(not torch.equal(a, b) for a, b in zip(results, first, strict=True))
         why = "time"
     except Exception as problem:  # after a launch failure this process's context is lost
@@ -89,14 +105,18 @@ def loop(shapes, dtype: str, device: str, seconds: float, most: int, found) -> N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--rounds", type=int, default=10**9, help="at most, of a process")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes, two processes, a second")
-    parser.add_argument("--sanitizer", choices=TOOLS, help="under compute-sanitizer: one process, ten rounds")
+    parser.add_argument(
+        "--sanitizer", choices=TOOLS, help="under compute-sanitizer: one process, ten rounds"
+    )
     parser.add_argument("--out", type=Path, default=Path("newton_schulz_alone.csv"))
     options = parser.parse_args(arguments)
     if options.small:
@@ -119,8 +139,19 @@ def main(arguments: list[str] | None = None) -> int:
         rounds, wrong, seconds, why = nothing if queue.empty() else queue.get()
         if process.is_alive():
             process.kill()
-        facts = {"device": device, "torch": torch.__version__, "dtype": options.dtype, "processes": options.processes}
-        counts = {"process": number, "rounds": rounds, "wrong": wrong, "seconds": f"{seconds:.1f}", "ended": why}
+        facts = {
+            "device": device,
+            "torch": torch.__version__,
+            "dtype": options.dtype,
+            "processes": options.processes,
+        }
+        counts = {
+            "process": number,
+            "rounds": rounds,
+            "wrong": wrong,
+            "seconds": f"{seconds:.1f}",
+            "ended": why,
+        }
         rows.append(facts | counts)
     with options.out.open("a", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -130,7 +161,10 @@ def main(arguments: list[str] | None = None) -> int:
     bad = [row for row in rows if row["ended"] != "time" or row["wrong"]]
     for row in rows:
         print(*(f"{key} {row[key]}" for key in COLUMNS[2:]), flush=True)
-    print(f"{options.dtype}: {len(bad)} of {len(rows)} processes failed, {sum(row['rounds'] for row in rows)} rounds")
+    print(
+        f"{options.dtype}: {len(bad)} of {len(rows)} processes failed, "
+        f"{sum(row['rounds'] for row in rows)} rounds"
+    )
     return 1 if bad else 0
 
 
@@ -140,7 +174,16 @@ def sanitized(options: argparse.Namespace) -> int:
         print("compute-sanitizer is not installed")
         return 5  # as pytest without tests
     module = "benchmarks.kernels.newton_schulz_alone"
-    command = [tool, "--tool", options.sanitizer, "--error-exitcode", "9", "--target-processes", "all", sys.executable]
+    command = [
+        tool,
+        "--tool",
+        options.sanitizer,
+        "--error-exitcode",
+        "9",
+        "--target-processes",
+        "all",
+        sys.executable,
+    ]
     command += [
         "-m",
         module,

@@ -1,4 +1,5 @@
-"""What is timed, of KFACAdamW: Newton-Schulz iterations, by form, dtype and coefficients, and the product's own.
+"""What is timed, of KFACAdamW: Newton-Schulz iterations, by form, dtype and coefficients, and the
+product's own.
 
 Shape suffixes: n matrices [m, N], m the shorter side.
 """
@@ -13,9 +14,18 @@ from benchmarks.single import newton_schulz
 from ds_kfac.curvature.eigen import choose
 
 SHAPES = (
-    (1, 64, 64), (3, 64, 256), (1, 768, 768), (1, 768, 3072), (12, 768, 768), (12, 768, 3072), (12, 2304, 768),
-    (48, 1600, 1600), (12, 1600, 6400), (1, 4096, 4096), (1, 4096, 11008),
-)  # fmt: skip
+    (1, 64, 64),
+    (3, 64, 256),
+    (1, 768, 768),
+    (1, 768, 3072),
+    (12, 768, 768),
+    (12, 768, 3072),
+    (12, 2304, 768),
+    (48, 1600, 1600),
+    (12, 1600, 6400),
+    (1, 4096, 4096),
+    (1, 4096, 11008),
+)
 CPU_DIM = 768
 MUON = ((3.4445, -4.7750, 2.0315),) * 5
 """Jordan et al. 2024."""
@@ -28,7 +38,8 @@ POLAR_EXPRESS = (
 )
 """Amsel et al. 2025."""
 SPREAD = 0.35
-"""How far singular values may be from 1 after five steps, root mean square; Muon's coefficients leave 0.68 to 1.2."""
+"""How far singular values may be from 1 after five steps, root mean square; Muon's coefficients
+leave 0.68 to 1.2."""
 CHECKED = 96
 """Shorter side of the matrix of known factors that a variant is checked with."""
 Rows = Sequence[tuple[float, float, float]]
@@ -78,9 +89,17 @@ def restarted(x: Tensor, rows: Rows) -> Tensor:
 
 
 FORMS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
-    "standard": standard, "baddbmm": copying, "gram": gram, "gram(2)": restarted
-}  # fmt: skip
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    "standard": standard,
+    "baddbmm": copying,
+    "gram": gram,
+    "gram(2)": restarted,
+}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 UNSAFE = {("gram", "fp16"), ("gram", "bf16"), ("gram(2)", "bf16")}
 """Singular values reach 580, or 1.4, where the matrix is nearly singular."""
 
@@ -99,12 +118,15 @@ def variant(form: str, dtype: str, rows: Rows) -> Op:
 
 
 def variants(device: str) -> Mapping[str, Op]:
-    """Name -> function of [n, O, I]; on a CPU without those in 16 bits, which it has no units for."""
+    """Name -> function of [n, O, I]; on a CPU without those in 16 bits, which it has no units
+    for."""
     names = [(form, dtype) for dtype in DTYPES for form in FORMS if (form, dtype) not in UNSAFE]
     if device == "cpu":
         names = [(form, dtype) for form, dtype in names if dtype == "fp32"]
     found = {f"{form} {dtype}": variant(form, dtype, MUON) for form, dtype in names}
-    found["gram(2) polar express"] = variant("gram(2)", "fp32" if device == "cpu" else "fp16", POLAR_EXPRESS)
+    found["gram(2) polar express"] = variant(
+        "gram(2)", "fp32" if device == "cpu" else "fp16", POLAR_EXPRESS
+    )
     asked = ("highest",) if device == "cpu" else ("highest", "tf32")
     return {**{f"product {name}": product(name) for name in asked}, **found}
 
@@ -130,11 +152,21 @@ def case(settings: Settings, count: int, rows: int, columns: int) -> Case:
     known = (U * torch.logspace(0, -1, short, device=x.device)) @ V.mT
 
     def error(run: Op) -> tuple[float, float]:
-        difference = torch.linalg.matrix_norm(run(known[None])[0].double() - (U @ V.mT).double()) / short**0.5
+        difference = (
+            torch.linalg.matrix_norm(run(known[None])[0].double() - (U @ V.mT).double())
+            / short**0.5
+        )
         finite = torch.isfinite(run(x)).all()
-        return float(torch.where(finite, difference, torch.inf).nan_to_num(nan=float("inf"))), SPREAD
+        return float(
+            torch.where(finite, difference, torch.inf).nan_to_num(nan=float("inf"))
+        ), SPREAD
 
     return Case(
-        "newton schulz", f"{count} x {rows} x {columns}", 2 * x.nbytes, count * 5 * (4 * m * m * n + 2 * m**3),
-        lambda run: run(x), error, {},
-    )  # fmt: skip
+        "newton schulz",
+        f"{count} x {rows} x {columns}",
+        2 * x.nbytes,
+        count * 5 * (4 * m * m * n + 2 * m**3),
+        lambda run: run(x),
+        error,
+        {},
+    )

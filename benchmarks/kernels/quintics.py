@@ -2,14 +2,16 @@
 
     python -m benchmarks.kernels.quintics [--steps 3 4 5] [--smallest 1e-3]
 
-A step is an odd quintic p(x) = x (a + b x^2 + c x^4) of the singular values. Of all compositions of so many the one
-that minimises max |1 - x| over singular values in [smallest, 1] takes in each step the quintic that is nearest to 1 on
-the interval that is left, which equioscillates: |1 - p| is the same at both ends and at both extrema between them, in
-turn below and above (Amsel et al. 2025, Polar Express, arXiv:2505.16932).
+A step is an odd quintic p(x) = x (a + b x^2 + c x^4) of the singular values. Of all compositions of
+so many the one that minimises max |1 - x| over singular values in [smallest, 1] takes in each step
+the quintic that is nearest to 1 on the interval that is left, which equioscillates: |1 - p| is the
+same at both ends and at both extrema between them, in turn below and above (Amsel et al. 2025,
+Polar Express, arXiv:2505.16932).
 
-Two margins, theirs too. An interval's lower end is taken to be at least CUSHION of the upper one: with a smaller one a
-quintic is nearly 0 somewhere above it, and what has been rounded stays small. And every step but the last is scaled for
-an interval 1 % longer, as 16 bits, and the Gram form's squares, round a singular value of 1 to something above.
+Two margins, theirs too. An interval's lower end is taken to be at least CUSHION of the upper one:
+with a smaller one a quintic is nearly 0 somewhere above it, and what has been rounded stays small.
+And every step but the last is scaled for an interval 1 % longer, as 16 bits, and the Gram form's
+squares, round a singular value of 1 to something above.
 """
 
 import argparse
@@ -30,11 +32,14 @@ def value(row: Row, x: np.ndarray) -> np.ndarray:
 
 
 def nearest(lower: float, upper: float) -> tuple[Row, float]:
-    """The odd quintic nearest to 1 on [lower, upper], and its largest distance from it; by Remez' exchange."""
+    """The odd quintic nearest to 1 on [lower, upper], and its largest distance from it; by Remez'
+    exchange."""
     points = np.array([lower, (3 * lower + upper) / 4, (lower + 3 * upper) / 4, upper])
     signs, error = np.array([1.0, -1.0, 1.0, -1.0]), np.inf
     while True:
-        a, b, c, found = np.linalg.solve(np.stack([points, points**3, points**5, signs], axis=1), np.ones(4))
+        a, b, c, found = np.linalg.solve(
+            np.stack([points, points**3, points**5, signs], axis=1), np.ones(4)
+        )
         if not abs(found - error) > 1e-14:  # 1e-14: rounding of what is of the size of 1
             return (float(a), float(b), float(c)), float(found)
         error = found
@@ -43,7 +48,8 @@ def nearest(lower: float, upper: float) -> tuple[Row, float]:
 
 
 def rows(steps: int, smallest: float) -> tuple[list[Row], float]:
-    """A row a step, and where the smallest singular value ends: all others are between it and 2 minus it."""
+    """A row a step, and where the smallest singular value ends: all others are between it and 2
+    minus it."""
     lower, upper, found = smallest, 1.0, list[Row]()
     for step in range(steps):
         row, _ = nearest(max(lower, CUSHION * upper), upper)
@@ -57,9 +63,13 @@ def rows(steps: int, smallest: float) -> tuple[list[Row], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", nargs="+", type=int, default=list(SMALLEST))
-    parser.add_argument("--smallest", type=float, help=f"singular value; default by steps: {SMALLEST}, else 1e-3")
+    parser.add_argument(
+        "--smallest", type=float, help=f"singular value; default by steps: {SMALLEST}, else 1e-3"
+    )
     arguments = parser.parse_args(argv)
     for steps in arguments.steps:
         smallest = arguments.smallest or SMALLEST.get(steps, 1e-3)

@@ -1,5 +1,5 @@
-"""What is timed, of refreshes: decompositions of one matrix and of many, an inverse by Cholesky, a step of
-orthogonal iteration.
+"""What is timed, of refreshes: decompositions of one matrix and of many, an inverse by Cholesky, a
+step of orthogonal iteration.
 
 Shape suffixes: D a factor's side, n blocks of width b.
 """
@@ -19,7 +19,18 @@ DIM_FP64, DIM_BASELINES = 3072, 4096
 """Largest side in fp64, and the largest where other ways are timed, too: all take seconds above."""
 CPU_DIM, CPU_STACK = 1024, 512
 """Largest sides on a CPU, where everything is about n^3 from there on."""
-STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (12, 768), (8, 1024), (4, 1600), (4, 2048), (2, 3072), (2, 4096))
+STACKS = (
+    (64, 64),
+    (48, 128),
+    (32, 256),
+    (16, 512),
+    (12, 768),
+    (8, 1024),
+    (4, 1600),
+    (4, 2048),
+    (2, 3072),
+    (2, 4096),
+)
 """(n, b) of many equal blocks."""
 ALLOWED = 1e-4
 """Relative error of fp32 decompositions of a few thousand rows."""
@@ -48,16 +59,19 @@ def cholesky_inverse(block_DD: Tensor) -> Tensor:
 
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
     "fp32": {
-        "eigh": eigh, "eigh batched": eigh, "cholesky inverse": cholesky_inverse,
+        "eigh": eigh,
+        "eigh batched": eigh,
+        "cholesky inverse": cholesky_inverse,
         "iteration": orthogonal_iteration,
     },
     "fp64": {"eigh": eigh_in_float64, "eigh batched": eigh_in_float64},
-}  # fmt: skip
+}
 """Name -> op -> function, as a backend's ops."""
 
 
 def residual(C: Tensor, values: Tensor, vectors: Tensor) -> float:
-    """Largest over blocks of |C - Q diag(values) Q^T| / |C| and |Q^T Q - 1| / sqrt(b), in float64."""
+    """Largest over blocks of |C - Q diag(values) Q^T| / |C| and |Q^T Q - 1| / sqrt(b), in
+    float64."""
     worst = 0.0
     dim = C.shape[-1]
     blocks = (C.reshape(-1, dim, dim), values.reshape(-1, dim), vectors.reshape(-1, dim, dim))
@@ -83,7 +97,9 @@ def solvers(settings: Settings, wanted: set[str]) -> Iterator[Callable[[], Case]
     makers: dict[str, list[Callable[[], Case]]] = {
         "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
         "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in stacks],
-        "cholesky inverse": [lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit],
+        "cholesky inverse": [
+            lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit
+        ],
         "iteration": [lambda s=s: step(settings, *s) for s in stacks],
     }
     for op, parts in makers.items():
@@ -115,9 +131,16 @@ def inverse(settings: Settings, dim: int) -> Case:
         return float(difference.nan_to_num(nan=float("inf"))), 10 * ALLOWED
 
     return Case(
-        "cholesky inverse", f"D {dim}", 2 * C_DD.nbytes, dim**3, lambda run: run(C_DD), error,
-        {"eigh": lambda: eigh(C_DD), "inv": lambda: torch.linalg.inv(C_DD)} if dim <= DIM_BASELINES else {},
-    )  # fmt: skip
+        "cholesky inverse",
+        f"D {dim}",
+        2 * C_DD.nbytes,
+        dim**3,
+        lambda run: run(C_DD),
+        error,
+        {"eigh": lambda: eigh(C_DD), "inv": lambda: torch.linalg.inv(C_DD)}
+        if dim <= DIM_BASELINES
+        else {},
+    )
 
 
 def step(settings: Settings, count: int, dim: int) -> Case:
@@ -130,10 +153,17 @@ def step(settings: Settings, count: int, dim: int) -> Case:
         _, vectors, usable = run(C, Q)
         one = torch.eye(dim, device=C.device, dtype=torch.float64)
         off = (vectors.double().mT @ vectors.double() - one).flatten(1).norm(dim=1).max() / dim**0.5
-        return float(off.nan_to_num(nan=float("inf"))) if bool(usable.all()) else float("inf"), ALLOWED
+        return float(off.nan_to_num(nan=float("inf"))) if bool(usable.all()) else float(
+            "inf"
+        ), ALLOWED
 
     nbytes = 3 * C.nbytes + 4 * count * dim
     return Case(
-        "iteration", f"{count} x {dim}", nbytes, round(FLOPS * count * dim**3), lambda run: run(C, Q), error,
+        "iteration",
+        f"{count} x {dim}",
+        nbytes,
+        round(FLOPS * count * dim**3),
+        lambda run: run(C, Q),
+        error,
         {"eigh": lambda: eigh(C)},
-    )  # fmt: skip
+    )

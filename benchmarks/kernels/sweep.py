@@ -18,17 +18,32 @@ Accumulate = Callable[[Tensor, Tensor, Any], None]
 
 
 def sweep(
-    clock: Clock, settings: Settings, configs: Sequence[Any], accumulate: Accumulate, seconds: float, file: CsvFile
+    clock: Clock,
+    settings: Settings,
+    configs: Sequence[Any],
+    accumulate: Accumulate,
+    seconds: float,
+    file: CsvFile,
 ) -> list[dict[str, Any]]:
-    """Rows side x configuration: milliseconds, or none where a result is wrong or a launch fails. Those of a side are
-    in the file once it is done."""
+    """Rows side x configuration: milliseconds, or none where a result is wrong or a launch fails.
+    Those of a side are in the file once it is done."""
     rows = []
     for dim in (side for side in SIDES if side <= settings.max_dim):
         case, functions = syrk(settings, dim), {}
         for config in configs:
             op = lambda total, x, config=config: accumulate(total, x, config)  # noqa: E731
-            row: dict[str, Any] = {"op": "syrk_accumulate_", "size": case.size, "kind": "op", "dim": dim}
-            row |= {"implementation": str(config), "config": config, "bytes": case.nbytes, "flops": case.flops}
+            row: dict[str, Any] = {
+                "op": "syrk_accumulate_",
+                "size": case.size,
+                "kind": "op",
+                "dim": dim,
+            }
+            row |= {
+                "implementation": str(config),
+                "config": config,
+                "bytes": case.nbytes,
+                "flops": case.flops,
+            }
             rows.append(row)
             try:
                 row["error"], row["allowed"] = case.error(op)
@@ -41,7 +56,9 @@ def sweep(
         for row in rows:
             if row["dim"] == dim and row["config"] in times:
                 found = times[row["config"]]
-                row.update(median_ms=1e3 * found.median, low_ms=1e3 * found.low, high_ms=1e3 * found.high)
+                row.update(
+                    median_ms=1e3 * found.median, low_ms=1e3 * found.low, high_ms=1e3 * found.high
+                )
                 row.update(calls=found.calls, gflop_per_s=case.flops / found.median / 1e9)
         file.add([row for row in rows if row["dim"] == dim])
         print(f"side {dim}: {len(times)} of {len(configs)} configurations are right", flush=True)
@@ -52,7 +69,11 @@ def fastest(rows: Sequence[dict[str, Any]]) -> list[tuple[int, Any]]:
     """(largest side, configuration); neighbouring sides with the same one are put together."""
     found: list[tuple[int, Any]] = []
     for dim in sorted({row["dim"] for row in rows}):
-        timed = {row["config"]: row["median_ms"] for row in rows if row["dim"] == dim and "median_ms" in row}
+        timed = {
+            row["config"]: row["median_ms"]
+            for row in rows
+            if row["dim"] == dim and "median_ms" in row
+        }
         if not timed:
             continue
         best = min(timed, key=lambda config: timed[config])
@@ -76,18 +97,26 @@ def pasted(name: str, machine: str, chosen: Sequence[tuple[int, Any]]) -> str:
 def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: milliseconds per side and configuration."""
     configs = list(dict.fromkeys(row["config"] for row in rows))
-    lines = ["| configuration | " + " | ".join(str(dim) for dim in dict.fromkeys(row["dim"] for row in rows)) + " |"]
+    lines = [
+        "| configuration | "
+        + " | ".join(str(dim) for dim in dict.fromkeys(row["dim"] for row in rows))
+        + " |"
+    ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for config in configs:
-        cells = [f"{row['median_ms']:.4f}" if "median_ms" in row else row.get("problem", "**wrong**")
-                 for row in rows if row["config"] == config]  # fmt: skip
+        cells = [
+            f"{row['median_ms']:.4f}" if "median_ms" in row else row.get("problem", "**wrong**")
+            for row in rows
+            if row["config"] == config
+        ]
         text = str(config).removeprefix("SyrkConfig")
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def sweep_syrk(clock: Clock, settings: Settings, seconds: float, machine: str, out: Path) -> int:
-    """On a GPU, for the rows' dtype. Writes a page and a csv file; prints the table and what to paste."""
+    """On a GPU, for the rows' dtype. Writes a page and a csv file; prints the table and what to
+    paste."""
     from benchmarks.kernels.syrk_candidates import CANDIDATES
     from ds_kfac.ops.triton import syrk as module
     from ds_kfac.ops.triton.syrk import architecture, family
@@ -100,6 +129,8 @@ def sweep_syrk(clock: Clock, settings: Settings, seconds: float, machine: str, o
     text = f"{sweep_table(rows)}\n\nFor `CHOSEN` in `ds_kfac/ops/triton/syrk.py`:\n\n"
     text += f"```python\n{pasted(name, machine, fastest(rows))}\n```\n"
     print(text)
-    stem.with_suffix(".md").write_text(f"# Configurations of the Triton SYRK, {settings.rows} rows, ms\n\n{text}")
+    stem.with_suffix(".md").write_text(
+        f"# Configurations of the Triton SYRK, {settings.rows} rows, ms\n\n{text}"
+    )
     torch.cuda.synchronize()
     return 1 if any("error" in row and "median_ms" not in row for row in rows) else 0

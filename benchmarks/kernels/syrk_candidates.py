@@ -1,4 +1,5 @@
-"""Configurations of the Triton SYRK that a sweep tries: those in use, and more for devices that have not been asked."""
+"""Configurations of the Triton SYRK that a sweep tries: those in use, and more for devices that
+have not been asked."""
 
 from dataclasses import replace
 

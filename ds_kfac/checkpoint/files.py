@@ -1,11 +1,13 @@
-"""The files of a save: on disk when something refers to them, and read only if they are what was written.
+"""The files of a save: on disk when something refers to them, and read only if they are what was
+written.
 
     header.json            what the save holds; of every file its size, CRC-32 and parts; and its own CRC-32
     <layer>.A.factor.pt    a factor
     <layer>.layer.pt       a layer
     states.json            of every file that DeepSpeed wrote into the tag its size and CRC-32
 
-A CRC finds every flipped byte and every other file; it is no signature. A name of the model never becomes a path.
+A CRC finds every flipped byte and every other file; it is no signature. A name of the model never
+becomes a path.
 """
 
 import errno
@@ -37,7 +39,8 @@ SAVE_ID = re.compile(r"[0-9a-f]{12}")
 """Of a save, and the name of its folder."""
 
 FORMAT = 2
-"""Number of the layout of all files of a save. Raise it whenever an older version could not read them."""
+"""Number of the layout of all files of a save. Raise it whenever an older version could not read
+them."""
 FIELDS: Mapping[str, Any] = {
     "format": int,
     "save_id": SAVE_ID,
@@ -55,8 +58,8 @@ FIELDS: Mapping[str, Any] = {
     "ready": [str],
     "files": {...: {"holds": str, "bytes": int, "crc32": int, "parts": {...: str}}},
 }
-"""What a header has, and the type of each value: an int is not negative, a float may be an int, ``...`` is any
-name, a list with one type has any length.
+"""What a header has, and the type of each value: an int is not negative, a float may be an int,
+``...`` is any name, a list with one type has any length.
 
     format: see :data:`FORMAT`.
     save_id: also the name of the folder and in DeepSpeed's client_state.
@@ -66,30 +69,38 @@ name, a list with one type has any length.
     layers, factors: name -> (width, block) of both sides, or of the factor's.
     peak_lr: parameter group -> largest learning rate so far.
     shared: groups of layers with one A; null if they were not known yet.
-    rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
+    rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on
+        them.
     ranks: domain -> its ranks, of which each had these rows.
     timetable, ready: see ``Timetable`` and ``FactorUpdates``.
     files: file -> the layer or factor it holds, size, checksum, and its parts.
 """
 
 CLIENT_KEY = "ds_kfac"
-"""Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
+"""Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not
+copy the folder."""
 WEIGHTS_ALONE = (
-    "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to start from the "
-    "weights alone; with transformers' Trainer give from_pretrained the checkpoint's folder, and train() none"
+    "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to "
+    "start from the "
+    "weights alone; with transformers' Trainer give from_pretrained the checkpoint's folder, and "
+    "train() none"
 )
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
 
 class CheckpointError(RuntimeError):
-    """K-FAC's part of a checkpoint could not be written or cannot be loaded; raised on every rank, with what to do."""
+    """K-FAC's part of a checkpoint could not be written or cannot be loaded; raised on every rank,
+    with what to do."""
 
 
 def kinds_of(config: KFACConfig) -> dict[str, str]:
     """What A and G are second moments of. Averages of different kinds must not be mixed."""
     options = config.factor
     sampled = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
-    return {"A": options.weight_sharing, "G": f"{options.fisher}{sampled}, {options.weight_sharing}"}
+    return {
+        "A": options.weight_sharing,
+        "G": f"{options.fisher}{sampled}, {options.weight_sharing}",
+    }
 
 
 # names
@@ -98,10 +109,10 @@ def kinds_of(config: KFACConfig) -> dict[str, str]:
 def stem(name: str) -> str:
     """What the files of a layer begin with; at most 120 characters.
 
-    Module names may hold anything: "/" (keys of a ModuleDict), capitals that differ in nothing else, hundreds of
-    letters. A name of small letters, digits, "_", "." and "-" stays as it is; any other becomes what is readable of it
-    and a hash, joined by "~", which the first kind does not have. So two names are two files, on file systems that
-    ignore case too.
+    Module names may hold anything: "/" (keys of a ModuleDict), capitals that differ in nothing
+    else, hundreds of letters. A name of small letters, digits, "_", "." and "-" stays as it is; any
+    other becomes what is readable of it and a hash, joined by "~", which the first kind does not
+    have. So two names are two files, on file systems that ignore case too.
     """
     if PLAIN.fullmatch(name):
         return name
@@ -136,8 +147,9 @@ class _Summed:
 
 
 def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
-    """Write plain tensors of a factor or layer to a new file and wait until they are on disk. Returns the header's
-    entry. Raises ValueError, and writes nothing, if a tensor is not finite, or a sum of squares negative."""
+    """Write plain tensors of a factor or layer to a new file and wait until they are on disk.
+    Returns the header's entry. Raises ValueError, and writes nothing, if a tensor is not finite, or
+    a sum of squares negative."""
     if wrong := _wrong_value(payload):
         raise ValueError(f"{holds}: {wrong}; it is not saved")
     parts = {name: _described(part) for name, part in _parts(payload).items()}
@@ -162,14 +174,25 @@ def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any
         raise ValueError(f"{path}: {'is no file' if path.exists() else 'is missing'}")
     data = path.read_bytes()
     if len(data) != entry["bytes"]:
-        raise ValueError(f"{path}: has {len(data)} bytes, {entry['bytes']} were written; cut off, or of another save")
+        raise ValueError(
+            f"{path}: has {len(data)} bytes, {entry['bytes']} were written; cut off, or of "
+            f"another save"
+        )
     if zlib.crc32(data) != entry["crc32"]:
-        raise ValueError(f"{path}: wrong checksum: the file is damaged, or belongs to another layer or save")
+        raise ValueError(
+            f"{path}: wrong checksum: the file is damaged, or belongs to another layer or save"
+        )
     try:
         payload = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # what a foreign pickle makes of the unpickler: reported by every rank, never executed
-        raise ValueError(f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}") from error
-    found, written = {name: _described(part) for name, part in _parts(payload).items()}, entry["parts"]
+    except Exception as error:
+        # what a foreign pickle makes of the unpickler: reported by every rank, never executed
+        raise ValueError(
+            f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}"
+        ) from error
+    found, written = (
+        {name: _described(part) for name, part in _parts(payload).items()},
+        entry["parts"],
+    )
     for name in sorted(found.keys() | written.keys()):
         if found.get(name) != written.get(name):
             has, had = (parts.get(name, "not there") for parts in (found, written))
@@ -180,7 +203,8 @@ def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any
 
 
 def _parts(payload: Any, path: str = "") -> dict[str, Any]:
-    """Path in the payload -> what is there, of tables, lists and what they hold; "" is the whole."""
+    """Path in the payload -> what is there, of tables, lists and what they hold; "" is the
+    whole."""
     found = {path: payload}
     if isinstance(payload, (dict, list, tuple)):
         for key, value in payload.items() if isinstance(payload, dict) else enumerate(payload):
@@ -202,7 +226,9 @@ def _wrong_value(payload: Any) -> str | None:
             continue
         if not bool(torch.isfinite(value).all()):
             return f"{name} is not finite"
-        if name.rpartition(".")[-1] in ("updates", "terms", "second_OI") and bool((value < 0).any()):
+        if name.rpartition(".")[-1] in ("updates", "terms", "second_OI") and bool(
+            (value < 0).any()
+        ):
             return f"{name} is negative"
     return None
 
@@ -234,7 +260,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_token(folder: Path) -> None:
-    """Make the folder, whose name no other save has, and put something there for the other ranks to find."""
+    """Make the folder, whose name no other save has, and put something there for the other ranks to
+    find."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / TOKEN, folder.name)
     for parent in (folder.parent, folder.parent.parent):
@@ -247,8 +274,10 @@ def check_token(folder: Path, patience: float = PATIENCE) -> None:
     while not (folder / TOKEN).is_file() or (folder / TOKEN).read_text() != folder.name:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{folder.absolute()}, which rank 0 has made, is not there. K-FAC's state is spread over all ranks and "
-                "is saved to one folder that all of them see: save to a shared file system, under the same path"
+                f"{folder.absolute()}, which rank 0 has made, is not there. K-FAC's state is "
+                f"spread over all ranks and "
+                "is saved to one folder that all of them see: save to a shared file system, under "
+                "the same path"
             )
         time.sleep(0.05)
 
@@ -264,8 +293,8 @@ def write_header(folder: Path, header: Mapping[str, Any]) -> None:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, of another save or
-    another version of ds_kfac."""
+    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, of
+    another save or another version of ds_kfac."""
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())
@@ -276,12 +305,20 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: wrong checksum: the file is damaged")
     if (written := header.get("format")) != FORMAT:
         raise ValueError(
-            f"{path}: another version of ds_kfac wrote this save: its format is {written or 1}, and this version reads "
-            f"format {FORMAT} alone. Go on with the version that wrote it, or let K-FAC start afresh"
+            f"{path}: another version of ds_kfac wrote this save: its format is {written or 1}, "
+            f"and this version reads "
+            f"format {FORMAT} alone. Go on with the version that wrote it, or let K-FAC start "
+            f"afresh"
         )
-    wrong = [name for name in FIELDS.keys() | header if name not in FIELDS or not _fits(header.get(name), FIELDS[name])]
+    wrong = [
+        name
+        for name in FIELDS.keys() | header
+        if name not in FIELDS or not _fits(header.get(name), FIELDS[name])
+    ]
     if wrong:
-        raise ValueError(f"{path}: {', '.join(sorted(wrong))}: missing, unknown or not what ds_kfac writes")
+        raise ValueError(
+            f"{path}: {', '.join(sorted(wrong))}: missing, unknown or not what ds_kfac writes"
+        )
     if header["save_id"] != folder.name:
         raise ValueError(f"{path}: is of save {header['save_id']}, not of {folder.name}")
     return header
@@ -297,10 +334,14 @@ def _fits(value: Any, kind: Any) -> bool:
         return value is None or _fits(value, kind[1])
     if isinstance(kind, list):
         kinds = kind * len(value) if len(kind) == 1 and isinstance(value, list) else kind
-        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+        return (
+            isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+        )
     if isinstance(kind, dict):
         names = isinstance(value, dict) and (... in kind or value.keys() == kind.keys())
-        return names and all(_fits(part, kind.get(..., kind.get(name))) for name, part in value.items())
+        return names and all(
+            _fits(part, kind.get(..., kind.get(name))) for name, part in value.items()
+        )
     if isinstance(kind, re.Pattern):
         return isinstance(value, str) and bool(kind.fullmatch(value))
     if isinstance(value, bool) or kind in (str, bool):
@@ -312,8 +353,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
-    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal, which does not copy it.
-    Raises ValueError if none has it."""
+    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal,
+    which does not copy it. Raises ValueError if none has it."""
     tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
     if origin is not None:
         tags.append(Path(origin))
@@ -324,19 +365,23 @@ def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
             return tag / FOLDER / name
     looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
     raise ValueError(
-        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was converted or moved, "
+        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was "
+        f"converted or moved, "
         f"copy the folder {FOLDER} of the tag that was saved into {tag_directory}"
     )
 
 
 def fingerprints(tag_directory: Path) -> dict[str, list[int]]:
-    """Of DeepSpeed's files in a tag: the file's name -> its bytes, and one CRC-32 over those that torch's archive has
-    of its records. Values are not read, and times do not count: a copy has the same."""
+    """Of DeepSpeed's files in a tag: the file's name -> its bytes, and one CRC-32 over those that
+    torch's archive has of its records. Values are not read, and times do not count: a copy has the
+    same."""
     found = {}
     for path in sorted(tag_directory.glob("*_states.pt")):
         try:
             with zipfile.ZipFile(path) as archive:
-                records = [[record.filename, record.file_size, record.CRC] for record in archive.infolist()]
+                records = [
+                    [record.filename, record.file_size, record.CRC] for record in archive.infolist()
+                ]
         except zipfile.BadZipFile:  # of another checkpoint engine
             records = []
         found[path.name] = [path.stat().st_size, zlib.crc32(json.dumps(records).encode())]
@@ -344,8 +389,11 @@ def fingerprints(tag_directory: Path) -> dict[str, list[int]]:
 
 
 def write_states(folder: Path, names: bool = True) -> None:
-    """The last file of a save: DeepSpeed's, too, has reached its end. Without ``names`` its files are still written."""
-    write_text(folder / STATES, json.dumps(fingerprints(folder.parent.parent) if names else {}, indent=1))
+    """The last file of a save: DeepSpeed's, too, has reached its end. Without ``names`` its files
+    are still written."""
+    write_text(
+        folder / STATES, json.dumps(fingerprints(folder.parent.parent) if names else {}, indent=1)
+    )
 
 
 def _read_states(folder: Path) -> dict[str, list[int]] | None:
@@ -357,10 +405,14 @@ def _read_states(folder: Path) -> dict[str, list[int]] | None:
 
 
 def unfinished(tag_directory: Path, save_id: str) -> tuple[str, list[str]] | None:
-    """What speaks for an interrupted save over this one's tag, or of it: a sentence, and the names of DeepSpeed's files
-    that are not this save's. None: nothing does. For one rank."""
+    """What speaks for an interrupted save over this one's tag, or of it: a sentence, and the names
+    of DeepSpeed's files that are not this save's. None: nothing does. For one rank."""
     folder = tag_directory / FOLDER
-    others = [path for path in folder.iterdir() if path.is_dir() and path.name != save_id] if folder.is_dir() else []
+    others = (
+        [path for path in folder.iterdir() if path.is_dir() and path.name != save_id]
+        if folder.is_dir()
+        else []
+    )
     own = _read_states(folder / save_id)
     if own is not None and not others:
         return None
@@ -372,7 +424,8 @@ def unfinished(tag_directory: Path, save_id: str) -> tuple[str, list[str]] | Non
         return (sentence, differ) if differ or not own else None
     if not (folder / save_id).is_dir():
         return None  # converted or moved: K-FAC's state is elsewhere
-    # a file of layers alone may be the same in both: DeepSpeed writes it before the rank's other files
+    # a file of layers alone may be the same in both: DeepSpeed writes it before the rank's other
+    # files
     older = [
         name
         for other in others

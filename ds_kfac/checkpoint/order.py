@@ -25,33 +25,51 @@ def of_kfac(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def order_of(engine: Any) -> list[str]:
-    """Return the names of the parameters as the optimizer has them, group by group. Empty with several pipeline stages,
-    which have one client_state."""
+    """Return the names of the parameters as the optimizer has them, group by group. Empty with
+    several pipeline stages, which have one client_state."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     groups = parameter_groups(engine.optimizer) if getattr(engine, "num_stages", 1) == 1 else ()
-    return [names[id(p)] for group in groups for p in group if id(p) in names]  # layers may have been replaced
+    # layers may have been replaced
+    return [names[id(p)] for group in groups for p in group if id(p) in names]
 
 
 def groups_of(engine: Any, job: Job) -> dict[str, int]:
-    """Return the number of each parameter's optimizer group by name, if K-FAC's layers decide the groups. Empty with
-    several pipeline stages."""
+    """Return the number of each parameter's optimizer group by name, if K-FAC's layers decide the
+    groups. Empty with several pipeline stages."""
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    layouts = [x for kfac in job.preconditioners for x in (kfac.engine_view.layout, kfac.engine_view.other_params)]
-    groups = enumerate(engine.basic_optimizer.param_groups)  # at stage 0 in fp32 the model's, frozen ones among them
-    found = {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
-    return found | {names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params}
+    layouts = [
+        x
+        for kfac in job.preconditioners
+        for x in (kfac.engine_view.layout, kfac.engine_view.other_params)
+    ]
+    # at stage 0 in fp32 the model's, frozen ones among them
+    groups = enumerate(engine.basic_optimizer.param_groups)
+    found = {
+        names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names
+    }
+    return found | {
+        names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params
+    }
 
 
 def check_order(own: Sequence[str], saved: Sequence[str], folder: Path) -> None:
-    """Raise CheckpointError if a name that both have has another place among those that both have."""
+    """Raise CheckpointError if a name that both have has another place among those that both
+    have."""
     both = set(own) & set(saved)
-    pairs = zip((name for name in own if name in both), (name for name in saved if name in both), strict=True)
+    pairs = zip(
+        (name for name in own if name in both),
+        (name for name in saved if name in both),
+        strict=True,
+    )
     if other := next((pair for pair in pairs if pair[0] != pair[1]), None):
         raise CheckpointError(
-            f"ds_kfac: the optimizer state in {folder} has {other[1]} where this model has {other[0]}: its modules, or "
-            "what the optimizer was given, were in another order when it was saved. DeepSpeed takes it by place, "
-            "which mixes up weights and moments. Build an engine with the order as it was, or load a universal "
+            f"ds_kfac: the optimizer state in {folder} has {other[1]} where this model has "
+            f"{other[0]}: its modules, or "
+            "what the optimizer was given, were in another order when it was saved. DeepSpeed "
+            "takes it by place, "
+            "which mixes up weights and moments. Build an engine with the order as it was, or "
+            "load a universal "
             f"checkpoint, which goes by name. {files.WEIGHTS_ALONE}"
         )

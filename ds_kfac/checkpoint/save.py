@@ -1,11 +1,13 @@
-"""K-FAC state next to DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer once.
+"""K-FAC state next to DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer
+once.
 
-``<layer>.A.factor.pt`` is written by the factor's eigen worker, ``<layer>.layer.pt`` (eigenbases, moments) by the
-layer's first gradient worker, under names that are the same in all domains of a job. They do not depend on world size,
-ZeRO stage or gradient worker fraction, nor on pipeline stages or the ranks of experts: after loading, the rank that has
-the part reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save
-that is killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to
-it.
+``<layer>.A.factor.pt`` is written by the factor's eigen worker, ``<layer>.layer.pt`` (eigenbases,
+moments) by the layer's first gradient worker, under names that are the same in all domains of a
+job. They do not depend on world size, ZeRO stage or gradient worker fraction, nor on pipeline
+stages or the ranks of experts: after loading, the rank that has the part reads the file. They are
+written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is killed
+half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs
+to it.
 """
 
 import shutil
@@ -31,9 +33,12 @@ Entries = dict[str, dict[str, Any]]
 
 
 def save(job: Job, tag_directory: Path) -> dict[str, Any]:
-    """Write this rank's layers, and on rank 0 the header, which is returned. Collective; raises CheckpointError on
-    every rank if it fails on one, and what was written is removed."""
-    group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
+    """Write this rank's layers, and on rank 0 the header, which is returned. Collective; raises
+    CheckpointError on every rank if it fails on one, and what was written is removed."""
+    group, headline = (
+        job.channel.group,
+        f"ds_kfac: could not save to {tag_directory / files.FOLDER}",
+    )
     mine: tuple[str, list[dict[str, Any]]] = ("", [])
     for kfac in job.preconditioners:
         kfac.settle()
@@ -77,24 +82,33 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
 def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
     """What one rank knows of one of its domains, in global names."""
     curvature, names, seen = kfac.curvature, kfac.names, kfac.observations
-    keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.timetable.state()
+    keys, timetable = (
+        {key: names[key[:-2]] + key[-2:] for key in curvature.specs},
+        curvature.timetable.state(),
+    )
     return {
         "domain": kfac.engine_view.domain.name,
         "layers": {
             names[layer.name]: {
-                "A": [layer.A.dim, layer.A.block], "G": [layer.G.dim, layer.G.block], "groups": layer.groups,
+                "A": [layer.A.dim, layer.A.block],
+                "G": [layer.G.dim, layer.G.block],
+                "groups": layer.groups,
             }
             for layer in kfac.layers
         },
-        "factors": {keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()},
+        "factors": {
+            keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()
+        },
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
-        "shared": None if seen.groups is None else [[names[name] for name in group] for group in seen.groups],
+        "shared": None
+        if seen.groups is None
+        else [[names[name] for name in group] for group in seen.groups],
         "rows": {names[layer]: rows for layer, rows in (seen.rows or {}).items()},
         "ranks": kfac.channel.world,
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],
-    }  # fmt: skip
+    }
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,7 +160,9 @@ def _factor_payload(factor: KroneckerFactor) -> dict[str, Any]:
 def layer_payload(state: LayerState) -> dict[str, Any]:
     """A layer's file: plain tensors."""
     A, G = (
-        None if basis is None else {part.kind: part.flat(basis).clone() for part in state.method.parts}
+        None
+        if basis is None
+        else {part.kind: part.flat(basis).clone() for part in state.method.parts}
         for basis in (state.A, state.G)
     )
     return {
@@ -154,23 +170,33 @@ def layer_payload(state: LayerState) -> dict[str, Any]:
         "A": A,
         "G": G,
         # copies: a layer's may be views of several layers', all of which would be saved
-        "moments": state.moments and {name: tensor.clone() for name, tensor in vars(state.moments).items()},
+        "moments": state.moments
+        and {name: tensor.clone() for name, tensor in vars(state.moments).items()},
     }
 
 
 def _united(written: Sequence[Entries]) -> Entries:
     """The files of all ranks. Raises ValueError if two have written one."""
-    twice = {file for index, own in enumerate(written) for other in written[:index] for file in own.keys() & other}
+    twice = {
+        file
+        for index, own in enumerate(written)
+        for other in written[:index]
+        for file in own.keys() & other
+    }
     if twice:
-        raise ValueError(f"several ranks have layers of the same name: {', '.join(sorted(twice)[:5])}")
+        raise ValueError(
+            f"several ranks have layers of the same name: {', '.join(sorted(twice)[:5])}"
+        )
     return {file: entry for own in written for file, entry in sorted(own.items())}
 
 
 def finish(job: Job, tag_directory: Path, header: Mapping[str, Any], later: bool = False) -> None:
-    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective; raises
-    CheckpointError on every rank if that fails."""
+    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had.
+    Collective; raises CheckpointError on every rank if that fails."""
     folder = tag_directory / files.FOLDER
-    with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
+    with failing_together(
+        f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError
+    ):
         if job.channel.rank == 0:
             files.write_states(folder / header["save_id"], names=not later)
             files.write_text(folder / files.LATEST, header["save_id"])
@@ -183,14 +209,23 @@ def finish(job: Job, tag_directory: Path, header: Mapping[str, Any], later: bool
 
 
 def save_checkpoint(
-    engine: Any, job: Job, groups: Mapping[str, int], grams: Callable[[Path], Any] | None, original: Callable[..., Any],
-    save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a complete save; its own
-    in any case.
+    engine: Any,
+    job: Job,
+    groups: Mapping[str, int],
+    grams: Callable[[Path], Any] | None,
+    original: Callable[..., Any],
+    save_dir: str,
+    tag: Any = None,
+    client_state: Any = None,
+    save_latest: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a
+    complete save; its own in any case.
 
-    ``latest`` is put there at once: DeepSpeed opens it, then writes it, and a run that is killed between the two leaves
-    an empty file, of which every later load fails.
+    ``latest`` is put there at once: DeepSpeed opens it, then writes it, and a run that is killed
+    between the two leaves an empty file, of which every later load fails.
 
     Args:
         grams: writes A of every layer to a folder, if the config asks for it.
@@ -219,7 +254,8 @@ def save_checkpoint(
             files.write_text(Path(save_dir) / "latest", tag)
     if problem is not None:
         raise CheckpointError(
-            f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with {files.FRESH}, K-FAC then "
+            f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with "
+            f"{files.FRESH}, K-FAC then "
             "starts afresh"
         )
     finish(job, folder, header, later)

@@ -1,7 +1,9 @@
-"""Names the ranks that made a collective fail: the backends' errors name neither a rank nor what was exchanged.
+"""Names the ranks that made a collective fail: the backends' errors name neither a rank nor what
+was exchanged.
 
-Ranks meet in the job's store. One that raises in K-FAC's step leaves a note there. One whose collective fails reads the
-notes and registers as waiting: ranks that do not register have died, or are elsewhere in the program.
+Ranks meet in the job's store. One that raises in K-FAC's step leaves a note there. One whose
+collective fails reads the notes and registers as waiting: ranks that do not register have died, or
+are elsewhere in the program.
 """
 
 import time
@@ -25,8 +27,8 @@ class LostRank(RuntimeError):
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Wraps a step: an error on this rank is noted for the others, which wait, until it has made a step again.
-    ``where``: text of what it did."""
+    """Wraps a step: an error on this rank is noted for the others, which wait, until it has made a
+    step again. ``where``: text of what it did."""
     global _noted
     try:
         yield
@@ -51,7 +53,8 @@ def naming(what: str, channel: Any) -> Iterator[None]:
         what: text that says what is exchanged.
 
     Raises:
-        LostRank: the backend raised an error; names the ranks that are to blame, if that can be found out.
+        LostRank: the backend raised an error; names the ranks that are to blame, if that can be
+            found out.
     """
     try:
         yield
@@ -68,15 +71,26 @@ def _store() -> Any:
 
 
 def _blamed(ranks: Sequence[int], number: int) -> list[str]:
-    store, mine, prefix = _store(), torch.distributed.get_rank(), f"{WAITING}/{'-'.join(map(str, ranks))}/{number}"
+    store, mine, prefix = (
+        _store(),
+        torch.distributed.get_rank(),
+        f"{WAITING}/{'-'.join(map(str, ranks))}/{number}",
+    )
     store.set(f"{prefix}/{mine}", "")
     deadline = time.monotonic() + PATIENCE
     while True:
-        notes = [store.get(f"{NOTE}/{rank}").decode() for rank in ranks if store.check([f"{NOTE}/{rank}"])]
+        notes = [
+            store.get(f"{NOTE}/{rank}").decode()
+            for rank in ranks
+            if store.check([f"{NOTE}/{rank}"])
+        ]
         missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
         if notes or not missing:
             return notes
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
-            return [f"rank {who} did not come: it died (killed, out of memory), or is in another part of the program"]
+            return [
+                f"rank {who} did not come: it died (killed, out of memory), or is in another part "
+                f"of the program"
+            ]
         time.sleep(0.1)

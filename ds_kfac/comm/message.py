@@ -1,7 +1,7 @@
 """All network traffic of K-FAC, counted by kind.
 
-A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen plan of its moves,
-the same on every rank; scalars that ranks exchange are such a part.
+A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen
+plan of its moves, the same on every rank; scalars that ranks exchange are such a part.
 """
 
 from collections import Counter
@@ -41,9 +41,12 @@ def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
 
 
 @contextmanager
-def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
-    """Wraps local work that may fail on some ranks only; the work appends problems to the yielded list, or raises.
-    Collective. If any rank had a problem, raises ``error`` on every rank, with ``headline`` and all ranks' problems."""
+def failing_together(
+    headline: str, group: Any, error: type[Exception] = RuntimeError
+) -> Iterator[list[str]]:
+    """Wraps local work that may fail on some ranks only; the work appends problems to the yielded
+    list, or raises. Collective. If any rank had a problem, raises ``error`` on every rank, with
+    ``headline`` and all ranks' problems."""
     problems: list[str] = []
     try:
         yield problems
@@ -59,8 +62,9 @@ def failing_together(headline: str, group: Any, error: type[Exception] = Runtime
 
 
 class Channel:
-    """A process group of K-FAC's own, so that its traffic is not ordered against DeepSpeed's reductions and prefetches,
-    with counters. Collective: every rank of the job makes one, each with the group whose ranks it connects.
+    """A process group of K-FAC's own, so that its traffic is not ordered against DeepSpeed's
+    reductions and prefetches, with counters. Collective: every rank of the job makes one, each with
+    the group whose ranks it connects.
 
     Attributes:
         calls: kind -> collectives entered; one that carries several kinds counts for the first.
@@ -76,7 +80,8 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Leave the group; the last channel that uses it ends it. May be called twice. Local: others may be gone."""
+        """Leave the group; the last channel that uses it ends it. May be called twice. Local:
+        others may be gone."""
         own, self._own, self.group = self._own, None, None
         if own is not None:
             own.close()
@@ -92,7 +97,11 @@ class Channel:
         return vector
 
     def all_to_all(
-        self, sent: Tensor, outgoing: list[int], incoming: list[int], carries: Mapping[str, tuple[int, int]]
+        self,
+        sent: Tensor,
+        outgoing: list[int],
+        incoming: list[int],
+        carries: Mapping[str, tuple[int, int]],
     ) -> tuple[Tensor, Any]:
         """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` from it.
 
@@ -104,7 +113,8 @@ class Channel:
         """
         received = sent.new_empty(sum(incoming))
         with naming(", ".join(carries), self):
-            # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the same on all ranks
+            # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the
+            # same on all ranks
             handle = torch.distributed.all_to_all_single(
                 output=received,
                 input=sent,
@@ -122,9 +132,10 @@ class Channel:
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A process group that DeepSpeed does not use. There is one for each set of ranks, shared by channels: a ZeRO
-    engine that is not destroyed lives as long as its process, and groups of their own would pile up. Channels enter a
-    shared group's collectives in the program's order, as engines do with DeepSpeed's groups.
+    """A process group that DeepSpeed does not use. There is one for each set of ranks, shared by
+    channels: a ZeRO engine that is not destroyed lives as long as its process, and groups of their
+    own would pile up. Channels enter a shared group's collectives in the program's order, as
+    engines do with DeepSpeed's groups.
 
     Attributes:
         number: number of the call of :func:`own_group` that made it, the same on all its ranks.
@@ -157,11 +168,15 @@ _calls = count()
 
 
 def own_group(group: Any) -> OwnGroup:
-    """The group with the same ranks as ``group``, with the job's timeout, which DeepSpeed's own groups do not inherit.
-    A new one, unless all these ranks still have the last one. Collective over the job; ranks' groups may differ."""
+    """The group with the same ranks as ``group``, with the job's timeout, which DeepSpeed's own
+    groups do not inherit. A new one, unless all these ranks still have the last one. Collective
+    over the job; ranks' groups may differ."""
     world = torch.distributed.distributed_c10d._get_default_group()
-    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
-    timeout = next((option._timeout for option in options if option is not None), None)  # a backend may hide it
+    options = [
+        getattr(world._get_backend(device), "options", None) for device in world._device_types
+    ]
+    # a backend may hide it
+    timeout = next((option._timeout for option in options if option is not None), None)
     ranks, call = tuple(torch.distributed.get_process_group_ranks(group)), next(_calls)
     last = _own_groups.get(ranks)
     number = last.number if last is not None and last.is_alive and last.timeout == timeout else None
@@ -180,7 +195,8 @@ def own_group(group: Any) -> OwnGroup:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements start .. start + numel of a flattened parameter travel from ``source`` to ``target``."""
+    """Elements start .. start + numel of a flattened parameter travel from ``source`` to
+    ``target``."""
 
     param: int
     start: int
@@ -191,7 +207,8 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """All moves between ranks; elements that are in place are not listed. The same on every rank."""
+    """All moves between ranks; elements that are in place are not listed. The same on every
+    rank."""
 
     world: int
     moves: tuple[Move, ...]
@@ -201,7 +218,9 @@ class RelayoutPlan:
         """(source, target) -> moves in the order in which they lie in a message."""
         order: dict[tuple[int, int], list[Move]] = {}
         # there may be millions, and comparing dataclasses takes several times as long
-        for move in sorted(self.moves, key=attrgetter("param", "start", "numel", "source", "target")):
+        for move in sorted(
+            self.moves, key=attrgetter("param", "start", "numel", "source", "target")
+        ):
             order.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in order.items()}
 
@@ -217,7 +236,8 @@ class RelayoutPlan:
 
 
 ALIGNMENT = 16
-"""A part of a message starts at a multiple of this many bytes, so that it can be viewed in its own dtype."""
+"""A part of a message starts at a multiple of this many bytes, so that it can be viewed in its own
+dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
 
@@ -260,23 +280,34 @@ class Message:
         sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=device)
         for part, pair, start, nbytes in places:
             pieces = sent.narrow(0, start, nbytes).view(part.dtype)
-            for move, place in zip(part.plan.moved[pair], pieces.split(part.plan.sizes[pair]), strict=True):
+            for move, place in zip(
+                part.plan.moved[pair], pieces.split(part.plan.sizes[pair]), strict=True
+            ):
                 place.copy_(part.piece(move))
         if packed is not None:
             packed()
         self._sent, self._channel = sent, channel  # kept alive until it is sent
-        carries = {part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves}
+        carries = {
+            part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves
+        }
         carries = carries or {parts[0].kind: (0, 0)}
         self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries)
 
     def wait(self) -> list[Arrivals]:
         """Wait; the arrivals of each part."""
-        with naming(", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves)), self._channel):
+        with naming(
+            ", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves)),
+            self._channel,
+        ):
             self._handle.wait()
         del self._sent
         arrivals: dict[int, Arrivals] = {id(part): [] for part in self.parts}
         for part, pair, start, nbytes in self._places:
-            pieces = self._received.narrow(0, start, nbytes).view(part.dtype).split(part.plan.sizes[pair])
+            pieces = (
+                self._received.narrow(0, start, nbytes)
+                .view(part.dtype)
+                .split(part.plan.sizes[pair])
+            )
             arrivals[id(part)] += zip(part.plan.moved[pair], pieces, strict=True)
         return list(arrivals.values())
 
@@ -288,7 +319,8 @@ Places = list[tuple[MessagePart, tuple[int, int], int, int]]
 def _laid_out(
     parts: Sequence[MessagePart], pairs: Sequence[tuple[int, int]], rank: int
 ) -> tuple[list[int], Places, Counter[str]]:
-    """Layout of a buffer: bytes of each pair, padding included; the parts' places; kind -> bytes to or from others."""
+    """Layout of a buffer: bytes of each pair, padding included; the parts' places; kind -> bytes to
+    or from others."""
     sizes, places, carried, start = [], [], Counter[str](), 0
     for pair in pairs:
         first = start
@@ -303,10 +335,14 @@ def _laid_out(
 
 
 def deliver(
-    parts: Sequence[MessagePart], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
+    parts: Sequence[MessagePart],
+    channel: Channel,
+    device: torch.device,
+    packed: Callable[[], None] | None = None,
 ) -> list[Arrivals]:
-    """Send this rank's pieces of all parts, and return those that it received, a list for each part. The plans must
-    have every rank's moves. One collective; none if there are no moves at all. ``packed``: see :class:`Message`."""
+    """Send this rank's pieces of all parts, and return those that it received, a list for each
+    part. The plans must have every rank's moves. One collective; none if there are no moves at all.
+    ``packed``: see :class:`Message`."""
     if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
         return Message(parts, channel, device, packed).wait()
     if packed is not None:
@@ -315,15 +351,20 @@ def deliver(
 
 
 class SummedVector:
-    """A vector of each rank that travels to all other ranks of its row, where they are added up in rank order.
+    """A vector of each rank that travels to all other ranks of its row, where they are added up in
+    rank order.
 
     Args:
         rows: groups of ranks that exchange their vectors.
     """
 
     def __init__(self, numel: int, world: int, rank: int, rows: Sequence[Sequence[int]]) -> None:
-        pairs = [(source, target) for row in rows for source in row for target in row if source != target]
-        self.plan = RelayoutPlan(world, tuple(Move(source, 0, numel, source, target) for source, target in pairs))
+        pairs = [
+            (source, target) for row in rows for source in row for target in row if source != target
+        ]
+        self.plan = RelayoutPlan(
+            world, tuple(Move(source, 0, numel, source, target) for source, target in pairs)
+        )
         self.rank = rank
         self._own: Tensor | None = None
 
@@ -344,7 +385,8 @@ class Scalars:
     """Scalars that each rank sends to all others in this step.
 
     Args:
-        names: by rank, names of the scalars that it sends; the same on every rank. A name is of one rank only.
+        names: by rank, names of the scalars that it sends; the same on every rank. A name is of one
+            rank only.
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
@@ -363,12 +405,16 @@ class Scalars:
         return RelayoutPlan(world, tuple(moves))
 
     def part(self, values: Mapping[Hashable, Tensor | float], device: torch.device) -> MessagePart:
-        """The message part with this rank's scalars, tensors or what the host knows: fp32, on the device."""
+        """The message part with this rank's scalars, tensors or what the host knows: fp32, on the
+        device."""
         mine = [values[name] for name in self.names[self.rank]]
-        known = {x for x in mine if not isinstance(x, Tensor)}  # a fill of each: numbers from a list would be copied
+        # a fill of each: numbers from a list would be copied
+        known = {x for x in mine if not isinstance(x, Tensor)}
         filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in known}
         scalars = [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in mine]
-        self._sent = torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
+        self._sent = (
+            torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
+        )
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
@@ -376,5 +422,7 @@ class Scalars:
         # copies: a view would keep the whole message
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {
-            name: number for rank in sorted(sent) for name, number in zip(self.names[rank], sent[rank], strict=True)
+            name: number
+            for rank in sorted(sent)
+            for name, number in zip(self.names[rank], sent[rank], strict=True)
         }

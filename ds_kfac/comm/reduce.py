@@ -1,8 +1,9 @@
 """Reduces a step's batch sums to the factors' owners, in messages of 32 or 16 bits.
 
-A sum travels from each of its contributors to its owner, the rank that averages the factor. A message has a bound in
-bytes: a long sum may travel in several pieces. Each message is an all-to-all, followed by a local fp32 sum in rank
-order, so the result does not depend on the order of arrival. Which message has which sums is a pure layout.
+A sum travels from each of its contributors to its owner, the rank that averages the factor. A
+message has a bound in bytes: a long sum may travel in several pieces. Each message is an
+all-to-all, followed by a local fp32 sum in rank order, so the result does not depend on the order
+of arrival. Which message has which sums is a pure layout.
 """
 
 from collections import Counter
@@ -26,7 +27,8 @@ COUNTS = TERMS + 1
 PIECES = 4
 """A piece takes at most 1/PIECES of its message."""
 CACHED = 64
-"""Cached messages of steps, and their plans: contributors repeat after as many updates as a node has ranks."""
+"""Cached messages of steps, and their plans: contributors repeat after as many updates as a node
+has ranks."""
 IN_FLIGHT = 2
 """Messages at a time; each holds what it sends and what it receives."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,7 +70,9 @@ Bucket = tuple[SumPiece, ...]
 
 
 @lru_cache(maxsize=CACHED)
-def buckets(slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
+def buckets(
+    slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int
+) -> tuple[Bucket, ...]:
     """The messages of some sums, in the order in which they leave.
 
     Args:
@@ -113,16 +117,27 @@ class Layout:
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
         """The sums of some factors at a step, and their messages in order."""
-        owners = [(factor, self.eigen_workers[factor.key]) for factor in self.factors if factor.key in keys]
+        owners = [
+            (factor, self.eigen_workers[factor.key])
+            for factor in self.factors
+            if factor.key in keys
+        ]
         slots = tuple(
-            Slot(factor.key, factor.side.numel, owner, self.contributors.of(factor.key, owner, step))
+            Slot(
+                factor.key, factor.side.numel, owner, self.contributors.of(factor.key, owner, step)
+            )
             for factor, owner in owners
         )
-        return slots, buckets(slots, world=self.contributors.world, itemsize=self.dtype.itemsize, nbytes=self.nbytes)
+        return slots, buckets(
+            slots, world=self.contributors.world, itemsize=self.dtype.itemsize, nbytes=self.nbytes
+        )
 
 
-def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """(source, target) -> bytes of a message's counts, in fp32, and of its elements, without padding."""
+def payloads(
+    bucket: Bucket, itemsize: int
+) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """(source, target) -> bytes of a message's counts, in fp32, and of its elements, without
+    padding."""
     counts, elements = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for piece in bucket:
         for rank in piece.slot.senders:
@@ -136,7 +151,11 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
     """This rank's moves of a message: of counts, and of the pieces' elements."""
     counts, elements = [], []
     for index, piece in enumerate(bucket):
-        pairs = [(sender, piece.slot.owner) for sender in piece.slot.senders if rank in (sender, piece.slot.owner)]
+        pairs = [
+            (sender, piece.slot.owner)
+            for sender in piece.slot.senders
+            if rank in (sender, piece.slot.owner)
+        ]
         elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
         counts += [Move(index, 0, COUNTS, *pair) for pair in pairs if piece.start == 0]
     return RelayoutPlan(world, tuple(counts)), RelayoutPlan(world, tuple(elements))
@@ -145,23 +164,28 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
 class Reducer:
     """Reduces the batch sums of the factors that are due.
 
-    The messages are the same on every rank, in number and order. Transient memory: this rank's sums, those of the
-    factors that it averages, and :data:`IN_FLIGHT` messages, each at most twice the layout's ``nbytes``."""
+    The messages are the same on every rank, in number and order. Transient memory: this rank's
+    sums, those of the factors that it averages, and :data:`IN_FLIGHT` messages, each at most twice
+    the layout's ``nbytes``."""
 
     def __init__(self, layout: Layout, channel: Channel, device: torch.device) -> None:
         self.layout, self.channel, self.device = layout, channel, device
         self._slots, self._buckets = layout.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
-        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes to, each with its
-        stride: every so many rows one counts."""
+        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes
+        to, each with its stride: every so many rows one counts."""
         self._slots, self._buckets = self.layout.of(keys, step)
-        strides, own = self.layout.contributors.strides, [s for s in self._slots if self.channel.rank in s.contributors]
+        strides, own = (
+            self.layout.contributors.strides,
+            [s for s in self._slots if self.channel.rank in s.contributors],
+        )
         return {slot.factor: strides.get(slot.factor, 1) for slot in own}
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Sums over all contributors, for the factors that this rank averages. Collective. ``sums``: this rank's, by
-        factor key, which are overwritten and freed; for a missing factor zeros travel."""
+        """Sums over all contributors, for the factors that this rank averages. Collective.
+        ``sums``: this rank's, by factor key, which are overwritten and freed; for a missing factor
+        zeros travel."""
         rank, running = self.channel.rank, list[tuple[Bucket, Message]]()
         for bucket in self._buckets:
             if len(running) == IN_FLIGHT:
@@ -199,8 +223,10 @@ class Reducer:
         return Message(parts, self.channel, self.device)
 
     def add(self, bucket: Bucket, message: Message, sums: Mapping[str, BatchSum]) -> None:
-        """Wait; then this rank's sums of the slots that it owns become those of all contributors, in rank order."""
-        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}  # (count or elements, piece) -> rank -> its part
+        """Wait; then this rank's sums of the slots that it owns become those of all contributors,
+        in rank order."""
+        # (count or elements, piece) -> rank -> its part
+        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}
         for kind, arrivals in enumerate(message.wait()):
             for move, part in arrivals:
                 arrived.setdefault((kind, move.param), {})[move.source] = part
@@ -208,7 +234,8 @@ class Reducer:
             piece = bucket[index]
             batch = sums[piece.slot.factor]
             whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.counts
-            if self.channel.rank in piece.slot.contributors:  # rounded as others', or the sum would depend on the owner
+            # rounded as others', or the sum would depend on the owner
+            if self.channel.rank in piece.slot.contributors:
                 parts[self.channel.rank] = whole.to(self.layout.dtype) if kind else whole
             total, *others = (parts[rank].float() for rank in sorted(parts))
             for part in others:

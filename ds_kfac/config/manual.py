@@ -1,4 +1,5 @@
-"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it docs/config.md."""
+"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it
+docs/config.md."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -61,12 +62,20 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 def manual(_: object = None) -> str:
     """The page: keys of the top level, then a section for each block."""
     whole = json_of(KFACConfig)
-    blocks = {name: key["$ref"].rpartition("/")[2] for name, key in whole["properties"].items() if "$ref" in key}
+    blocks = {
+        name: key["$ref"].rpartition("/")[2]
+        for name, key in whole["properties"].items()
+        if "$ref" in key
+    }
     top = {name: key for name, key in whole["properties"].items() if name not in blocks}
     parts = [HEAD, *table("", top)]
     for name, kind in blocks.items():
         block = whole["$defs"][kind]
-        parts += [f"\n## {name}\n", _text(block["description"]) + "\n", *table(f"{name}.", block["properties"])]
+        parts += [
+            f"\n## {name}\n",
+            _text(block["description"]) + "\n",
+            *table(f"{name}.", block["properties"]),
+        ]
     parts += [OPTIMIZER, _text(OptimizerParams.__doc__ or "") + "\n"]
     return "\n".join([*parts, *table(f"{PARAMS}.", json_of(OptimizerParams)["properties"])])
 
@@ -81,8 +90,15 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
     yield "| key | type | default | |\n|---|---|---|---|"
     for name, key in keys.items():
         if "description" not in key:
-            raise ValueError(f"{'' if prefix.startswith(PARAMS) else 'kfac.'}{prefix}{name} has no docstring")
-        row = (f"`{prefix}{name}`", _type(key), f"`{json.dumps(key['default'])}`", _text(key["description"]))
+            raise ValueError(
+                f"{'' if prefix.startswith(PARAMS) else 'kfac.'}{prefix}{name} has no docstring"
+            )
+        row = (
+            f"`{prefix}{name}`",
+            _type(key),
+            f"`{json.dumps(key['default'])}`",
+            _text(key["description"]),
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
 
@@ -116,12 +132,17 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(_: object = None) -> str:
-    """JSON schema of a DeepSpeed config; it only describes the ``"kfac"`` block, and KFACAdamW's optimizer block."""
+    """JSON schema of a DeepSpeed config; it only describes the ``"kfac"`` block, and KFACAdamW's
+    optimizer block."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")
-    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_kfac"}
+    top = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed config with ds_kfac",
+    }
     return json.dumps(
-        {**top, "type": "object", "properties": {KEY: block, **_optimizer()}, "$defs": definitions}, indent=2
+        {**top, "type": "object", "properties": {KEY: block, **_optimizer()}, "$defs": definitions},
+        indent=2,
     )
 
 

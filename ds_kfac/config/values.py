@@ -1,5 +1,5 @@
-"""What pydantic lacks: types for numbers or schedules, counts and regexes; nulls; and errors that say where, what was
-got and what to write instead."""
+"""What pydantic lacks: types for numbers or schedules, counts and regexes; nulls; and errors that
+say where, what was got and what to write instead."""
 
 import difflib
 import json
@@ -14,7 +14,15 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import hjson
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -33,7 +41,9 @@ def fits(value: Any) -> Any:
     return value
 
 
-def _checked(kind: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]) -> Any:
+def _checked(
+    kind: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]
+) -> Any:
     def check(value: Any) -> Any:
         if accepts(value):
             return value
@@ -56,7 +66,9 @@ Rows = _checked(
 """A count, or all."""
 BlockRows = _checked(
     int | list[int],
-    lambda value: bool(value) and all(map(_is_count, value if isinstance(value, list) else [value])),
+    lambda value: (
+        bool(value) and all(map(_is_count, value if isinstance(value, list) else [value]))
+    ),
     "Input should be an integer of at least 1, or a list of such",
     {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
 )
@@ -66,7 +78,8 @@ BlockRows = _checked(
 def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
     def check(pattern: str) -> str:
         try:
-            with warnings.catch_warnings():  # Python 3.10 only warns of flags in the middle, and applies them to all
+            # Python 3.10 only warns of flags in the middle, and applies them to all
+            with warnings.catch_warnings():
                 warnings.simplefilter("error", DeprecationWarning)
                 re.compile(inside.format(pattern))
         except (re.error, DeprecationWarning) as problem:
@@ -79,14 +92,18 @@ def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
 Pattern = Annotated[str, _compiles("{}", "Must be a regular expression: {problem}")]
 """A Python regex."""
 NameEnd = Annotated[
-    Pattern, _compiles("(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)")
+    Pattern,
+    _compiles(
+        "(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)"
+    ),
 ]
-"""A regex for the end of a name: it becomes part of a longer one, so it cannot have flags for the whole."""
+"""A regex for the end of a name: it becomes part of a longer one, so it cannot have flags for the
+whole."""
 
 
 class _Form(BaseModel):
-    """Without docstrings of attributes: pydantic would look for the source of each generic model, a quarter of a
-    second."""
+    """Without docstrings of attributes: pydantic would look for the source of each generic model, a
+    quarter of a second."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     _numbers_fit = field_validator("*", mode="before")(fits)
@@ -117,7 +134,9 @@ class Piecewise(_Form, Generic[Number]):
     def _fit(cls, steps: list[int], info: Any) -> list[int]:
         values = info.data.get("values")  # missing if the values have errors
         if values is not None and len(steps) != len(values) - 1:
-            raise ValueError(f"must be one fewer than the values, {len(values) - 1} for {len(values)}")
+            raise ValueError(
+                f"must be one fewer than the values, {len(values) - 1} for {len(values)}"
+            )
         if any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError("steps must be strictly increasing")
         return steps
@@ -127,7 +146,10 @@ class Piecewise(_Form, Generic[Number]):
 
 
 RAMPS = ("linear", "cosine", "exponential")
-FORMS: dict[str, type[Ramp] | type[Piecewise]] = {**dict.fromkeys(RAMPS, Ramp), "piecewise": Piecewise}
+FORMS: dict[str, type[Ramp] | type[Piecewise]] = {
+    **dict.fromkeys(RAMPS, Ramp),
+    "piecewise": Piecewise,
+}
 
 
 def form_of(raw: Mapping[str, Any]) -> type[BaseModel] | None:
@@ -142,7 +164,8 @@ def holds_value(annotation: Any) -> bool:
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """A Value from a number or a schedule object. Errors are located in the object; pydantic adds the key."""
+    """A Value from a number or a schedule object. Errors are located in the object; pydantic adds
+    the key."""
     if isinstance(raw, Mapping):
         form = form_of(raw)
         if form is None:
@@ -178,16 +201,24 @@ NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 
 Model = type[BaseModel]
 REMOVED = {
-    "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
-    "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; leave it out',
-    "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; leave it out',
-    "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an Adam, did better "
+    "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: "
+    "leave it out",
+    "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; '
+    "leave it out",
+    "factor.sample_positions": 'was removed in 0.2: positions are sampled unless "rows" is "all"; '
+    "leave it out",
+    "preconditioner.graft": "was removed in 0.2: corrected eigenvalues, which null chooses for an "
+    "Adam, did better "
     "without it; leave it out",
-    "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
-    "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name the file by --costs "
+    "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: "
+    "leave it out",
+    "assignment.costs": "was removed in 0.2: runs plan with builtin rates; leave it out, and name "
+    "the file by --costs "
     "of python -m ds_kfac estimate",
-    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps, and not late; leave it out",
-    "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming is exact; leave it out",
+    "eigenbasis.lag": "was removed in 0.2: refreshes are spread over steps, and not late; leave "
+    "it out",
+    "checkpoint.eigenbasis": "was removed in 0.2: eigenbases are always saved, so that resuming "
+    "is exact; leave it out",
 }
 """Key of an earlier version, or key=value -> what became of it and what to do."""
 AUTO = "auto"
@@ -196,7 +227,8 @@ KEY = "kfac"
 
 
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """A block without keys whose value is null, or Hugging Face's "auto"; unknown keys stay, to be errors."""
+    """A block without keys whose value is null, or Hugging Face's "auto"; unknown keys stay, to be
+    errors."""
     pruned = {}
     for key, value in values.items():
         field = model.model_fields.get(key)
@@ -210,7 +242,9 @@ def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     """One of pydantic's errors as a line; ``block`` is the raw input of ``model``."""
     path, got = ".".join(map(str, detail["loc"])), detail["input"]
-    if removed := REMOVED.get(path) or (REMOVED.get(f"{path}={got}") if isinstance(got, str) else None):
+    if removed := REMOVED.get(path) or (
+        REMOVED.get(f"{path}={got}") if isinstance(got, str) else None
+    ):
         return f"kfac.{path}: got {got!r}; {removed}"
     if detail["type"] == "extra_forbidden":
         if nested := _nested(path, got, model):
@@ -221,7 +255,8 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     if detail["type"] == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object{_such_as(detail['loc'], got, model)}"
     message = detail["msg"].removeprefix("Value error, ")
-    huge = detail["type"] == "too_large" and isinstance(got, int)  # its digits would fill the screen
+    # its digits would fill the screen
+    huge = detail["type"] == "too_large" and isinstance(got, int)
     shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
     return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
@@ -257,12 +292,18 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
         field, block = inner.model_fields[parent], block[parent]
         inner, in_schedule = _inner_model(field, block) or BaseModel, holds_value(field.annotation)
     siblings = inner.model_fields
-    begins = [name for name in siblings if len(key) > 2 and name.startswith(key)]  # damp: damping, not adam
-    close = [prefix + name for name in begins[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
+    # damp: damping, not adam
+    begins = [name for name in siblings if len(key) > 2 and name.startswith(key)]
+    close = [
+        prefix + name
+        for name in begins[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    ]
     if not close and not in_schedule:
         valid = list(paths(model))
         if key == "schedule" and "value" in siblings:
-            return f'a schedule is that of kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
+            return (
+                f'a schedule is that of kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
+            )
         close = [name for name in valid if name.split(".")[-1] == key]
         close = close or difflib.get_close_matches(prefix + key, valid, n=1, cutoff=0.5)
     if close:
@@ -287,27 +328,35 @@ def paths(model: Model, prefix: str = "") -> Iterator[str]:
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:
-    """The ``"kfac"`` block of a DeepSpeed config; None if there is none. Raises ValueError for a key that looks like a
-    misspelt one, and for one in another block: DeepSpeed would silently ignore them."""
+    """The ``"kfac"`` block of a DeepSpeed config; None if there is none. Raises ValueError for a
+    key that looks like a misspelt one, and for one in another block: DeepSpeed would silently
+    ignore them."""
     if KEY in ds_config:
         return ds_config[KEY]
     for key in ds_config:
         if str(key).startswith(f"{KEY}."):
             raise ValueError(
-                f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not joined by points: write '
+                f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not '
+                f"joined by points: write "
                 f"{_nest(str(key), ds_config[key])}"
             )
         letters = "".join(c for c in str(key).lower() if c.isalnum())
-        if set("kf") <= {*letters} and difflib.get_close_matches(letters, [KEY], cutoff=0.7):  # no "face", no "fact"
-            raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
+        # no "face", no "fact"
+        if set("kf") <= {*letters} and difflib.get_close_matches(letters, [KEY], cutoff=0.7):
+            raise ValueError(
+                f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?'
+            )
         if isinstance(ds_config[key], Mapping) and isinstance(ds_config[key].get(KEY), Mapping):
-            raise ValueError(f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside "{key}"')
+            raise ValueError(
+                f'DeepSpeed config: "kfac" is not read inside of "{key}"; move it out, beside '
+                f'"{key}"'
+            )
     return None
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
-    """A DeepSpeed config, given as a mapping or as a JSON file, which may have comments. Raises ValueError if it is no
-    JSON object."""
+    """A DeepSpeed config, given as a mapping or as a JSON file, which may have comments. Raises
+    ValueError if it is no JSON object."""
     try:
         config = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:

@@ -1,1 +1,2 @@
-"""One factor: the structure of its side, its running average, its decomposition, damping and precision."""
+"""One factor: the structure of its side, its running average, its decomposition, damping and
+precision."""

@@ -1,7 +1,8 @@
-"""Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's products.
+"""Eigenbases of sides and layers, exact decomposition with fallbacks, and the precision of a step's
+products.
 
-torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set around a few products
-and reset after them, also after an error.
+torch cannot set the precision of a single fp32 product, only a switch of the process. Ours is set
+around a few products and reset after them, also after an error.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
@@ -20,19 +21,23 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.ops.functional import block_product
 
 GROUPED = frozenset({"cuda"})
-"""Device types where matrices of one width are decomposed in one call: a small matrix alone leaves them idle."""
+"""Device types where matrices of one width are decomposed in one call: a small matrix alone leaves
+them idle."""
 BATCHED_UP_TO = 512
-"""Widest matrices that share a call; wider ones fill the device. A batched call was 110 times as fast as one by one for
-500 x [100, 100] in fp32, 32 to 75 times for b = 33..128 in fp64 (pytorch issues 174674, 175585). Not measured by us."""
+"""Widest matrices that share a call; wider ones fill the device. A batched call was 110 times as
+fast as one by one for 500 x [100, 100] in fp32, 32 to 75 times for b = 33..128 in fp64 (pytorch
+issues 174674, 175585). Not measured by us."""
 BATCH_NUMEL = 1 << 26
 """Most elements of a batch (256 MB in fp32); the solver's workspace is a multiple of it."""
 TOLERANCE = 1e-3
-"""Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well below a wrong one."""
+"""Relative residual up to which a GPU's decomposition is accepted: well above fp32 rounding, well
+below a wrong one."""
 
 Place = tuple[int, int]
 """(index of a request, index of a group of equal blocks in its factor)"""
 BlockEigh = tuple[tuple[Tensor, Tensor] | None, int]
-"""((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all attempts failed."""
+"""((values [n, b], vectors [n, b, b]), number of failed attempts); None in place of the pair if all
+attempts failed."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,18 @@ class Eigenbasis:
     """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.
 
     Attributes:
-        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty for a diagonal factor: Q is I.
-        values: fp32 [D], ascending in each block, clamped at 0: a second moment has no negative ones but by rounding.
+        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty for a
+            diagonal factor: Q is I.
+        values: fp32 [D], ascending in each block, clamped at 0: a second moment has no negative
+            ones but by rounding.
     """
 
     vectors: tuple[Tensor, ...]
     values: Tensor
 
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
-        """This eigenbasis with vectors rounded as by travelling in ``dtype``; itself if that is fp32."""
+        """This eigenbasis with vectors rounded as by travelling in ``dtype``; itself if that is
+        fp32."""
         if dtype is torch.float32:
             return self
         return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
@@ -56,8 +64,8 @@ class Eigenbasis:
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher G kron A: G's vectors act on the rows of dW, A's on its columns. Of a layer in
-    groups, see :func:`ds_kfac.ops.functional.block_product`."""
+    """The eigenbasis of a layer's Fisher G kron A: G's vectors act on the rows of dW, A's on its
+    columns. Of a layer in groups, see :func:`ds_kfac.ops.functional.block_product`."""
 
     G: Eigenbasis
     A: Eigenbasis
@@ -71,15 +79,19 @@ class LayerBasis:
         return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """Both Q with every entry squared. Its :meth:`restore` takes second moments, which are diagonal in this basis,
-        to the diagonal in the layer's own coordinates."""
+        """Both Q with every entry squared. Its :meth:`restore` takes second moments, which are
+        diagonal in this basis, to the diagonal in the layer's own coordinates."""
         return LayerBasis(
-            *(Eigenbasis(tuple(v.square() for v in side.vectors), side.values) for side in (self.G, self.A))
+            *(
+                Eigenbasis(tuple(v.square() for v in side.vectors), side.values)
+                for side in (self.G, self.A)
+            )
         )
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact decomposition of [n, b, b], computed in its dtype and on its device; (values, vectors) in fp32."""
+    """Exact decomposition of [n, b, b], computed in its dtype and on its device; (values, vectors)
+    in fp32."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.float().clamp(min=0), vectors.float().contiguous()
 
@@ -90,8 +102,8 @@ class Refreshed:
 
     Attributes:
         basis: the decomposition, see ``METHODS``; None if all attempts failed for some block.
-        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "diagonal" (nothing to
-            decompose: the side is diagonal or the identity), "failed".
+        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse),
+            "diagonal" (nothing to decompose: the side is diagonal or the identity), "failed".
         retries: number of failed attempts.
     """
 
@@ -107,7 +119,8 @@ class Request:
     Attributes:
         partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
         last: the eigenbasis to iterate from (``curvature/iteration.py``); None: decompose by eigh.
-        alone: whether it must not share a batch: other ranks have copies of it, and rounding depends on the batch.
+        alone: whether it must not share a batch: other ranks have copies of it, and rounding
+            depends on the batch.
     """
 
     factor: KroneckerFactor
@@ -117,25 +130,32 @@ class Request:
 
     def to(self, device: torch.device) -> "Request":
         """The request with both factors on the device."""
-        return replace(self, factor=self.factor.to(device), partner=self.partner and self.partner.to(device))
+        return replace(
+            self, factor=self.factor.to(device), partner=self.partner and self.partner.to(device)
+        )
 
 
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
-    """Decompose factors by eigh; results in the order of the requests. Synchronises with the device.
+    """Decompose factors by eigh; results in the order of the requests. Synchronises with the
+    device.
 
-    On a CPU each block is decomposed by itself, so that its result does not depend on what else is decomposed. On a GPU
-    small blocks of one width share a call.
+    On a CPU each block is decomposed by itself, so that its result does not depend on what else is
+    decomposed. On a GPU small blocks of one width share a call.
     """
     joint = bool(requests) and grouped(requests[0].factor.packed_P.device)
     solved: dict[Place, BlockEigh] = {}
     for call, parts in calls(requests, widest=BATCHED_UP_TO if joint else 0):
-        solved |= zip(call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True)
+        solved |= zip(
+            call, _decompose_batch(parts) if len(parts) > 1 else [decomposed(parts[0])], strict=True
+        )
     return joined(requests, solved, "eigh")
 
 
-def calls(requests: Sequence[Request], *, widest: float = math.inf) -> Iterator[tuple[list[Place], list[Tensor]]]:
-    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most; diagonals have none.
-    Yields their places and, [n, b, b], the blocks of each.
+def calls(
+    requests: Sequence[Request], *, widest: float = math.inf
+) -> Iterator[tuple[list[Place], list[Tensor]]]:
+    """Groups of blocks that share a call: of one width, with :data:`BATCH_NUMEL` elements at most;
+    diagonals have none. Yields their places and, [n, b, b], the blocks of each.
 
     Args:
         widest: wider blocks share no call.
@@ -159,7 +179,9 @@ def calls(requests: Sequence[Request], *, widest: float = math.inf) -> Iterator[
 
 
 def joined(
-    requests: Sequence[Request], solved: Mapping[Place, BlockEigh], how: Literal["eigh", "iteration"]
+    requests: Sequence[Request],
+    solved: Mapping[Place, BlockEigh],
+    how: Literal["eigh", "iteration"],
 ) -> list[Refreshed]:
     """The results of requests from those of their blocks."""
     results: list[Refreshed] = []
@@ -170,27 +192,39 @@ def joined(
             results.append(Refreshed(Eigenbasis((), values), "diagonal"))
             continue
         groups = [solved[index, group] for group in range(len(side.groups))]
-        retries, pairs = sum(failures for _, failures in groups), [pair for pair, _ in groups if pair is not None]
+        retries, pairs = (
+            sum(failures for _, failures in groups),
+            [pair for pair, _ in groups if pair is not None],
+        )
         if len(pairs) < len(groups):
             results.append(Refreshed(None, "failed", retries))
             continue
         values = torch.cat([values.reshape(-1) for values, _ in pairs])
-        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries))
+        results.append(
+            Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), how, retries)
+        )
     return results
 
 
 def _decompose_batch(parts: Sequence[Tensor]) -> list[BlockEigh]:
-    """Decompose blocks of one width, [n_i, b, b] each, in one call; those that it fails for once more by themselves."""
+    """Decompose blocks of one width, [n_i, b, b] each, in one call; those that it fails for once
+    more by themselves."""
     blocks = torch.cat(list(parts))
     try:
         values, vectors = eigh(blocks)
-        valid = passed((values, vectors), functools.partial(passes_residual_check, blocks), blocks.device).cpu()
+        valid = passed(
+            (values, vectors), functools.partial(passes_residual_check, blocks), blocks.device
+        ).cpu()
     except RuntimeError:
         return [decomposed(part) for part in parts]
     sizes = [len(part) for part in parts]
     split = zip(parts, valid.split(sizes), values.split(sizes), vectors.split(sizes), strict=True)
-    # copies: a view would keep the whole batch in memory, and in checkpoints, as long as any of them
-    return [((w.clone(), Q.clone()), 0) if bool(ok.all()) else decomposed(part) for part, ok, w, Q in split]
+    # copies: a view would keep the whole batch in memory, and in checkpoints, as long as any of
+    # them
+    return [
+        ((w.clone(), Q.clone()), 0) if bool(ok.all()) else decomposed(part)
+        for part, ok, w, Q in split
+    ]
 
 
 def grouped(device: torch.device) -> bool:
@@ -199,23 +233,27 @@ def grouped(device: torch.device) -> bool:
 
 
 def decomposed(blocks: Tensor) -> BlockEigh:
-    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller has checked that the blocks are finite: LAPACK
-    silently returns NaN for NaN, and cuSOLVER may raise or not."""
+    """Decompose [n, b, b] by eigh, :func:`with_fallbacks`. The caller has checked that the blocks
+    are finite: LAPACK silently returns NaN for NaN, and cuSOLVER may raise or not."""
     return with_fallbacks(blocks, eigh, functools.partial(passes_residual_check, blocks))
 
 
 def with_fallbacks(
     blocks: Tensor, solve: Callable[[Tensor], tuple[Tensor, ...]], check: Callable[..., Tensor]
 ) -> tuple[Any, int]:
-    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An error or invalid result fails.
+    """Solve for blocks in their dtype, else in float64, else in float64 on the CPU. An error or
+    invalid result fails.
 
     Args:
         check: see :func:`passed`.
 
-    Returns the first valid result, on the device of ``blocks``, None if all attempts failed; and the number of failed
-    attempts. Synchronises once an attempt.
+    Returns the first valid result, on the device of ``blocks``, None if all attempts failed; and
+    the number of failed attempts. Synchronises once an attempt.
     """
-    device, attempts = blocks.device, [(blocks.device, blocks.dtype), (blocks.device, torch.float64)]
+    device, attempts = (
+        blocks.device,
+        [(blocks.device, blocks.dtype), (blocks.device, torch.float64)],
+    )
     if device.type != "cpu":
         attempts.append((torch.device("cpu"), torch.float64))
     for failures, (place, dtype) in enumerate(attempts):
@@ -223,13 +261,16 @@ def with_fallbacks(
             result = tuple(part.to(device) for part in solve(blocks.to(place, dtype)))
             if bool(passed(result, check, device).all()):
                 return result, failures
-        except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next attempt is more exact or elsewhere
+        except RuntimeError:
+            # LinAlgError, cuSOLVER's own, out of memory: the next attempt is more exact or
+            # elsewhere
             continue
     return None, len(attempts)
 
 
 def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """Bool [n]: whether results [n, ..] are finite and, if they were wanted on a GPU, pass a residual check."""
+    """Bool [n]: whether results [n, ..] are finite and, if they were wanted on a GPU, pass a
+    residual check."""
     sizes = [torch.linalg.vector_norm(part.flatten(1), math.inf, dim=1) for part in result]
     finite = torch.isfinite(torch.stack(sizes)).all(0)
     return finite & check(*result) if grouped(device) else finite
@@ -237,21 +278,27 @@ def passed(result: Sequence[Tensor], check: Callable[..., Tensor], device: torch
 
 def probe(blocks: Tensor) -> Tensor:
     """A fixed vector for residual checks, fp32 [b], with no pattern that a factor could share."""
-    return torch.cos(1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2)
+    return torch.cos(
+        1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2
+    )
 
 
 def passes_residual_check(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """Bool [n]: whether Q Q^T x = x and Q^T C x = diag(values) Q^T x, for one x (Freivalds' check).
 
-    torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error (pytorch issue 192483).
-    Elementwise, O(b^2): no product that TF32 could round.
+    torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error
+    (pytorch issue 192483). Elementwise, O(b^2): no product that TF32 could round.
     """
     x = probe(blocks)
     rotated = (vectors * x.unsqueeze(-1)).sum(-2)
-    orthogonal = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
+    orthogonal = ((vectors * rotated.unsqueeze(-2)).sum(-1) - x).norm(
+        dim=-1
+    ) <= TOLERANCE * x.norm()
     image = (blocks * x).sum(-1)
     residual = (vectors * image.unsqueeze(-1)).sum(-2) - values * rotated
-    return orthogonal & (residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
+    return orthogonal & (
+        residual.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm()
+    )
 
 
 TF32_CAPABILITY = (8, 0)
@@ -287,7 +334,11 @@ def choose(requested: str | None, device: torch.device) -> Precision:
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
     if requested is None:
-        return Precision("tf32", "tf32", why="chosen") if able else Precision(why="chosen: no TF32 here")
+        return (
+            Precision("tf32", "tf32", why="chosen")
+            if able
+            else Precision(why="chosen: no TF32 here")
+        )
     if requested == "highest":
         return HIGHEST
     why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
@@ -296,9 +347,11 @@ def choose(requested: str | None, device: torch.device) -> Precision:
 
 @contextmanager
 def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
-    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set.
+    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process
+    has set.
 
-    A value that the process set for all backends at once is read and restored as one set for products alone.
+    A value that the process set for all backends at once is read and restored as one set for
+    products alone.
     """
     switch = _switch(device.type)
     if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
@@ -328,5 +381,9 @@ class _OldSwitch:
 
 @functools.cache
 def _switch(kind: str) -> Any:
-    backend: Any = torch.backends.cuda.matmul if kind == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
+    backend: Any = (
+        torch.backends.cuda.matmul
+        if kind == "cuda"
+        else getattr(torch.backends.mkldnn, "matmul", None)
+    )
     return backend if hasattr(backend, "fp32_precision") else _OldSwitch()

@@ -1,8 +1,10 @@
-"""A side of a layer's matrix, and its factor: the running second moment of that side's rows. For adaptive intervals a
-factor also has its last two values, as one that barely changes is captured and refreshed less often.
+"""A side of a layer's matrix, and its factor: the running second moment of that side's rows. For
+adaptive intervals a factor also has its last two values, as one that barely changes is captured and
+refreshed less often.
 
-Every factor is block-diagonal with blocks of one width: the whole side (dense), a part of it (blocked), 1 (diagonal)
-or 0 (identity: nothing is stored). The lower triangles of the blocks follow each other in one flat fp32 tensor.
+Every factor is block-diagonal with blocks of one width: the whole side (dense), a part of it
+(blocked), 1 (diagonal) or 0 (identity: nothing is stored). The lower triangles of the blocks follow
+each other in one flat fp32 tensor.
 
 Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of width b.
 """
@@ -15,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_kfac.ops.dispatch import block_syrk_accumulate_, ema_update_, symmetric_unpack_from, syrk_accumulate_
+from ds_kfac.ops.dispatch import (
+    block_syrk_accumulate_,
+    ema_update_,
+    symmetric_unpack_from,
+    syrk_accumulate_,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Side:
 
     Attributes:
         dim: width D.
-        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last one may be smaller.
+        block: width of the diagonal blocks: ``dim`` is dense, 1 diagonal, 0 identity. The last one
+            may be smaller.
     """
 
     dim: int
@@ -48,11 +56,13 @@ class Side:
         return cls(dim, -(-dim // -(-dim // longest)))
 
     def repeated(self, times: int) -> "Side":
-        """This side ``times`` times in a row, as in a layer with groups; no block spans two of them."""
+        """This side ``times`` times in a row, as in a layer with groups; no block spans two of
+        them."""
         if times == 1:
             return self
         block = self.block
-        while block and self.dim % block:  # a smaller last block would shift the blocks of the next repetition
+        # a smaller last block would shift the blocks of the next repetition
+        while block and self.dim % block:
             block -= 1
         return Side(self.dim * times, block)
 
@@ -85,7 +95,8 @@ class Side:
 
     @property
     def basis_numel(self) -> int:
-        """Elements of its eigenvectors, and multiplications to rotate one vector; 0 for a diagonal."""
+        """Elements of its eigenvectors, and multiplications to rotate one vector; 0 for a
+        diagonal."""
         return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
@@ -101,8 +112,10 @@ class Side:
 
         Args:
             x_ND: rows [N, D]; with ``bias`` [N, D - 1], or [N, D - n] for a side repeated n times.
-            kept: bool [N], which rows count; None: all of them. The other rows may hold anything, even NaN.
-            bias: whether a 1, the input of the bias, is appended to each row, or to each of its n parts.
+            kept: bool [N], which rows count; None: all of them. The other rows may hold anything,
+                even NaN.
+            bias: whether a 1, the input of the bias, is appended to each row, or to each of its n
+                parts.
         """
         if self.block == 0:
             return sum_P
@@ -112,7 +125,9 @@ class Side:
             parts = x_ND.unflatten(1, (self.dim - x_ND.shape[1], -1))
             x_ND = F.pad(parts, (0, 1), value=1.0).flatten(1)
         columns = x_ND.split([count * width for count, width in self.groups], dim=1)
-        for (_, width), part_P, part_ND in zip(self.groups, sum_P.split(self.sizes), columns, strict=True):
+        for (_, width), part_P, part_ND in zip(
+            self.groups, sum_P.split(self.sizes), columns, strict=True
+        ):
             block_syrk_accumulate_(part_P, part_ND, block=width, kept=kept, scale=scale)
         return sum_P
 
@@ -148,8 +163,8 @@ def _diagonal(width: int, device: torch.device) -> Tensor:
 
 
 SPIKE = 10.0
-"""A batch's trace over the running average's; above it the batch is scaled down to it. In ordinary training the ratio
-is 7 at most, once the average stands on :data:`SETTLED` batches."""
+"""A batch's trace over the running average's; above it the batch is scaled down to it. In ordinary
+training the ratio is 7 at most, once the average stands on :data:`SETTLED` batches."""
 SETTLED = 10
 PIECE = 1 << 18
 """Elements in one norm of torch: their squares add up in fp32 with a relative error of 2e-6."""
@@ -172,7 +187,11 @@ class History:
         """A history of copies of these values."""
 
         def own(value: Tensor | None) -> Tensor:
-            return torch.zeros(side.numel, device="cpu", dtype=torch.float32) if value is None else value.clone()
+            return (
+                torch.zeros(side.numel, device="cpu", dtype=torch.float32)
+                if value is None
+                else value.clone()
+            )
 
         return cls(side, own(last), own(before))
 
@@ -183,12 +202,15 @@ class History:
 
 @dataclass(frozen=True)
 class KroneckerFactor:
-    """One Kronecker factor, A or G. It keeps its tensors for the whole run: :func:`update_` changes them in place.
+    """One Kronecker factor, A or G. It keeps its tensors for the whole run: :func:`update_` changes
+    them in place.
 
     Attributes:
         side: its width and blocks.
-        packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are offloaded.
-        updates: fp32 scalar on the device, number of averaged batches. A tensor: the device knows if a batch had rows.
+        packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are
+            offloaded.
+        updates: fp32 scalar on the device, number of averaged batches. A tensor: the device knows
+            if a batch had rows.
         history: its last two values, for adaptive intervals; None if these are off.
     """
 
@@ -199,7 +221,8 @@ class KroneckerFactor:
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
-        """A factor before its first batch: zero, as an identity would take hundreds of updates to fade."""
+        """A factor before its first batch: zero, as an identity would take hundreds of updates to
+        fade."""
         return cls(
             side,
             torch.zeros(side.numel, device=device, dtype=torch.float32),
@@ -207,21 +230,28 @@ class KroneckerFactor:
         )
 
     def to(self, device: torch.device) -> "KroneckerFactor":
-        """The factor with its average on another device. The counter is the same tensor, on the computing device."""
+        """The factor with its average on another device. The counter is the same tensor, on the
+        computing device."""
         return replace(self, packed_P=moved(self.packed_P, device))
 
 
 def usable(factors: Sequence[KroneckerFactor]) -> Tensor:
-    """Bool [n]: whether factors, at least one, can be decomposed. Zero, non-finite or no data cannot.
+    """Bool [n]: whether factors, at least one, can be decomposed. Zero, non-finite or no data
+    cannot.
 
     G is zero while the layers above pass no gradient; relative damping would then be zero, too.
     """
     sizes = torch.stack(torch._foreach_norm([factor.packed_P for factor in factors], float("inf")))
-    return (torch.stack([factor.updates for factor in factors]) > 0) & (sizes > 0) & torch.isfinite(sizes)
+    return (
+        (torch.stack([factor.updates for factor in factors]) > 0)
+        & (sizes > 0)
+        & torch.isfinite(sizes)
+    )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``; from a GPU to the host in pinned memory. Does not wait for the copy."""
+    """The tensor on ``device``; from a GPU to the host in pinned memory. Does not wait for the
+    copy."""
     if tensor.device.type == device.type or device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -241,21 +271,29 @@ def update_(
 
     Args:
         sums_P, counts, decays: see :func:`average_`; on ``device``.
-        device: computes. Averages that lie elsewhere are moved to it, and copied back into their memory.
+        device: computes. Averages that lie elsewhere are moved to it, and copied back into their
+            memory.
         tolerance: see :func:`compare_`; read for factors with a history.
 
-    Returns index of a factor with a history -> bool [2] on the device: whether the new average is similar to its last
-    value, and to the one before; and bool [2, n]: whether a factor's batch was scaled down, and whether it left its
-    factor as it was, since it had no row or a value that is not finite.
+    Returns index of a factor with a history -> bool [2] on the device: whether the new average is
+    similar to its last value, and to the one before; and bool [2, n]: whether a factor's batch was
+    scaled down, and whether it left its factor as it was, since it had no row or a value that is
+    not finite.
     """
     if not factors:
         return {}, torch.zeros(2, 0, dtype=torch.bool, device=device)
     here = [factor.to(device) for factor in factors]
     over, used = average_(here, sums_P, counts, decays)
     similar: dict[int, Tensor] = {}
-    histories = {index: factor.history for index, factor in enumerate(factors) if factor.history is not None}
+    histories = {
+        index: factor.history for index, factor in enumerate(factors) if factor.history is not None
+    }
     if tolerance is not None and histories:
-        flags = compare_([*histories.values()], [here[index].packed_P for index in histories], tolerance=tolerance)
+        flags = compare_(
+            [*histories.values()],
+            [here[index].packed_P for index in histories],
+            tolerance=tolerance,
+        )
         similar = dict(zip(histories, flags.unbind(), strict=True))
     for factor, computed in zip(factors, here, strict=True):
         if computed.packed_P is not factor.packed_P:
@@ -264,17 +302,22 @@ def update_(
 
 
 def average_(
-    factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Tensor, decays: Sequence[float]
+    factors: Sequence[KroneckerFactor],
+    sums_P: Sequence[Tensor],
+    counts: Tensor,
+    decays: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Average a batch in, in place: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
+    """Average a batch in, in place: factor <- r factor + (1 - r) sum / count, with r = min(1 -
+    1/updates, decay).
 
-    The growing r is the bias correction: until the window is full this is the plain mean of all batches.
-    A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
-    device, without a host synchronisation.
+    The growing r is the bias correction: until the window is full this is the plain mean of all
+    batches. A batch without rows, or with a value that is not finite, leaves its factor as it is;
+    decided on the device, without a host synchronisation.
 
-    A gradient a thousand times too large would be a million times the average in G, and stay in it for sixty updates.
-    So a batch counts for at most :data:`SPIKE` times the average's trace. A factor that has really grown so much is
-    still followed, by a factor of 1 + (1 - r) (SPIKE - 1) an update.
+    A gradient a thousand times too large would be a million times the average in G, and stay in it
+    for sixty updates. So a batch counts for at most :data:`SPIKE` times the average's trace. A
+    factor that has really grown so much is still followed, by a factor of 1 + (1 - r) (SPIKE - 1)
+    an update.
 
     Args:
         factors: at least one.
@@ -282,12 +325,15 @@ def average_(
         counts: fp32 [n], numbers of rows in each sum.
         decays: weight of the past in [0, 1).
 
-    Returns fp32 [n]: by how much each batch was scaled down, 1 for most; and bool [n]: whether it was used.
+    Returns fp32 [n]: by how much each batch was scaled down, 1 for most; and bool [n]: whether it
+    was used.
     """
     averages_P = [factor.packed_P for factor in factors]
     updates = [factor.updates for factor in factors]
     diagonals = [
-        factor.side.diagonal_of(x_P) for of in (averages_P, sums_P) for factor, x_P in zip(factors, of, strict=True)
+        factor.side.diagonal_of(x_P)
+        for of in (averages_P, sums_P)
+        for factor, x_P in zip(factors, of, strict=True)
     ]
     # of second moments nothing is negative
     usual, traces = torch.stack(torch._foreach_norm(diagonals, 1)).chunk(2)
@@ -297,9 +343,9 @@ def average_(
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
-    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it is NaN, or the
-    average is zero or too young to judge by. Infinity if the size or the factor leaves fp32: the batch counts for
-    nothing.
+    """Factor >= 1 by which a batch's size exceeds :data:`SPIKE` times the usual one, [..]; 1 if it
+    is NaN, or the average is zero or too young to judge by. Infinity if the size or the factor
+    leaves fp32: the batch counts for nothing.
 
     Args:
         new: size of the batch; infinite also where a sum of finite values leaves fp32.
@@ -311,12 +357,15 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     return torch.where(comparable, over.clamp(min=1), torch.ones_like(over))
 
 
-def compare_(histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float) -> Tensor:
-    """Compare new values of n factors with their histories, in one go, without waiting for the device. The new values
-    are then copied into the histories, as their last ones.
+def compare_(
+    histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
+) -> Tensor:
+    """Compare new values of n factors with their histories, in one go, without waiting for the
+    device. The new values are then copied into the histories, as their last ones.
 
-    A value is similar to an old one if |new - old|_F < tolerance |old|_F; never if there is no old value, if that is
-    zero, or if something is not finite. Needs memory for one more copy of the values.
+    A value is similar to an old one if |new - old|_F < tolerance |old|_F; never if there is no old
+    value, if that is zero, or if something is not finite. Needs memory for one more copy of the
+    values.
 
     Args:
         packed_P: fp32 [P] for each factor, on one device, which computes.
@@ -334,20 +383,29 @@ def compare_(histories: Sequence[History], packed_P: Sequence[Tensor], *, tolera
     return torch.stack(similar, dim=1)
 
 
-def _similar(new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float) -> Tensor:
+def _similar(
+    new_P: Sequence[Tensor], old_P: Sequence[Tensor], sides: Sequence[Side], tolerance: float
+) -> Tensor:
     """Which new values are similar to the old ones, see :func:`compare_`; bool [n]."""
-    changes, norms = frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides), frobenius(old_P, sides)
+    changes, norms = (
+        frobenius(torch._foreach_sub(list(new_P), list(old_P)), sides),
+        frobenius(old_P, sides),
+    )
     return (changes < tolerance * norms) & norms.isfinite()
 
 
 def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
-    """Frobenius norms of symmetric matrices, fp32 [n]; a packed element off the diagonal counts twice."""
+    """Frobenius norms of symmetric matrices, fp32 [n]; a packed element off the diagonal counts
+    twice."""
     diagonals = [side.diagonal_of(packed) for side, packed in zip(sides, packed_P, strict=True)]
     return (2 * _squares(packed_P) - _squares(diagonals)).sqrt()
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of squares, fp32 [n], in pieces: torch's norm over millions of elements loses digits on a CPU."""
+    """Sums of squares, fp32 [n], in pieces: torch's norm over millions of elements loses digits on
+    a CPU."""
     pieces = [tensor.split(PIECE) for tensor in tensors]
-    squares = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts])).square()
+    squares = torch.stack(
+        torch._foreach_norm([piece for parts in pieces for piece in parts])
+    ).square()
     return torch.stack([part.sum() for part in squares.split([len(parts) for parts in pieces])])

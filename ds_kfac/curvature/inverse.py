@@ -2,12 +2,14 @@
 
     V = (G + sqrt(lambda) / pi I)^-1 dW (A + pi sqrt(lambda) I)^-1        pi = sqrt(mean(A) / mean(G))
 
-Two products a step instead of four, and a Cholesky decomposition instead of an eigendecomposition. The damping is
-part of what is inverted: another value takes effect at the next refresh.
+Two products a step instead of four, and a Cholesky decomposition instead of an eigendecomposition.
+The damping is part of what is inverted: another value takes effect at the next refresh.
 
-Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA, arXiv:2107.01739).
+Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 2021 (KAISA,
+    arXiv:2107.01739).
 
-Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n blocks of width b.
+Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n
+blocks of width b.
 """
 
 from collections.abc import Callable
@@ -35,8 +37,9 @@ FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
     "relative": lambda value, mean, partner: value**0.5 * mean,
 }
-"""Damping that is added to a factor, as a function of lambda and of the mean diagonals of this factor and its partner:
-pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative": lambda times mean(A) mean(G), the partner's cancels."""
+"""Damping that is added to a factor, as a function of lambda and of the mean diagonals of this
+factor and its partner: pi sqrt(lambda) for A, sqrt(lambda) / pi for G. "relative": lambda times
+mean(A) mean(G), the partner's cancels."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,10 @@ class DampedInverse:
     """(factor + damping I)^-1.
 
     Attributes:
-        blocks: fp32 [n, b, b] per group of equal blocks, symmetric to the bit; empty for a diagonal or an identity.
-        diagonal: fp32 [D] for a diagonal side; else None. An identity has neither: its damped inverse is one number,
-            which its partner's inverse is multiplied by.
+        blocks: fp32 [n, b, b] per group of equal blocks, symmetric to the bit; empty for a diagonal
+            or an identity.
+        diagonal: fp32 [D] for a diagonal side; else None. An identity has neither: its damped
+            inverse is one number, which its partner's inverse is multiplied by.
     """
 
     blocks: tuple[Tensor, ...] = ()
@@ -62,13 +66,18 @@ class DampedInverse:
 
 
 def packed(inverse: DampedInverse) -> Tensor:
-    """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half the size of an eigenbasis.
+    """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half the
+    size of an eigenbasis.
 
-    It always travels in fp32: rounding every entry to 16 bits would move small eigenvalues, those of the sharpest
-    directions, below zero, and fp16 would overflow where a factor is small.
+    It always travels in fp32: rounding every entry to 16 bits would move small eigenvalues, those
+    of the sharpest directions, below zero, and fp16 would overflow where a factor is small.
     """
     if not inverse.blocks:
-        return inverse.diagonal if inverse.diagonal is not None else torch.empty(0, dtype=torch.float32, device="cpu")
+        return (
+            inverse.diagonal
+            if inverse.diagonal is not None
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
     matrices = [matrix for blocks in inverse.blocks for matrix in blocks]
     ends = list(accumulate(packed_numel(len(matrix)) for matrix in matrices))
     out = torch.empty(ends[-1], device=matrices[0].device, dtype=torch.float32)
@@ -81,12 +90,15 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
     if side.block == 1:
         return DampedInverse(diagonal=flat_P.clone())
     # side.blocks gives views of flat_P for width 1
-    return DampedInverse(tuple(block.clone() if block.shape[-1] == 1 else block for block in side.blocks(flat_P)))
+    return DampedInverse(
+        tuple(block.clone() if block.shape[-1] == 1 else block for block in side.blocks(flat_P))
+    )
 
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher G kron A: G's acts on the rows of dW, A's on its columns."""
+    """The damped inverse of a layer's Fisher G kron A: G's acts on the rows of dW, A's on its
+    columns."""
 
     G: DampedInverse
     A: DampedInverse
@@ -95,15 +107,21 @@ class LayerInverse:
         """G^-1 x A^-1."""
         x_OI = block_product(self.G.blocks, x_OI, self.A.blocks)
         x_OI = x_OI if self.G.diagonal is None else x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
-        return x_OI if self.A.diagonal is None else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
+        return (
+            x_OI
+            if self.A.diagonal is None
+            else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
+        )
 
     def precondition(
         self, gradient_OI: Tensor, *, damping: float, precision: Precision = HIGHEST
     ) -> tuple[Tensor, Tensor]:
-        """V = G^-1 gradient A^-1, both damped, and <V, gradient>. Linear in the gradient. Cost: 2 O I (O + I) FLOPs.
+        """V = G^-1 gradient A^-1, both damped, and <V, gradient>. Linear in the gradient. Cost: 2 O
+        I (O + I) FLOPs.
 
         Args:
-            damping: of this step. Only read if both sides are identities, as these have no inverse that holds it.
+            damping: of this step. Only read if both sides are identities, as these have no inverse
+                that holds it.
         """
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
@@ -120,8 +138,8 @@ def refresh_inverse(
 
     Args:
         factor: of a dense, blocked or diagonal side.
-        partner: the layer's other factor; None if another rank has it, which "relative" allows. If it is an identity,
-            its damped inverse, a number, multiplies this one.
+        partner: the layer's other factor; None if another rank has it, which "relative" allows. If
+            it is an identity, its damped inverse, a number, multiplies this one.
     """
     side, mean = factor.side, _mean(factor)
     damp = FACTORED_DAMPING[damping_kind]
@@ -129,7 +147,9 @@ def refresh_inverse(
     with_identity = partner is not None and partner.side.block == 0
     scale = 1 / (1 + damp(damping, 1.0, mean)) if with_identity else 1.0
     if side.block == 1:
-        return Refreshed(DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal")
+        return Refreshed(
+            DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal"
+        )
     inverses, retries = [], 0
     for blocks in side.blocks(factor.packed_P):
         inverted, failed = with_fallbacks(
@@ -141,16 +161,19 @@ def refresh_inverse(
         if inverted is None:
             return Refreshed(None, "failed", retries)
         inverses += inverted
-    # packed and unpacked, as receivers get it: cuSOLVER's two triangles differ in rounding, and replicas must not
+    # packed and unpacked, as receivers get it: cuSOLVER's two triangles differ in rounding, and
+    # replicas must not
     return Refreshed(from_packed(side, packed(DampedInverse(tuple(inverses)))), "cholesky", retries)
 
 
 def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
-    """scale (matrix + added I)^-1 for positive definite [n, b, b], computed in their dtype and on their device; fp32.
+    """scale (matrix + added I)^-1 for positive definite [n, b, b], computed in their dtype and on
+    their device; fp32.
 
-    NaN where the Cholesky decomposition failed: the caller checks for NaN anyway, and a check here would wait for the
-    device. The damping is added in the dtype of the attempt, as fp32 may round it away next to a large diagonal. A
-    pivot of the size of rounding counts as failed: whether one is found depends on the processor.
+    NaN where the Cholesky decomposition failed: the caller checks for NaN anyway, and a check here
+    would wait for the device. The damping is added in the dtype of the attempt, as fp32 may round
+    it away next to a large diagonal. A pivot of the size of rounding counts as failed: whether one
+    is found depends on the processor.
     """
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
@@ -158,20 +181,30 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     rounding = 2 * torch.finfo(matrix.dtype).eps * diagonal.amax(dim=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
     failed = (info != 0) | (lower.diagonal(dim1=-2, dim2=-1).square().amin(dim=-1) <= rounding)
-    inverse = torch.cholesky_inverse(lower).mT.contiguous()  # it comes in columns; both triangles are nearly equal
+    # it comes in columns; both triangles are nearly equal
+    inverse = torch.cholesky_inverse(lower).mT.contiguous()
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
     return inverse.masked_fill_(failed[:, None, None], torch.nan).float()
 
 
-def passes_residual_check(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
-    """Bool [n]: whether (C + added I) inverse x = scale x for one x; elementwise, as the check of an eigenbasis."""
+def passes_residual_check(
+    blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0
+) -> Tensor:
+    """Bool [n]: whether (C + added I) inverse x = scale x for one x; elementwise, as the check of
+    an eigenbasis."""
     x = probe(blocks)
     y = (inverse * x).sum(-1)
     residual = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
-    return residual.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(dim=-1)
+    return residual.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(
+        dim=-1
+    )
 
 
 def _mean(factor: KroneckerFactor) -> Tensor:
     """Mean of a factor's diagonal; 1 for an identity."""
-    return factor.side.diagonal_of(factor.packed_P).mean() if factor.side.block else factor.packed_P.new_ones(())
+    return (
+        factor.side.diagonal_of(factor.packed_P).mean()
+        if factor.side.block
+        else factor.packed_P.new_ones(())
+    )

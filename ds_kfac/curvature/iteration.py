@@ -1,19 +1,22 @@
-"""A refresh without an eigendecomposition: one step of orthogonal iteration from the last eigenbasis.
+"""A refresh without an eigendecomposition: one step of orthogonal iteration from the last
+eigenbasis.
 
     Z = C Q,  columns sorted by diag(Q^T C Q), the largest first         Q' = the orthogonal factor of Z = Q' R
     values = diag(Q'^T C Q'),  columns sorted by them, the smallest first, as eigh does
 
-R has a positive diagonal, so a column keeps its sign. Between two refreshes a running average changes little, so one
-step tracks its eigenvectors closely enough for preconditioning. Clusters of eigenvalues are harmless: nothing is
-divided by a gap. Source: SOAP, Vyas et al. 2024 (arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
+R has a positive diagonal, so a column keeps its sign. Between two refreshes a running average
+changes little, so one step tracks its eigenvectors closely enough for preconditioning. Clusters of
+eigenvalues are harmless: nothing is divided by a gap. Source: SOAP, Vyas et al. 2024
+(arXiv:2409.11321); orthogonal iteration: Golub & Van Loan, 8.2.4.
 
-Only GPUs use it (an H100 has, docs/gpu.md): Q' takes products, a Cholesky factor and a triangular solve, batched over
-all sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR takes as long as eigh up to width 2,048
-(docs/notes/kernels.md), so eigh stays.
+Only GPUs use it (an H100 has, docs/gpu.md): Q' takes products, a Cholesky factor and a triangular
+solve, batched over all sides of one width, where eigh leaves the device idle. On a CPU LAPACK's QR
+takes as long as eigh up to width 2,048 (docs/notes/kernels.md), so eigh stays.
 
-Cholesky-QR squares the condition of Z. Therefore directions below rounding in C are not iterated, their columns of Q
-stay; columns of Z are scaled to norm one, which does not change Q'; and there are two passes, the first with a shift
-(Fukaya et al. 2020, arXiv:1809.11085). A step that fails its checks is replaced by eigh.
+Cholesky-QR squares the condition of Z. Therefore directions below rounding in C are not iterated,
+their columns of Q stay; columns of Z are scaled to norm one, which does not change Q'; and there
+are two passes, the first with a shift (Fukaya et al. 2020, arXiv:1809.11085). A step that fails its
+checks is replaced by eigh.
 
 Shape suffixes: n blocks of width b.
 """
@@ -25,7 +28,16 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature import eigen
-from ds_kfac.curvature.eigen import TOLERANCE, BlockEigh, Place, Refreshed, Request, fp32_products, grouped, probe
+from ds_kfac.curvature.eigen import (
+    TOLERANCE,
+    BlockEigh,
+    Place,
+    Refreshed,
+    Request,
+    fp32_products,
+    grouped,
+    probe,
+)
 
 EXACT_EVERY = 10
 """One refresh in so many is by eigh."""
@@ -37,12 +49,19 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def refresh_from_last(requests: Sequence[Request]) -> list[Refreshed]:
-    """As :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the iteration for requests on a GPU that have
-    a last basis. If a step fails its checks, eigh follows, counted as a retry. Synchronises once more.
+    """As :func:`ds_kfac.curvature.eigen.refresh_all`, but by one step of the iteration for requests
+    on a GPU that have a last basis. If a step fails its checks, eigh follows, counted as a retry.
+    Synchronises once more.
     """
-    fit = [index for index, x in enumerate(requests) if grouped(x.factor.packed_P.device) and _fits(x)]
+    fit = [
+        index for index, x in enumerate(requests) if grouped(x.factor.packed_P.device) and _fits(x)
+    ]
     results = dict(zip(fit, _iterated([requests[index] for index in fit]), strict=True))
-    others = [index for index in range(len(requests)) if index not in results or results[index].basis is None]
+    others = [
+        index
+        for index in range(len(requests))
+        if index not in results or results[index].basis is None
+    ]
     exact = eigen.refresh_all([requests[index] for index in others])
     for index, result in zip(others, exact, strict=True):
         results[index] = replace(result, retries=result.retries + (index in results))
@@ -54,16 +73,19 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
 
     Args:
         C_nbb: fp32, symmetric, finite; positive semidefinite up to rounding.
-        Q_nbb: fp32, the last eigenvectors in columns, orthogonal up to rounding, also up to that of 16 bits.
+        Q_nbb: fp32, the last eigenvectors in columns, orthogonal up to rounding, also up to that of
+            16 bits.
 
-    Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step passed its checks.
+    Returns values [n, b], ascending, at least 0; vectors [n, b, b]; and bool [n], whether the step
+    passed its checks.
     """
     with fp32_products("ieee", C_nbb.device):
         Z_nbb = C_nbb @ Q_nbb
         sizes_nb = (Q_nbb * Z_nbb).sum(-2)
         top = sizes_nb.amax(-1)[:, None, None]
         top = torch.where(top > 0, top, 1)
-        # below this level a direction of C is rounding (as in update/rotation.py): there Z is Q, and the column stays
+        # below this level a direction of C is rounding (as in update/rotation.py): there Z is Q,
+        # and the column stays
         Z_nbb = Z_nbb / top + max(8.0, C_nbb.shape[-1] ** 0.5) * EPS * Q_nbb
         Z_nbb = _columns(Z_nbb, sizes_nb.argsort(dim=-1, descending=True, stable=True))
         Z_nbb = Z_nbb / torch.linalg.vector_norm(Z_nbb, dim=-2, keepdim=True)
@@ -76,7 +98,8 @@ def orthogonal_iteration(C_nbb: Tensor, Q_nbb: Tensor) -> tuple[Tensor, Tensor, 
             Z_nbb = torch.linalg.solve_triangular(lower_nbb.mT, Z_nbb, upper=True, left=False)
         values_nb = (Z_nbb * (C_nbb @ Z_nbb)).sum(-2)
     size_n1 = torch.linalg.matrix_norm(C_nbb)[:, None]
-    on_n = (values_nb / torch.where(size_n1 > 0, size_n1, 1)).square().sum(-1)  # |diagonal|^2 / |C|^2
+    # |diagonal|^2 / |C|^2
+    on_n = (values_nb / torch.where(size_n1 > 0, size_n1, 1)).square().sum(-1)
     x_b = probe(C_nbb)
     rotated_nb = (Z_nbb * x_b[:, None]).sum(-2)
     strayed = torch.linalg.vector_norm((Z_nbb * rotated_nb[:, None, :]).sum(-1) - x_b, dim=-1)
@@ -98,17 +121,31 @@ def _columns(x_nbb: Tensor, order_nb: Tensor) -> Tensor:
 def _fits(request: Request) -> bool:
     """Whether there is a last basis, in the blocks that the factor has now."""
     side, last = request.factor.side, request.last
-    return side.block > 1 and last is not None and [v.shape[:2] for v in last.vectors] == [*map(tuple, side.groups)]
+    return (
+        side.block > 1
+        and last is not None
+        and [v.shape[:2] for v in last.vectors] == [*map(tuple, side.groups)]
+    )
 
 
 def _iterated(requests: Sequence[Request]) -> list[Refreshed]:
     """In the order of the requests; a basis of None if any of the factor's blocks fails a check."""
     steps: dict[Place, tuple[Tensor, Tensor, Tensor]] = {}
     for call, blocks in eigen.calls(requests):
-        lasts = [last.vectors[group] for index, group in call if (last := requests[index].last) is not None]
-        parts = (part.split([*map(len, blocks)]) for part in orthogonal_iteration(torch.cat(blocks), torch.cat(lasts)))
+        lasts = [
+            last.vectors[group]
+            for index, group in call
+            if (last := requests[index].last) is not None
+        ]
+        parts = (
+            part.split([*map(len, blocks)])
+            for part in orthogonal_iteration(torch.cat(blocks), torch.cat(lasts))
+        )
         # copies: a view would keep the whole batch in memory, and in checkpoints
-        copies = ((values.clone(), vectors.clone(), valid.all()) for values, vectors, valid in zip(*parts, strict=True))
+        copies = (
+            (values.clone(), vectors.clone(), valid.all())
+            for values, vectors, valid in zip(*parts, strict=True)
+        )
         steps |= zip(call, copies, strict=True)
     usable = torch.stack([valid for *_, valid in steps.values()]).tolist() if steps else []
     solved: dict[Place, BlockEigh] = {

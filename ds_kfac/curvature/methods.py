@@ -1,7 +1,8 @@
 """Methods of decomposing a factor, ``preconditioner.method``: one line of ``METHODS`` each.
 
-A method defines how a factor is decomposed and at what cost, how the decomposition travels, is saved and read again,
-and how a layer's two decompositions precondition its gradient. All other code uses this interface alone.
+A method defines how a factor is decomposed and at what cost, how the decomposition travels, is
+saved and read again, and how a layer's two decompositions precondition its gradient. All other code
+uses this interface alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, packed, refresh_inverse
+from ds_kfac.curvature.inverse import (
+    DampedInverse,
+    LayerInverse,
+    from_packed,
+    packed,
+    refresh_inverse,
+)
 from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
@@ -51,13 +58,15 @@ class Method:
         solver: name of its solver in reports.
         solver_flops: FLOPs to decompose a dense side of width D, over D^3.
         solver_seconds: name of the cost model's table of the solver's seconds.
-        step_flops: FLOPs of one step from the last decomposition, over D^3; 0: every refresh uses the solver. Else, on
-            devices with a rate for such steps, only the burn-in and one refresh in ``exact_every`` do.
+        step_flops: FLOPs of one step from the last decomposition, over D^3; 0: every refresh uses
+            the solver. Else, on devices with a rate for such steps, only the burn-in and one
+            refresh in ``exact_every`` do.
         product_flops: FLOPs to precondition a gradient [O, I], over O I (O + I).
         passes, calls: passes over the gradient, and kernels, to precondition it.
         parts: the tensors of a decomposition.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        damps_identity: whether a decomposition includes the damping, also that of a partner that is the identity.
+        damps_identity: whether a decomposition includes the damping, also that of a partner that is
+            the identity.
     """
 
     words: str
@@ -90,7 +99,8 @@ class Method:
         """Decompose factors; results in the order of the requests. Synchronises with the device.
 
         Args:
-            options: with :attr:`damps_identity` the step's ``damping``, and ``damping_kind``; else none.
+            options: with :attr:`damps_identity` the step's ``damping``, and ``damping_kind``; else
+                none.
         """
         raise NotImplementedError
 
@@ -99,8 +109,9 @@ class Method:
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """The preconditioner of a layer, from its two decompositions: a :class:`LayerBasis`, into which gradients are
-        rotated, or an object with a ``precondition`` like :class:`LayerInverse`'s."""
+        """The preconditioner of a layer, from its two decompositions: a :class:`LayerBasis`, into
+        which gradients are rotated, or an object with a ``precondition`` like
+        :class:`LayerInverse`'s."""
         raise NotImplementedError
 
 
@@ -126,13 +137,16 @@ class _Eigen(Method):
         flat, values = flats
         vectors: list[Tensor] = []
         if flat is not None and side.block > 1:
-            for (n, width), part in zip(side.groups, flat.split([n * w**2 for n, w in side.groups]), strict=True):
+            for (n, width), part in zip(
+                side.groups, flat.split([n * w**2 for n, w in side.groups]), strict=True
+            ):
                 vectors.append(part.to(torch.float32, copy=True).view(n, width, width))
         return Eigenbasis(tuple(vectors), values.clone())
 
 
 class _Iterated(_Eigen):
-    """Method "eigen" on a GPU, for a rule that keeps moments in the eigenbasis and rotates them into each new one."""
+    """Method "eigen" on a GPU, for a rule that keeps moments in the eigenbasis and rotates them
+    into each new one."""
 
     solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
     step_flops, exact_every = STEP_FLOPS, EXACT_EVERY
@@ -146,7 +160,8 @@ class _Inverse(Method):
     damps_identity, of_layer = True, LayerInverse
 
     def numel(self, side: Side) -> int:
-        return sum(count * width**2 for count, width in side.groups)  # whole blocks; an identity has none
+        # whole blocks; an identity has none
+        return sum(count * width**2 for count, width in side.groups)
 
     def paired(self, damping_kind: str) -> bool:
         return damping_kind == "tikhonov"

@@ -26,18 +26,21 @@ from ds_kfac.zero.layout import ShardLayout
 class UpdateRule(ABC):
     """One way of stepping along preconditioned gradients. ``DIRECTIONS`` lists the rules.
 
-    A rule must have :meth:`claims` and :meth:`direction`. Every other member has a default that is right for a rule
-    that needs nothing of the kind. Final methods are what the engine works out of the others.
+    A rule must have :meth:`claims` and :meth:`direction`. Every other member has a default that is
+    right for a rule that needs nothing of the kind. Final methods are what the engine works out of
+    the others.
 
     Attributes:
         facts: what the report and the estimate say about the rule. No step depends on them.
-        needs_basis: whether the rule steps in an eigenbasis. A ``preconditioner.method`` that keeps none is refused.
+        needs_basis: whether the rule steps in an eigenbasis. A ``preconditioner.method`` that keeps
+            none is refused.
         blocks: blocks of the "kfac" config that only this rule reads.
         fisher: where G comes from if the config does not say.
         numbers: how many scalars of a step are summed over all ranks (``Outcome.numbers``).
-        optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``. None: the rule works in
-            front of any optimizer, and its steps depend on learning rates.
-        marks: keys that the rule's own optimizer adds to its parameter groups to tell those of K-FAC from others.
+        optimizer_type: name of the rule's own optimizer, as in ``"optimizer": {"type": ...}``.
+            None: the rule works in front of any optimizer, and its steps depend on learning rates.
+        marks: keys that the rule's own optimizer adds to its parameter groups to tell those of
+            K-FAC from others.
     """
 
     facts: RuleFacts = RuleFacts()
@@ -55,7 +58,9 @@ class UpdateRule(ABC):
         """Whether an engine with this innermost optimizer follows the rule."""
 
     @abstractmethod
-    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
+    def direction(
+        self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
         """Make what steps this rank's layers.
 
         Args:
@@ -65,12 +70,13 @@ class UpdateRule(ABC):
     # what its steps need
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
-        """Return what gradient workers keep of a layer's gradients between steps; None if they keep nothing."""
+        """Return what gradient workers keep of a layer's gradients between steps; None if they keep
+        nothing."""
         return None
 
     def flags(self, config: KFACConfig) -> bool:
-        """Whether :meth:`Direction.finish` asks for ``Outcome.flags``. A flag for each layer is then sent to all ranks
-        in every step."""
+        """Whether :meth:`Direction.finish` asks for ``Outcome.flags``. A flag for each layer is
+        then sent to all ranks in every step."""
         return False
 
     def check(self, config: KFACConfig) -> None:  # noqa: B027  a rule may accept every config
@@ -85,40 +91,46 @@ class UpdateRule(ABC):
         return config.choice
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
-        """Whether the step of each of the layer's outputs is independent of the other outputs if G is the identity. A
-        large layer may then be cut into parts of its outputs."""
+        """Whether the step of each of the layer's outputs is independent of the other outputs if G
+        is the identity. A large layer may then be cut into parts of its outputs."""
         return False
 
     # for a rule with an optimizer of its own, which DeepSpeed steps
     #
-    # A config or an argument of deepspeed.initialize can ask for such a rule before there is an engine if the rule has
-    # `given`, `optimizer_params` and `install`. Without them `claims` finds the rule, but only at attach, and the
-    # estimate takes the last one of DIRECTIONS.
+    # A config or an argument of deepspeed.initialize can ask for such a rule before there is an
+    # engine if the rule has `given`, `optimizer_params` and `install`. Without them `claims` finds
+    # the rule, but only at attach, and the estimate takes the last one of DIRECTIONS.
 
     def given(self, optimizer: Any) -> bool:
-        """Whether this argument of ``deepspeed.initialize``, an optimizer object, asks for the rule."""
+        """Whether this argument of ``deepspeed.initialize``, an optimizer object, asks for the
+        rule."""
         return False
 
     def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the parameters of the rule's own optimizer from a DeepSpeed config; None if the config does not name
-        it. Raises ValueError for a wrong block."""
+        """Return the parameters of the rule's own optimizer from a DeepSpeed config; None if the
+        config does not name it. Raises ValueError for a wrong block."""
         return None
 
     def install(  # noqa: B027
         self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
     ) -> None:
-        """Replace arguments of ``deepspeed.initialize``, which does not know the optimizer's name, so that the engine
-        takes the rule's own optimizer."""
+        """Replace arguments of ``deepspeed.initialize``, which does not know the optimizer's name,
+        so that the engine takes the rule's own optimizer."""
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
-        """Count those of the parameters that are in one of the rule's own optimizer objects that no engine has taken,
-        and that is still referenced."""
+        """Count those of the parameters that are in one of the rule's own optimizer objects that no
+        engine has taken, and that is still referenced."""
         return 0
 
     def check_groups(  # noqa: B027
-        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
+        self,
+        model: nn.Module,
+        layers: Sequence[LayerSpec],
+        layout: ShardLayout,
+        other_params: ShardLayout,
     ) -> None:
-        """Raise ValueError if parameters are in groups where they would not be stepped as they should.
+        """Raise ValueError if parameters are in groups where they would not be stepped as they
+        should.
 
         Args:
             layout: where the gradients of the layers' parameters are.
@@ -126,13 +138,17 @@ class UpdateRule(ABC):
         """
 
     def release(self, optimizer: Any) -> None:  # noqa: B027
-        """Take what K-FAC has put there out of the engine's innermost optimizer. K-FAC leaves the engine."""
+        """Take what K-FAC has put there out of the engine's innermost optimizer. K-FAC leaves the
+        engine."""
 
     # what the engine works out of the rest
 
     @final
-    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
-        """Return a config that the rule can follow, with its nulls answered, and the reasons for the answers.
+    def resolved(
+        self, config: KFACConfig, optimizer: str = ""
+    ) -> tuple[KFACConfig, tuple[str, ...]]:
+        """Return a config that the rule can follow, with its nulls answered, and the reasons for
+        the answers.
 
         Args:
             optimizer: class name of the engine's innermost optimizer.
@@ -141,7 +157,8 @@ class UpdateRule(ABC):
         if self.needs_basis and not METHODS[name].rotates:
             raise ValueError(
                 f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which '
-                f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another optimizer'
+                f'{self.optimizer_type or type(self).__name__} steps; use "eigen", or another '
+                f"optimizer"
             )
         self.check(config)
         own = "preconditioner" in self.blocks and adaptive(optimizer)
@@ -161,5 +178,6 @@ class UpdateRule(ABC):
 
     @final
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """Return the layers that the rule steps, with large ones cut: see ``ds_kfac/model/blocks.py``."""
+        """Return the layers that the rule steps, with large ones cut: see
+        ``ds_kfac/model/blocks.py``."""
         return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)

@@ -1,10 +1,11 @@
-"""The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis, divide, rotate back;
-kl-clip.
+"""The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis,
+divide, rotate back; kl-clip.
 
     V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T        e = beta alpha^T, or EKFAC's running second moment
     dW <- nu V                                           nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
 
-Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a group.
+Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a
+group.
 """
 
 import math
@@ -34,10 +35,16 @@ DECAY = 0.95
 
 
 class KFACGradient(Direction):
-    """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in the order of
-    ``layer_groups``."""
+    """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in
+    the order of ``layer_groups``."""
 
-    def __init__(self, plan: Plan, exchange: GradientExchange, moments: type[Moments] | None, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        exchange: GradientExchange,
+        moments: type[Moments] | None,
+        metrics: Metrics,
+    ) -> None:
         super().__init__(plan, exchange, moments)
         self.plan, self.metrics = plan, metrics
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
@@ -62,13 +69,17 @@ class KFACGradient(Direction):
             dots, outcome = self.recorded.step(compute, gradients, inputs, (tuple(ready), split))
         entries = [rate for of_layer in rates for rate in (of_layer if split else of_layer[:1])]
         outcome.numbers = (weighted_by_rates(dots, entries),)
-        yes, no = (torch.full((), value, device=dots.device, dtype=torch.float32) for value in (1.0, 0.0))
+        yes, no = (
+            torch.full((), value, device=dots.device, dtype=torch.float32) for value in (1.0, 0.0)
+        )
         outcome.flags = torch.stack([yes if on else no for on in ready])
         return outcome
 
     def _rates(self, context: StepContext) -> list[list[Any]]:
         """Of each layer's parameters, those that kl-clip goes by."""
-        return [[context.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names]
+        return [
+            [context.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names
+        ]
 
     def _directions(
         self,
@@ -78,8 +89,9 @@ class KFACGradient(Direction):
         damping: float | Tensor,
         terms: Tensor | None = None,
     ) -> tuple[Tensor, Outcome]:
-        """Every group's results, each put where it belongs as soon as it is there. Returns <V, gradient> of each layer,
-        or of each of its parameters, 0 of a layer that has no eigenbasis; and counts.
+        """Every group's results, each put where it belongs as soon as it is there. Returns <V,
+        gradient> of each layer, or of each of its parameters, 0 of a layer that has no eigenbasis;
+        and counts.
 
         Args:
             ready: which layers have an eigenbasis or inverses.
@@ -98,7 +110,8 @@ class KFACGradient(Direction):
                 terms_n = None if terms is None else repeated(terms[own], group.maps)
                 V, dot, limited = self._precondition(group, gradient, on, damping, terms_n)
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
-            finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()  # without a mask
+            # without a mask
+            finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()
             replaced = group.any_map(~finite)
             outcome.replaced = outcome.replaced + replaced.sum()
             still = repeated(replaced, group.maps)  # all maps of a layer or none
@@ -118,8 +131,8 @@ class KFACGradient(Direction):
         damping: float | Tensor,
         terms_n: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0 of those;
-        and whether gradients were scaled down for the second moments, bool [n].
+        """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0
+        of those; and whether gradients were scaled down for the second moments, bool [n].
 
         Args:
             on: bool [n]; None: all are.
@@ -128,16 +141,26 @@ class KFACGradient(Direction):
         limited = torch.zeros(group.n, dtype=torch.bool, device=gradient.device)
         if group.rotation is None:  # of a layer that is alone
             (of_layer,) = group.by_layer(gradient)
-            V, dot = group.preconditioner(0).precondition(of_layer, damping=damping, precision=self.precision)
+            V, dot = group.preconditioner(0).precondition(
+                of_layer, damping=damping, precision=self.precision
+            )
             V, dot = V.view_as(gradient), dot.view(-1)
         elif terms_n is not None:
             norm = norms(gradient.flatten(-2)).float()
             if on is not None:
                 norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
             if group.maps > 1:
-                norm = norm.masked_fill(repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan)
+                norm = norm.masked_fill(
+                    repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan
+                )
             V, dot, limited = precondition_corrected(
-                gradient, group.rotation, group.moments, norm_n=norm, terms_n=terms_n, decay=DECAY, **damped
+                gradient,
+                group.rotation,
+                group.moments,
+                norm_n=norm,
+                terms_n=terms_n,
+                decay=DECAY,
+                **damped,
             )
         else:
             V, dot = precondition(gradient, group.rotation, **damped)
@@ -146,17 +169,32 @@ class KFACGradient(Direction):
         return torch.where(on[:, None, None], V, gradient), dot.masked_fill(~on, 0.0), limited
 
     def _dots(
-        self, group: LayerGroup, ready: Sequence[bool], V: Tensor, gradient: Tensor, dot: Tensor, split: bool
+        self,
+        group: LayerGroup,
+        ready: Sequence[bool],
+        V: Tensor,
+        gradient: Tensor,
+        dot: Tensor,
+        split: bool,
     ) -> Tensor:
-        """<V, gradient> of each of the group's layers, by that of each matrix; or of each of their parameters."""
+        """<V, gradient> of each of the group's layers, by that of each matrix; or of each of their
+        parameters."""
         if split:
-            pairs = zip(group.layers, ready, group.by_layer(V), group.by_layer(gradient), strict=True)
+            pairs = zip(
+                group.layers, ready, group.by_layer(V), group.by_layer(gradient), strict=True
+            )
             sums = [
-                [part.sum() for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))]
+                [
+                    part.sum()
+                    for part in self.exchange.parts(layer, x * y if on else torch.zeros_like(x))
+                ]
                 for layer, on, x, y in pairs
             ]
-            # NaN is 0 times what is not finite, of a layer that stands still; infinity more than fp32 holds
-            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(0.0, posinf=math.inf, neginf=-math.inf)
+            # NaN is 0 times what is not finite, of a layer that stands still; infinity more than
+            # fp32 holds
+            dot = torch.stack(list(chain.from_iterable(sums))).nan_to_num(
+                0.0, posinf=math.inf, neginf=-math.inf
+            )
         elif group.maps > 1:
             dot = dot.view(-1, group.maps).sum(dim=1)
         return dot / group.layers[0].copies
@@ -178,7 +216,9 @@ class KFACGradient(Direction):
 
 def same(one: Any, other: Any) -> bool:
     """Whether two rates are equal as far as the host knows: tensors are not read."""
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+    return one is other or (
+        not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
+    )
 
 
 def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
@@ -194,16 +234,19 @@ def weighted_by_rates(dots: Tensor, rates: Sequence[Any]) -> Tensor:
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu * lr would
-    not depend on it where the clip binds, which would undo a schedule's decay."""
+    """Parameter group -> largest learning rate so far. With the current one in kl-clip's bound, nu
+    * lr would not depend on it where the clip binds, which would undo a schedule's decay."""
     peaks = {}
     for index, group in enumerate(groups):
-        rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
+        # its scheduler changes a tensor
+        rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
         peak = before.get(index, rate)
         if isinstance(peak, Tensor) or isinstance(rate, Tensor):
             device = next(x.device for x in (rate, peak) if isinstance(x, Tensor))
             options: Any = {"dtype": torch.float32, "device": device}
-            peaks[index] = torch.maximum(torch.as_tensor(rate, **options), torch.as_tensor(peak, **options))
+            peaks[index] = torch.maximum(
+                torch.as_tensor(rate, **options), torch.as_tensor(peak, **options)
+            )
         else:
             peaks[index] = max(rate, peak)
     return peaks
@@ -216,12 +259,14 @@ def precondition(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor]:
-    """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
+    """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e =
+    beta alpha^T.
 
         V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
 
-    Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs.
-    Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
+    Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs. Source:
+    Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020
+    (2007.00784).
 
     Args:
         gradient_nOI: fp32 [n, O, I], the bias gradient as last column where the layer has one.
@@ -254,19 +299,25 @@ def precondition_corrected(
     damping: float | Tensor,
     damping_kind: str = "tikhonov",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
+    """:func:`precondition` with the running second moment of the rotated gradient, this one
+    included, as e.
 
     Args:
         norm_n: of the gradient.
         terms_n: loss terms, which bring a squared gradient to the Fisher's units.
         decay: of the second moment.
 
-    Returns V, <V, gradient> [n], and whether the gradient was scaled down for the second moment, bool [n].
+    Returns V, <V, gradient> [n], and whether the gradient was scaled down for the second moment,
+    bool [n].
     """
     scaled_nOI, dot_n, limited_n = corrected.divide_(
-        _rotated(rotation, gradient_nOI), norm_n=norm_n, terms_n=terms_n, decay=decay, damping=damping,
+        _rotated(rotation, gradient_nOI),
+        norm_n=norm_n,
+        terms_n=terms_n,
+        decay=decay,
+        damping=damping,
         layer_mean=rotation.layer_mean if damping_kind == "relative" else None,
-    )  # fmt: skip
+    )
     return rotation.restore(scaled_nOI, overwrite=True), dot_n, limited_n
 
 
@@ -277,11 +328,12 @@ def _rotated(rotation: Rotation, gradient_nOI: Tensor) -> Tensor:
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
-    """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec. 3).
+    """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec.
+    3).
 
     Args:
-        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does NaN. More than fp32
-            holds gives 0: no step is too small for it.
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does
+            NaN. More than fp32 holds gives 0: no step is too small for it.
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
     return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)
@@ -298,11 +350,14 @@ class KFACGradientRule(UpdateRule):
     def claims(self, optimizer: Any) -> bool:
         return True
 
-    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
+    def direction(
+        self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
         return KFACGradient(plan, exchange, self.moments(plan.config), metrics)
 
     def flags(self, config: KFACConfig) -> bool:
-        return config.preconditioner.kl_clip != Value.constant(0)  # nu is of preconditioned layers only
+        # nu is of preconditioned layers only
+        return config.preconditioner.kl_clip != Value.constant(0)
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

@@ -14,7 +14,11 @@ class KFACGradientFacts(RuleFacts):
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         config, method = plan.config, plan.method
         options, damping = config.preconditioner, config.damping
-        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the largest lr so far"
+        clip = (
+            "off"
+            if options.kl_clip == Value.constant(0)
+            else f"{options.kl_clip} at the largest lr so far"
+        )
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}"
         if not method.rotates:
@@ -22,14 +26,16 @@ class KFACGradientFacts(RuleFacts):
         return f"{how}, kl-clip {clip}; then {optimizer}"
 
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
-        """What recorded steps keep: gradients and results, and a second copy of corrected eigenvalues, since those of
-        a layer with a new eigenbasis are there, too."""
+        """What recorded steps keep: gradients and results, and a second copy of corrected
+        eigenvalues, since those of a layer with a new eigenbasis are there, too."""
         nbytes = kept_bytes(plan, layers, device)
         if nbytes and _corrected(plan):
             nbytes += 4 * sum(layer.numel for layer in layers)
         return nbytes
 
-    def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+    def workspace(
+        self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
+    ) -> list[tuple[Sequence[LayerSpec], int]]:
         corrected = _corrected(plan)
 
         def copies(group: Sequence[LayerSpec]) -> int:
@@ -40,7 +46,10 @@ class KFACGradientFacts(RuleFacts):
                 return 5  # itself; rotated; divided; the second moment, and what is added to it
             return 4  # itself; half and wholly rotated; eigenvalues
 
-        return [(group, 4 * copies(group) * sum(layer.numel for layer in group)) for group in in_order(groups)]
+        return [
+            (group, 4 * copies(group) * sum(layer.numel for layer in group))
+            for group in in_order(groups)
+        ]
 
 
 def _corrected(plan: Plan) -> bool:

@@ -1,5 +1,5 @@
-"""Where a step of this rank's layers takes its gradients and puts its results: as they come, or, where the step is
-recorded (``ds_kfac/update/recorded.py``), always in the same places."""
+"""Where a step of this rank's layers takes its gradients and puts its results: as they come, or,
+where the step is recorded (``ds_kfac/update/recorded.py``), always in the same places."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,13 +21,17 @@ T = TypeVar("T")
 
 def is_recorded(plan: Plan, layers: Sequence[LayerSpec], device: str) -> bool:
     """Whether a rank's steps of these layers are recorded, on this type of device."""
-    few = 0 < sum(layer.numel for layer in layers) <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
+    few = (
+        0
+        < sum(layer.numel for layer in layers)
+        <= min(RECORDED_NUMEL, len(layers) * RECORDED_LAYER)
+    )
     return few and plan.batched and device in RECORDERS and plan.config.ops.backend != "torch"
 
 
 def kept_bytes(plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
-    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients, whose places results
-    take."""
+    """What a rank's recorded steps of these layers keep beside the memory of a step: gradients,
+    whose places results take."""
     if not is_recorded(plan, layers, device):
         return 0
     return torch.float32.itemsize * sum(layer.numel for layer in layers)
@@ -40,8 +44,9 @@ class StepTensors:
         self.gradients, self.exchange = gradients, exchange
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
-        """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may be DeepSpeed's own
-        memory, of which layers that lie at equal distances are a view. Call it once for each group."""
+        """The group's gradients, fp32 [n, O, I], and whether they may be overwritten: else they may
+        be DeepSpeed's own memory, of which layers that lie at equal distances are a view. Call it
+        once for each group."""
         is_copy = self.gradients.is_copy(group.names[0])
         parts = [self.gradients.pop(name) for name in group.names]
         if len(parts) == 1:
@@ -50,8 +55,8 @@ class StepTensors:
         return (group.matrices(parts), True) if together is None else (together, False)
 
     def memory(self, group: LayerGroup) -> Tensor | None:
-        """[layers, O, I], to which the caller writes the group's results, once its gradients have been read. None: they
-        are to be :meth:`put`."""
+        """[layers, O, I], to which the caller writes the group's results, once its gradients have
+        been read. None: they are to be :meth:`put`."""
         return self.exchange.memory(group.layers)
 
     def put(self, group: LayerGroup, x_nOI: Tensor) -> None:
@@ -60,7 +65,8 @@ class StepTensors:
 
 
 class RecordedTensors:
-    """:class:`StepTensors` of a recorded step, always in the same places. Results take the gradients' places.
+    """:class:`StepTensors` of a recorded step, always in the same places. Results take the
+    gradients' places.
 
     Attributes:
         matrices: of each group, fp32 [n, O, I].
@@ -69,8 +75,12 @@ class RecordedTensors:
 
     def __init__(self, groups: Sequence[LayerGroup], device: torch.device) -> None:
         shapes = {group: (group.n, *group.layers[0].shape[-2:]) for group in groups}
-        self.matrices = {group: torch.empty(x, dtype=torch.float32, device=device) for group, x in shapes.items()}
-        of_groups = (zip(group.names, group.by_layer(x), strict=True) for group, x in self.matrices.items())
+        self.matrices = {
+            group: torch.empty(x, dtype=torch.float32, device=device) for group, x in shapes.items()
+        }
+        of_groups = (
+            zip(group.names, group.by_layer(x), strict=True) for group, x in self.matrices.items()
+        )
         self.gradients = dict(chain.from_iterable(of_groups))
 
     def take(self, group: LayerGroup) -> tuple[Tensor, bool]:
@@ -91,7 +101,9 @@ class RecordedStep(Recorded[T]):
         inputs: name -> place of a number or vector that changes from step to step.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]
+    ) -> None:
         super().__init__(RECORDERS[exchange.device.type], logger.warning)
         self.groups, self.exchange, self.inputs = groups, exchange, inputs
         self.tensors = RecordedTensors(groups, exchange.device)
@@ -105,8 +117,8 @@ class RecordedStep(Recorded[T]):
         inputs: Mapping[str, Tensor | float],
         values: Any,
     ) -> T:
-        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in place, and
-        gives a result for each group.
+        """``compute(step tensors, **inputs)``: it decides nothing on the host, changes state in
+        place, and gives a result for each group.
 
         Args:
             values: settings by which it computes: other ones are recorded anew.
@@ -128,8 +140,15 @@ class RecordedStep(Recorded[T]):
 
 
 def recorded_step(
-    plan: Plan, groups: Sequence[LayerGroup], exchange: GradientExchange, inputs: Mapping[str, Tensor]
+    plan: Plan,
+    groups: Sequence[LayerGroup],
+    exchange: GradientExchange,
+    inputs: Mapping[str, Tensor],
 ) -> RecordedStep | None:
     """None where steps are launched as they are."""
     layers = [layer for group in groups for layer in group.layers]
-    return RecordedStep(groups, exchange, inputs) if is_recorded(plan, layers, exchange.device.type) else None
+    return (
+        RecordedStep(groups, exchange, inputs)
+        if is_recorded(plan, layers, exchange.device.type)
+        else None
+    )

@@ -23,24 +23,32 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
         optimizer: the argument of ``deepspeed.initialize``.
 
     Raises:
-        ValueError: the block is no object; or it has a rule's own optimizer, misspelt or with a wrong parameter.
+        ValueError: the block is no object; or it has a rule's own optimizer, misspelt or with a
+            wrong parameter.
     """
     block = ds_config.get("optimizer")
     if not isinstance(block, Mapping | None):
         example = '{"type": "KFACAdamW", "params": {"lr": 1e-3}}'
-        raise ValueError(f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}")
-    named = [rule for rule in DIRECTIONS if rule.optimizer_params(ds_config) is not None or rule.given(optimizer)]
+        raise ValueError(
+            f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}"
+        )
+    named = [
+        rule
+        for rule in DIRECTIONS
+        if rule.optimizer_params(ds_config) is not None or rule.given(optimizer)
+    ]
     return named[0] if named else DIRECTIONS[-1]
 
 
 def is_factory(optimizer: Any) -> bool:
-    """Whether this argument of ``deepspeed.initialize`` is a function that makes an optimizer of parameters."""
+    """Whether this argument of ``deepspeed.initialize`` is a function that makes an optimizer of
+    parameters."""
     return callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
 
 
 def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
-    """For an optimizer that is given as a function, which only DeepSpeed can call: if it returns a rule's own
-    optimizer, the rule is installed then.
+    """For an optimizer that is given as a function, which only DeepSpeed can call: if it returns a
+    rule's own optimizer, the rule is installed then.
 
     Args:
         arguments: of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are replaced.

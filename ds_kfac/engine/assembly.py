@@ -1,4 +1,5 @@
-"""From an engine to its :class:`Job`: the engine's domains, and each one's layers, plan and preconditioner."""
+"""From an engine to its :class:`Job`: the engine's domains, and each one's layers, plan and
+preconditioner."""
 
 import os
 from collections.abc import Sequence
@@ -32,9 +33,12 @@ from ds_kfac.zero.self_test import self_test
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 
-def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule) -> tuple[Job, Scan]:
-    """The job of an engine, self-tested, and its layers and what was skipped. Collective. Raises on every rank:
-    ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the self-test failed."""
+def assembled(
+    engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule
+) -> tuple[Job, Scan]:
+    """The job of an engine, self-tested, and its layers and what was skipped. Collective. Raises on
+    every rank: ValueError if there is nothing to precondition, or no plan fits; RuntimeError if the
+    self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
     several, seam = bool(parts[0].name), Seam(engine)
@@ -55,7 +59,9 @@ def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: U
         for view in views:
             rule.check_groups(view.model, view.layers, view.layout, view.other_params)
     _check_copies(views, plans)
-    preconditioners = [KFACPreconditioner(view, plan) for view, plan in zip(views, plans, strict=True)]
+    preconditioners = [
+        KFACPreconditioner(view, plan) for view, plan in zip(views, plans, strict=True)
+    ]
     job = Job(preconditioners)
     try:
         with agreeing():
@@ -66,19 +72,24 @@ def assembled(engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: U
     except Exception:
         job.close()
         raise
-    return job, replace(scanned, layers=tuple(layer for kfac in preconditioners for layer in kfac.layers))
+    return job, replace(
+        scanned, layers=tuple(layer for kfac in preconditioners for layer in kfac.layers)
+    )
 
 
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
-    """Build and check the backends of operations. If one that the config names cannot run on some rank, that is an
-    error on all of them. A backend that it does not name, or an op that computes wrongly on some rank, is then used on
-    no rank: replicas that round differently would drift apart."""
+    """Build and check the backends of operations. If one that the config names cannot run on some
+    rank, that is an error on all of them. A backend that it does not name, or an op that computes
+    wrongly on some rank, is then used on no rank: replicas that round differently would drift
+    apart."""
     name, device = config.ops.backend, torch.device(engine.device).type
     error = RuntimeError if name is None else ValueError
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
         choice = dispatch.use(name, device)
     everyone = enumerate(gathered(dict(choice.missing)))
-    lacking = {what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()}
+    lacking = {
+        what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()
+    }
     if lacking.keys() - choice.missing:
         choice = dispatch.use(name, device, without={**lacking, **choice.missing})
     if choice.replaced:
@@ -96,7 +107,9 @@ def _engine_view(
         model=engine.module,
         layers=layers,
         layout=shard_layout(engine, ours, domain.group, pieces_of(layers), seam),
-        other_params=shard_layout(engine, [p for p in domain.params if id(p) not in our_ids], domain.group, seam=seam),
+        other_params=shard_layout(
+            engine, [p for p in domain.params if id(p) not in our_ids], domain.group, seam=seam
+        ),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,
@@ -120,36 +133,48 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
 
 
 def _sequence(engine: Any) -> int:
-    """Number of consecutive ranks that hold the parts of one sequence; of all ranks if they are not consecutive.
-    Collective under sequence parallelism."""
+    """Number of consecutive ranks that hold the parts of one sequence; of all ranks if they are not
+    consecutive. Collective under sequence parallelism."""
     size = engine.sequence_parallel_size
     if size == 1:
         return 1
     every = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
-    places = [every.index(rank) for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)]
+    places = [
+        every.index(rank)
+        for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)
+    ]
     first = min(places)
     consecutive = sorted(places) == list(range(first, first + size)) and first % size == 0
     return size if all(gathered(consecutive)) else len(every)
 
 
 def _costs(device: torch.device) -> CostModel:
-    """The builtin cost model with this job's nodes by the launcher, if they are alike, the same on every rank.
-    Collective."""
+    """The builtin cost model with this job's nodes by the launcher, if they are alike, the same on
+    every rank. Collective."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
     node = size, at_once if device.type == "cpu" and size > at_once else 0
     node_size, node_cores = node if len(set(gathered(node))) == 1 else (1, 0)
-    return replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
+    return replace(
+        BUILTIN["cpu" if device.type == "cpu" else "cuda"],
+        node_size=node_size,
+        node_cores=node_cores,
+    )
 
 
-def _by_domain(layers: Sequence[LayerSpec], domains: Sequence[Domain]) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
+def _by_domain(
+    layers: Sequence[LayerSpec], domains: Sequence[Domain]
+) -> list[tuple[Domain, tuple[LayerSpec, ...]]]:
     """The domains that have layers, each with its own."""
     pairs: list[tuple[Domain, tuple[LayerSpec, ...]]] = []
     for domain in domains:
-        own, shards = [], domain.shard[1]  # number of tensor-parallel ranks, each with a part of a layer or a copy
+        # number of tensor-parallel ranks, each with a part of a layer or a copy
+        own, shards = [], domain.shard[1]
         for layer in (layer for layer in layers if layer.weight in domain.names):
             cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
-            own.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
+            own.append(
+                replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards)
+            )
         pairs += [(domain, tuple(own))] if own else []
     return pairs
 
@@ -161,23 +186,31 @@ def _budgets(views: Sequence[EngineView], config: KFACConfig) -> list[KFACConfig
         return [config] * len(views)
     method = METHODS[config.preconditioner.method]
     needs = [
-        sum(packed_bytes(side) + basis_bytes(side, method) for layer in view.layers for side in (layer.A, layer.G))
+        sum(
+            packed_bytes(side) + basis_bytes(side, method)
+            for layer in view.layers
+            for side in (layer.A, layer.G)
+        )
         / view.layout.world
         for view in views
     ]
-    return [config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs]
+    return [
+        config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs
+    ]
 
 
 def _check_copies(views: Sequence[EngineView], plans: Sequence[Plan]) -> None:
-    """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer differently.
-    Collective under tensor parallelism.
+    """Raise ValueError on every rank if tensor-parallel ranks would step their copies of a layer
+    differently. Collective under tensor parallelism.
 
-    The copies' owners differ from plan to plan, so nothing about a copy may depend on its owner: it has the rows of all
-    ranks, is rounded as if it travelled (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and has no
-    offset. What is left is the dtype on the wire, which is compared here.
+    The copies' owners differ from plan to plan, so nothing about a copy may depend on its owner: it
+    has the rows of all ranks, is rounded as if it travelled (``comm/reduce.py``,
+    ``step/messages.py``, ``zero/exchange.py``), and has no offset. What is left is the dtype on the
+    wire, which is compared here.
     """
     if views[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
         raise ValueError(
-            "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
+            "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans "
+            "for the layers they "
             'have copies of differ in the dtype on the wire; set "dtype" in kfac.communication'
         )

@@ -2,8 +2,9 @@
 
 - The step of its optimizer is watched by :class:`ds_kfac.zero.seam.Seam`.
 - ``backward`` announces the engine's own backward passes.
-- ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in a loop of torch's
-  own, after which torch leaves the module uncompiled for good. All other steps run the same graphs as without K-FAC.
+- ``forward`` runs captured steps without torch.compile. Traced, every hook would break the graph in
+  a loop of torch's own, after which torch leaves the module uncompiled for good. All other steps
+  run the same graphs as without K-FAC.
 - ``step`` drops what hooks have seen if an error keeps it from the optimizer.
 - ``save_checkpoint`` and ``load_checkpoint`` carry our state; ``destroy`` detaches.
 """
@@ -42,14 +43,21 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, restore
 from ds_kfac.zero.weights import WeightRescaling
 
-_ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
+_ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
+    weakref.WeakKeyDictionary()
+)
 NEW = (
-    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at attach; freeze "
+    "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at "
+    "attach; freeze "
     "later, add before (docs/frameworks.md): "
 )
-BY_HAND = "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; engine.load_checkpoint does"
+BY_HAND = (
+    "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; "
+    "engine.load_checkpoint does"
+)
 BROKEN = (
-    "the step raised an error, so parameters, moments and factors are those of no step, as with any optimizer: load a "
+    "the step raised an error, so parameters, moments and factors are those of no step, as with "
+    "any optimizer: load a "
     "checkpoint before training goes on"
 )
 OUTSIDE = "gradients of other backwards"
@@ -59,7 +67,8 @@ HANDLE = "kfac"
 
 
 def attached(model: Any) -> "Attachment | None":
-    """The attachment to a model's engine; None if there is none. For code that has the model only, as callbacks do."""
+    """The attachment to a model's engine; None if there is none. For code that has the model only,
+    as callbacks do."""
     reference = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
     found = reference() if reference else None
     return found if found and found._active else None
@@ -70,8 +79,10 @@ class Attachment:
 
     Attributes:
         job: the preconditioners of this rank's domains.
-        given: the config as the user gave it; in ``preconditioner.config`` every null has its chosen value.
-        report: text that describes what was attached; the key ``report`` decides how much of it is printed.
+        given: the config as the user gave it; in ``preconditioner.config`` every null has its
+            chosen value.
+        report: text that describes what was attached; the key ``report`` decides how much of it is
+            printed.
     """
 
     def __init__(self, engine: Any, given: KFACConfig, job: Job, found: Scan) -> None:
@@ -82,8 +93,14 @@ class Attachment:
         self._known = {id(p) for p in engine.module.parameters() if p.requires_grad}
         self._captures = [kfac.capture for kfac in job.preconditioners]
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
-        self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
-        self._rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners if config.rescale_weights]
+        self.sampling = (
+            LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
+        )
+        self._rescalings = [
+            WeightRescaling(k.layout, k.layers)
+            for k in job.preconditioners
+            if config.rescale_weights
+        ]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = groups_of(engine, job)
         self._captured = False
@@ -92,20 +109,30 @@ class Attachment:
         self._wrap("step", self._engine_step)
         if config.checkpoint.grams:
             safetensors()  # not when the first checkpoint is written
-        grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False) if config.checkpoint.grams else None
+        grams = (
+            partial(export, job, sides="A", dtype=torch.bfloat16, bases=False)
+            if config.checkpoint.grams
+            else None
+        )
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
         self._loads = ExitStack()
         inner = kfac.engine_view.inner
-        # what it wraps, too: timm's Lookahead has no hooks of its own; a module that it holds has others
-        for optimizer in (inner, *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer))):
+        # what it wraps, too: timm's Lookahead has no hooks of its own; a module that it holds has
+        # others
+        for optimizer in (
+            inner,
+            *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer)),
+        ):
             with suppress(AttributeError):
                 self._loads.callback(optimizer.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):
             self._put(INSTRUCTIONS, announcing(engine, job))
-        self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
+        self._printed = (
+            [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
+        )
         engine.engine_timers.global_timers += self._printed
         kfac.seam.open(self)
         setattr(engine, HANDLE, self)
@@ -114,10 +141,19 @@ class Attachment:
 
     def __repr__(self) -> str:
         rule, kfac = self.preconditioner.rule, self.preconditioner
-        by, steps = rule.optimizer_type or type(kfac.engine_view.inner).__name__, kfac.metrics.counts["steps"]
+        by, steps = (
+            rule.optimizer_type or type(kfac.engine_view.inner).__name__,
+            kfac.metrics.counts["steps"],
+        )
         stage = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
-        layers = f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the trained matrix parameters"
-        return f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} steps{'' if self._active else ', detached'}>"
+        layers = (
+            f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the "
+            f"trained matrix parameters"
+        )
+        return (
+            f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} "
+            f"steps{'' if self._active else ', detached'}>"
+        )
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
@@ -129,12 +165,14 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the device."""
+        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the
+        device."""
         return {**counters(self.job), **health(self.preconditioner), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
-        """A layer's state in words: its factors' updates, the basis in use or why it has none, what is due next, and on
-        which ranks. None: a table of this rank's layers. Local, so one rank alone may ask; between steps.
+        """A layer's state in words: its factors' updates, the basis in use or why it has none, what
+        is due next, and on which ranks. None: a table of this rank's layers. Local, so one rank
+        alone may ask; between steps.
 
         Raises:
             ValueError: nothing on this rank has the name.
@@ -142,21 +180,36 @@ class Attachment:
         return explain(self.job, self._found, layer)
 
     def log_line(self) -> dict[str, float]:
-        """Numbers for a framework's logs, by the monitor's names. Empty with ``"report": "none"``. Reads the device."""
-        return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
+        """Numbers for a framework's logs, by the monitor's names. Empty with ``"report": "none"``.
+        Reads the device."""
+        return (
+            {PREFIX + name: value for name, value in selected(self.job).items()}
+            if self._reports
+            else {}
+        )
 
     def log_constants(self) -> dict[str, float]:
-        """Numbers for the first line of a framework's logs: the fractions of the trained matrix parameters in K-FAC's
-        layers and in those with curvature, and rates over the optimizer's. Empty with ``"report": "none"``."""
-        return {PREFIX + name: value for name, value in self._constants().items()} if self._reports else {}
+        """Numbers for the first line of a framework's logs: the fractions of the trained matrix
+        parameters in K-FAC's layers and in those with curvature, and rates over the optimizer's.
+        Empty with ``"report": "none"``."""
+        return (
+            {PREFIX + name: value for name, value in self._constants().items()}
+            if self._reports
+            else {}
+        )
 
     def _constants(self) -> dict[str, float]:
-        return {"stepped": self._share.fraction, "curved": self._share.curved_fraction, **constants(self.job)}
+        return {
+            "stepped": self._share.fraction,
+            "curved": self._share.curved_fraction,
+            **constants(self.job),
+        }
 
     @property
     def mask(self) -> ReadMask:
-        """Function (arguments, keywords of the model's forward) -> its attention masks [N, T]: one, several or None;
-        may be replaced. By default it returns the arguments whose names end in ``attention_mask``."""
+        """Function (arguments, keywords of the model's forward) -> its attention masks [N, T]: one,
+        several or None; may be replaced. By default it returns the arguments whose names end in
+        ``attention_mask``."""
         return self.preconditioner.capture.read_mask
 
     @mask.setter
@@ -166,7 +219,8 @@ class Attachment:
 
     @property
     def sampler(self) -> Sampler:
-        """Function that draws labels and forms the loss of a Monte-Carlo Fisher; may be replaced."""
+        """Function that draws labels and forms the loss of a Monte-Carlo Fisher; may be
+        replaced."""
         return self._sampling().sampler
 
     @sampler.setter
@@ -174,18 +228,20 @@ class Attachment:
         self._sampling().sampler = function
 
     def sample(self, loss: torch.Tensor) -> None:
-        """Sample the Monte-Carlo Fisher's gradients; only for programs that call ``loss.backward()`` in place of
-        ``engine.backward(loss)``: call it just before that."""
+        """Sample the Monte-Carlo Fisher's gradients; only for programs that call
+        ``loss.backward()`` in place of ``engine.backward(loss)``: call it just before that."""
         self._sampling().sample(loss)
 
     def _sampling(self) -> LossSampling:
         if self.sampling is None:
-            raise ValueError('ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor')
+            raise ValueError(
+                'ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor'
+            )
         return self.sampling
 
     def export(self, path: str | os.PathLike) -> Path:
-        """Write the running factors and the eigenbases in use to a folder, for :class:`ds_kfac.Factors` and
-        ``python -m ds_kfac convert``. Collective, between steps.
+        """Write the running factors and the eigenbases in use to a folder, for
+        :class:`ds_kfac.Factors` and ``python -m ds_kfac convert``. Collective, between steps.
 
         Raises:
             FactorsError: on every rank; it could not be written, or no step has been trained.
@@ -193,8 +249,9 @@ class Attachment:
         return export(self.job, Path(path))
 
     def begin_from(self, path: str | os.PathLike) -> None:
-        """Take the factors of a folder, which :func:`ds_kfac.fit` or :meth:`export` has written, in place of those of
-        the first batches, and decompose them. Collective, between steps: before the first, or after a move from AdamW.
+        """Take the factors of a folder, which :func:`ds_kfac.fit` or :meth:`export` has written, in
+        place of those of the first batches, and decompose them. Collective, between steps: before
+        the first, or after a move from AdamW.
 
         Raises:
             FactorsError: on every rank; they do not fit the model and config. Nothing changes then.
@@ -204,13 +261,15 @@ class Attachment:
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers and our process group. May be called twice.
 
-        Call it between steps. Local, so that it cannot wait for a rank that is gone. ``engine.destroy()`` calls it.
+        Call it between steps. Local, so that it cannot wait for a rank that is gone.
+        ``engine.destroy()`` calls it.
         """
         if not self._active:
             return
         self._active = False
         for name, (ours, previous) in self._previous.items():
-            # if someone has wrapped ours since, it stays in their chain and only passes calls through
+            # if someone has wrapped ours since, it stays in their chain and only passes calls
+            # through
             if vars(self.engine).get(name) is ours:
                 restore(self.engine, name, previous)
         self.preconditioner.seam.close()
@@ -229,7 +288,8 @@ class Attachment:
         return original(*args, **kwargs)
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
-        """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
+        """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it.
+        Collective."""
         load(self.job, Path(load_dir) / str(tag))
 
     # the wrapped attributes
@@ -260,7 +320,12 @@ class Attachment:
     def step(self) -> None:
         """The step is certain. Collective."""
         self._captured = self.job.active
-        with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
+        with telling(
+            lambda: (
+                f"K-FAC's step "
+                f"({', '.join(part.metrics.current for part in self.job.preconditioners)})"
+            )
+        ):
             self.job.step()
 
     def end(self, *, applied: bool) -> None:
@@ -276,41 +341,57 @@ class Attachment:
         engine = self.engine
         if self._captured and engine.monitor.enabled and engine.global_rank == 0:
             known, self._monitored = self._constants() if self._monitored else {}, True
-            shown = {PREFIX + name: value for name, value in self.counters().items() if name not in known}
+            shown = {
+                PREFIX + name: value for name, value in self.counters().items() if name not in known
+            }
             samples = engine.global_samples + engine.train_batch_size()
             engine.monitor.write_events([(name, value, samples) for name, value in shown.items()])
 
     def raised(self, *, begun: bool) -> None:
-        """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those of no step."""
+        """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those
+        of no step."""
         self.job.raised()
         for kfac in self.job.preconditioners:
-            kfac.layout.clear()  # to gradients that ZeRO has not taken it would add those of the next backward
+            # to gradients that ZeRO has not taken it would add those of the next backward
+            kfac.layout.clear()
         if begun and BROKEN not in self._warned:
             self._warned.add(BROKEN)
             logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {BROKEN}")
 
     def _warn(self) -> None:
-        """At a captured step, or at any if nothing is captured; each warning once. Gradients that came only in other
-        backwards than this engine's update no factor."""
-        if added := {id(p) for p in self.engine.module.parameters() if p.requires_grad} - self._known:
+        """At a captured step, or at any if nothing is captured; each warning once. Gradients that
+        came only in other backwards than this engine's update no factor."""
+        if (
+            added := {id(p) for p in self.engine.module.parameters() if p.requires_grad}
+            - self._known
+        ):
             model, self._known = self.engine.module, self._known | added
             matrices = sorted(other_matrices(model, Scan((), ())))
             if named := [(name,) for name in matrices if id(model.get_parameter(name)) in added]:
                 warn(NEW + ", ".join(name for name, *_ in folded(named)))
         outside = sum(capture.outside for capture in self._captures)
-        if outside and not any(capture.counted for capture in self._captures) and OUTSIDE not in self._warned:
+        if (
+            outside
+            and not any(capture.counted for capture in self._captures)
+            and OUTSIDE not in self._warned
+        ):
             self._warned.add(OUTSIDE)
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls of layers, none of "
-                "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
+                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls "
+                f"of layers, none of "
+                "them in this engine's own backward, so the factors were not updated. Call "
+                "engine.backward(loss) of "
                 "the engine that owns the loss"
             )
 
     def _tell(self) -> None:
-        """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on standard error."""
+        """Warn of each layer that failed the proof of its rows, once: in the report, and rank 0 on
+        standard error."""
         kfacs, texts = self.job.preconditioners, []
         unfit = {
-            name: f"a hook failed: {kfac.capture.failed[name]}" if name in kfac.capture.failed else why
+            name: f"a hook failed: {kfac.capture.failed[name]}"
+            if name in kfac.capture.failed
+            else why
             for kfac in kfacs
             for name, why in kfac.proving.unfit.items()
         }
@@ -319,8 +400,10 @@ class Attachment:
             layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
             left = share_of(self.engine.module, self._found, without=unfit).curved_fraction
             texts.append(
-                f"the rows that were seen of these layers do not make up their gradients, so until they do "
-                f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are {left:.0%} of the trained "
+                f"the rows that were seen of these layers do not make up their gradients, so "
+                f"until they do "
+                f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
+                f"{left:.0%} of the trained "
                 f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
             )
         for text in texts:
@@ -344,17 +427,21 @@ class Attachment:
             return original(*args, **kwargs)
         except BaseException:
             self.preconditioner.seam.forget()
-            if self.job.steps == steps:  # before K-FAC's step, where the seam knows nothing of it at stage 0
+            # before K-FAC's step, where the seam knows nothing of it at stage 0
+            if self.job.steps == steps:
                 self.job.raised()
             raise
 
-    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _backward(
+        self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         with ExitStack() as stack:
             stack.push(self.job.raised)  # as by a batch that is too large
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)
-            if any(capture.active for capture in self._captures):  # what checkpointing recomputes, as its forward ran
+            # what checkpointing recomputes, as its forward ran
+            if any(capture.active for capture in self._captures):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for capture in self._captures:
                 stack.enter_context(capture.own_backward())

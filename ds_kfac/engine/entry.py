@@ -1,6 +1,8 @@
-"""Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize), attach (to an engine).
+"""Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize),
+attach (to an engine).
 
-They attach a :class:`Job`: a preconditioner, with its layers and its plan, for each of an engine's domains.
+They attach a :class:`Job`: a preconditioner, with its layers and its plan, for each of an engine's
+domains.
 """
 
 import base64
@@ -40,36 +42,47 @@ from ds_kfac.log import say, warn
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
-"""DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours only warns."""
+"""DeepSpeed's own function. Ours replaces it when ds_kfac is imported; until :func:`enable` ours
+only warns."""
 _enabled: bool | None = None
-"""Set by :func:`enable` and :func:`disable`. None: neither was called, and the environment decides."""
+"""Set by :func:`enable` and :func:`disable`. None: neither was called, and the environment
+decides."""
 _unattached: str | None = (
-    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the launcher or the "
+    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give "
+    "the launcher or the "
     "trainer a DeepSpeed config"
 )
 """Why no engine has K-FAC so far; None once one has it, or a config said "enabled": false."""
 YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
 """Valid values of ``DS_KFAC``."""
 NOT_ENABLED = (
-    'not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
-    "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
+    'not attached: the config has a "kfac" block, but deepspeed.initialize ran without '
+    "ds_kfac.enable(). "
+    "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or "
+    "ds_kfac.attach(engine) now; "
     "otherwise this engine trains without K-FAC"
 )
 
 on_attached: list[Callable[[], None]] = []
-"""Called by :func:`initialize` once an engine has K-FAC; integrations, which must not be imported here, add theirs."""
+"""Called by :func:`initialize` once an engine has K-FAC; integrations, which must not be imported
+here, add theirs."""
 NO_MODEL = (
     "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
     'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
-    "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
+    "it takes the engine that deepspeed.initialize returns. Of a model "
+    "ds_kfac.initialize(model=model, "
     "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
-FROZEN = "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take ZeRO stage 0 or 3"
+FROZEN = (
+    "ds_kfac: all parameters are frozen: unfreeze what is to be trained, or to evaluate take "
+    "ZeRO stage 0 or 3"
+)
 NOT_NAMED = (
-    'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
+    'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a '
+    '"kfac": {} block to '
     "keep your own"
 )
 
@@ -89,29 +102,34 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has a "kfac" block. An
-    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log. If no
-    launcher has started the process, as in a notebook, it becomes a job of one rank.
+    """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has
+    a "kfac" block. An engine without an optimizer (a reference model, an evaluation) is left as it
+    is, with a line in the log. If no launcher has started the process, as in a notebook, it becomes
+    a job of one rank.
 
     Args:
-        args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not given.
+        args: command-line arguments; their ``deepspeed_config`` is the config if ``config`` is not
+            given.
         model: the model to train.
-        optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's optimizer.
-        model_parameters: trained parameters, or groups of them; needed if the optimizer is the config's.
+        optimizer: an optimizer object, such as :class:`ds_kfac.KFACAdamW`; None: the config's
+            optimizer.
+        model_parameters: trained parameters, or groups of them; needed if the optimizer is the
+            config's.
         config: DeepSpeed config, a dict or a file.
 
     Returns engine, optimizer, data loader and scheduler, the last two None where there is none.
 
     Raises:
-        ValueError: no model, or the block is wrong, or the engine's mode is refused; before any training.
+        ValueError: no model, or the block is wrong, or the engine's mode is refused; before any
+            training.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return _initialized(inspect.signature(_plain_initialize).bind(**given), wanted=True)
 
 
 def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, Any, Any, Any]:
-    """See :func:`initialize`. Without ``wanted`` K-FAC is attached only if the engine has a KFACAdamW, by name, as an
-    object or made by a function: DeepSpeed alone cannot step it."""
+    """See :func:`initialize`. Without ``wanted`` K-FAC is attached only if the engine has a
+    KFACAdamW, by name, as an object or made by a function: DeepSpeed alone cannot step it."""
     arguments, model = bound.arguments, bound.arguments.get("model")
     source = _config_source(arguments) or {}
     rule = rule_in(source, arguments.get("optimizer"))
@@ -119,7 +137,9 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     block = find_block(source) if wanted else None
     if wanted:
         if not isinstance(model, nn.Module):
-            raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
+            raise ValueError(
+                NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}")
+            )
         if arguments.get("dist_init_required") is not False:
             start_alone()
         warn_of_compilation(source)
@@ -131,16 +151,27 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     if block is not None:
         parsed = parse(block)  # before the engine is built: a wrong one fails at once
         check_tensors(model, arguments if parsed.enabled else {})
-        if model is not None and parsed.enabled and any(x.grad is not None for x in model.parameters()):
+        if (
+            model is not None
+            and parsed.enabled
+            and any(x.grad is not None for x in model.parameters())
+        ):
             model.zero_grad()
-            warn("parameters had gradients before deepspeed.initialize, which the first step would take: dropped")
+            warn(
+                "parameters had gradients before deepspeed.initialize, which the first step would "
+                "take: dropped"
+            )
         if trains_nothing(model):
-            # e.g. the reference model of older TRLs, which has the trained model's config. DeepSpeed knows no KFACAdamW
-            # and would refuse it, so the frozen model gets no optimizer
+            # e.g. the reference model of older TRLs, which has the trained model's config.
+            # DeepSpeed knows no KFACAdamW and would refuse it, so the frozen model gets no
+            # optimizer
             if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
                 raise ValueError(FROZEN)
-            arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
-            if getattr(arguments.get("args"), "deepspeed_config", None) is not None:  # DeepSpeed takes one of the two
+            arguments["config"] = {
+                key: value for key, value in source.items() if key != "optimizer"
+            }
+            # DeepSpeed takes one of the two
+            if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
                 arguments["args"] = copy(arguments["args"])
                 arguments["args"].deepspeed_config = None
         elif rule.optimizer_type is not None:
@@ -160,8 +191,12 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     elif block is None:
         _remember(NOT_NAMED)
         watch_loads(engine)
-        if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another engine has K-FAC
-            warn(f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says that it is meant')
+        # another engine has K-FAC
+        if not (without_optimizer(engine) or (enabled() and _unattached is None)):
+            warn(
+                f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} '
+                f"says that it is meant"
+            )
     elif without_optimizer(engine):
         say("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
     elif attach(engine, block) is None:
@@ -181,32 +216,41 @@ def _remember(why: str | None) -> None:
 
 
 def unattached() -> str | None:
-    """Why no engine of this process has had K-FAC although it is enabled; None if one has, or it is not enabled."""
+    """Why no engine of this process has had K-FAC although it is enabled; None if one has, or it is
+    not enabled."""
     wanted = ds_kfac_startup.asked() if _enabled is None else _enabled
     return _unattached if wanted else None
 
 
 def enabled() -> bool:
-    """Whether ``deepspeed.initialize`` is to attach: set by :func:`enable` or :func:`disable`, else by ``DS_KFAC`` as
-    it is now, as a script may set it after importing ds_kfac. Raises ValueError as :func:`asked_for` does."""
+    """Whether ``deepspeed.initialize`` is to attach: set by :func:`enable` or :func:`disable`, else
+    by ``DS_KFAC`` as it is now, as a script may set it after importing ds_kfac. Raises ValueError
+    as :func:`asked_for` does."""
     return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 
 
 def asked_for(word: str) -> bool:
-    """Whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word in neither YES nor NO."""
+    """Whether this value of ``DS_KFAC`` asks for K-FAC. Raises ValueError for a word in neither YES
+    nor NO."""
     if word.strip().lower() not in (*YES, *NO):
-        raise ValueError(f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of {', '.join(filter(None, NO))}")
+        raise ValueError(
+            f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of "
+            f"{', '.join(filter(None, NO))}"
+        )
     return word.strip().lower() in YES
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` attach K-FAC, for code that calls it itself (HF Trainer, Accelerate, Lightning).
+    """Make ``deepspeed.initialize`` attach K-FAC, for code that calls it itself (HF Trainer,
+    Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If no engine gets K-FAC rank 0 says so.
+    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. If no engine gets
+    K-FAC rank 0 says so.
     """
     global _enabled
     warn_of_compilation()
-    # someone put DeepSpeed's function back; a wrapper around ours stays, as ours must not be wrapped twice
+    # someone put DeepSpeed's function back; a wrapper around ours stays, as ours must not be
+    # wrapped twice
     if deepspeed.initialize is _plain_initialize:
         deepspeed.initialize = _our_initialize
     _enabled = True
@@ -214,15 +258,17 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`: ``deepspeed.initialize`` only warns of a "kfac" block. An engine with KFACAdamW is attached
-    to in any case, as DeepSpeed alone cannot step it."""
+    """Undo :func:`enable`: ``deepspeed.initialize`` only warns of a "kfac" block. An engine with
+    KFACAdamW is attached to in any case, as DeepSpeed alone cannot step it."""
     global _enabled
     _enabled = False
 
 
 @wraps(_plain_initialize)
 def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
-    return _initialized(inspect.signature(_plain_initialize).bind(*args, **kwargs), wanted=enabled())
+    return _initialized(
+        inspect.signature(_plain_initialize).bind(*args, **kwargs), wanted=enabled()
+    )
 
 
 deepspeed.initialize = _our_initialize
@@ -235,12 +281,12 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         engine: a DeepSpeedEngine that has not started a step.
         config: the "kfac" block; None takes it from the engine's config.
 
-    Returns the attachment, which is also ``engine.kfac``; the existing one if there is one; None if the block says
-    ``"enabled": false``.
+    Returns the attachment, which is also ``engine.kfac``; the existing one if there is one; None if
+    the block says ``"enabled": false``.
 
     Raises:
-        ValueError: no engine, no block, a wrong block or another one than on other ranks, a refused engine mode, or
-            no layer to precondition.
+        ValueError: no engine, no block, a wrong block or another one than on other ranks, a refused
+            engine mode, or no layer to precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     global _unattached
@@ -252,11 +298,17 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         return attached
     config = find_block(engine.config) if config is None else config
     if config is None:
-        raise ValueError('ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass config=')
+        raise ValueError(
+            'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass '
+            "config="
+        )
     given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):
         if given != attached.given:
-            raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
+            raise ValueError(
+                "ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() "
+                "it first"
+            )
         say(ATTACHED)
         return attached
     check_config(given)
@@ -277,7 +329,8 @@ def _rule_of(engine: Any) -> UpdateRule:
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The DeepSpeed config from a dict, a file or base64, as DeepSpeed will read it; None if it is none of these."""
+    """The DeepSpeed config from a dict, a file or base64, as DeepSpeed will read it; None if it is
+    none of these."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):

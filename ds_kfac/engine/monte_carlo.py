@@ -1,11 +1,14 @@
-"""Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019, arXiv:1905.12558).
+"""Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019,
+arXiv:1905.12558).
 
-In a step that captures, each true backward is preceded by a backward of that loss through the same graph. It computes
-only the gradients of layer outputs, DeepSpeed does not see it, and the user's backward gives the same bits as without.
+In a step that captures, each true backward is preceded by a backward of that loss through the same
+graph. It computes only the gradients of layer outputs, DeepSpeed does not see it, and the user's
+backward gives the same bits as without.
 
-``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. The hooks that
-``engine.forward`` puts on its outputs would, so they are switched off meanwhile. At stage 3 the extra backward would
-also have to fetch and release weights unknown to DeepSpeed's parameter coordinator: refused at attach.
+``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. The
+hooks that ``engine.forward`` puts on its outputs would, so they are switched off meanwhile. At
+stage 3 the extra backward would also have to fetch and release weights unknown to DeepSpeed's
+parameter coordinator: refused at attach.
 
 Users can replace the :class:`ds_kfac.model.sampled_loss.Sampler`.
 """
@@ -26,7 +29,8 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
 _CHECKPOINTING = (
-    f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False (not torch's "
+    f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False "
+    f"(not torch's "
     "reentrant one, nor deepspeed.checkpointing of either kind)"
 )
 _DONATED = (
@@ -49,7 +53,8 @@ def graph(root: Node | None) -> Iterator[Node]:
 
 
 class LossSampling:
-    """Keeps each forward's prediction until its backward, and gives the capture gradients of a sampled loss.
+    """Keeps each forward's prediction until its backward, and gives the capture gradients of a
+    sampled loss.
 
     Attributes:
         sampler: draws labels and forms the loss.
@@ -59,8 +64,10 @@ class LossSampling:
         self.kfac = kfac
         factor, modules = kfac.config.factor, dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()  # live as long as pending calls
-        self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
+        # live as long as pending calls
+        self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
+        # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
+        self._managers: WeakSet = WeakSet()
         predicting = self._predicting = modules[factor.prediction or ""]
         self._handles = [
             engine.register_forward_hook(lambda module, inputs, output: self._collect(output)),
@@ -85,34 +92,42 @@ class LossSampling:
                 self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor) -> None:
-        """Draw labels for every forward that waits for its backward, run the extra backward and add its statistics.
+        """Draw labels for every forward that waits for its backward, run the extra backward and add
+        its statistics.
 
         Args:
             loss: where the true backward starts. Forwards that it does not depend on go on waiting.
 
         Raises:
-            ValueError: no forward was seen in this step, or the graph does not allow a second backward.
+            ValueError: no forward was seen in this step, or the graph does not allow a second
+                backward.
         """
         capture = self.kfac.capture
         if not capture.active:
             return
         nodes = set(graph(loss.grad_fn))
-        reached = {call.rows.forward for call in capture.pending if call.edge and call.edge.node in nodes}
+        reached = {
+            call.rows.forward for call in capture.pending if call.edge and call.edge.node in nodes
+        }
         calls = [call for call in capture.pending if call.rows.forward in reached]
         if not calls and self._step == self.kfac.steps:
             return  # another backward through a forward that has been sampled
         forwards = list(dict.fromkeys(call.rows.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
-                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the module named in '
-                "kfac.factor.prediction must be called in every forward, and backward follow each forward"
+                'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the '
+                "module named in "
+                "kfac.factor.prediction must be called in every forward, and backward follow each "
+                "forward"
             )
         if self._step != self.kfac.steps:
             self._step, self._drawn = self.kfac.steps, 0
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
         # scaled like the true loss, so that 16-bit gradients neither underflow nor overflow
-        scale = torch.as_tensor(self.kfac.layout.loss_scale(), dtype=torch.float32, device=loss.device).reshape(())
+        scale = torch.as_tensor(
+            self.kfac.layout.loss_scale(), dtype=torch.float32, device=loss.device
+        ).reshape(())
         predictions = [prediction_tensor(self._predictions.pop(forward)) for forward in forwards]
         true = self._gradients(loss, predictions, scale)
         drawn = [self._sampled(*pair) for pair in zip(predictions, true, strict=True)]
@@ -120,7 +135,8 @@ class LossSampling:
             own = [call for call in calls if call.rows.forward is forward]
             edges = [call.edge for call in own if call.edge]
             with capture.recomputing(forward):
-                gradients = self._gradients(sampled / len(forwards), edges, scale)  # a mean over forwards
+                # a mean over forwards
+                gradients = self._gradients(sampled / len(forwards), edges, scale)
             capture.add_asked(own, gradients, scale)
         capture.end_pass()
 
@@ -134,9 +150,12 @@ class LossSampling:
             manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
         seed = scale.to(loss.dtype).expand(loss.shape)
         try:
-            return list(torch.autograd.grad(loss, list(inputs), seed, retain_graph=True, allow_unused=True))
+            return list(
+                torch.autograd.grad(loss, list(inputs), seed, retain_graph=True, allow_unused=True)
+            )
         except RuntimeError as error:
-            if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find
+            # DeepSpeed's non-reentrant kind has no node to find
+            if "not compatible with .grad()" in str(error):
                 raise ValueError(_CHECKPOINTING) from error
             if "donated buffers" in str(error):
                 raise ValueError(_DONATED) from error
@@ -147,27 +166,37 @@ class LossSampling:
 
     @torch.enable_grad()
     def _sampled(self, prediction: Tensor, gradient: Tensor | None) -> Tensor:
-        """A loss on labels drawn from a prediction, for the terms of which the true loss has a ``gradient``. The
-        generator is seeded by step, forward and rank: a resumed run draws the same labels."""
-        reached = torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
-        self._generator.manual_seed(SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank)
+        """A loss on labels drawn from a prediction, for the terms of which the true loss has a
+        ``gradient``. The generator is seeded by step, forward and rank: a resumed run draws the
+        same labels."""
+        reached = (
+            torch.zeros_like(prediction, dtype=torch.bool) if gradient is None else gradient != 0
+        )
+        self._generator.manual_seed(
+            SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank
+        )
         self._drawn += 1
         return self.sampler(prediction, reached, self._generator).float()
 
     def check(self) -> None:
-        """At a step that captures, warn once if nothing was sampled: this rank then has no statistics. It is no error,
-        as the rank's batch may have been skipped, and an error on one rank stops the job. Raises ValueError if nothing
-        was ever sampled on this rank: then the program lacks the call."""
+        """At a step that captures, warn once if nothing was sampled: this rank then has no
+        statistics. It is no error, as the rank's batch may have been skipped, and an error on one
+        rank stops the job. Raises ValueError if nothing was ever sampled on this rank: then the
+        program lacks the call."""
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
-                'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
+                'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use '
+                "engine.backward(loss), or "
                 "call engine.kfac.sample(loss) before loss.backward()"
             )
             if self._step < 0:
                 raise ValueError(text)
             if not self._warned:
-                logger.warning(f"ds_kfac: rank {self.kfac.rank} has no statistics in step {self.kfac.steps}: {text}")
+                logger.warning(
+                    f"ds_kfac: rank {self.kfac.rank} has no statistics in step {self.kfac.steps}: "
+                    f"{text}"
+                )
             self._warned = True
-        # predictions of forwards without a backward: a hook on their graph may hold the key, so weak keys do not drop
-        # it
+        # predictions of forwards without a backward: a hook on their graph may hold the key, so
+        # weak keys do not drop it
         self._predictions.clear()

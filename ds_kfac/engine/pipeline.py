@@ -14,10 +14,11 @@ from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
-    """The engine's table of instructions, in which a micro-batch's backward pass is announced to the capture. Several
-    outputs get one backward, see :func:`joined`.
+    """The engine's table of instructions, in which a micro-batch's backward pass is announced to
+    the capture. Several outputs get one backward, see :func:`joined`.
 
-    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function, others get a gradient.
+    Wrapping ``engine.backward`` would not do: the last stage calls DeepSpeed's function, others get
+    a gradient.
     """
     table = getattr(engine, INSTRUCTIONS)
 
@@ -33,7 +34,8 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
 
 
 class _Joined(Function):
-    """A scalar whose gradients with respect to a stage's outputs are those that the next stage has sent."""
+    """A scalar whose gradients with respect to a stage's outputs are those that the next stage has
+    sent."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -47,10 +49,15 @@ class _Joined(Function):
 
 @contextmanager
 def joined(engine: Any, buffer_id: int) -> Iterator[None]:
-    """Wraps a backward pass: DeepSpeed runs one for each floating output of a stage, so a layer would get its gradient
-    in parts, and the sum of their squares is not the square of their sum. Here one scalar output takes their place."""
+    """Wraps a backward pass: DeepSpeed runs one for each floating output of a stage, so a layer
+    would get its gradient in parts, and the sum of their squares is not the square of their sum.
+    Here one scalar output takes their place."""
     outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
-    floating = [output for output in outputs if output.is_floating_point()] if isinstance(outputs, tuple) else []
+    floating = (
+        [output for output in outputs if output.is_floating_point()]
+        if isinstance(outputs, tuple)
+        else []
+    )
     if len(floating) < 2:
         yield
         return

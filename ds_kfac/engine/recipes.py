@@ -1,7 +1,9 @@
-"""Whether a run's learning rate, weight decay and second beta are near those of a recipe of docs/recipes.md.
+"""Whether a run's learning rate, weight decay and second beta are near those of a recipe of
+docs/recipes.md.
 
-A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned, its labels masked or
-not. So a run fits if any recipe that its model may follow has all three within a factor of ten.
+A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
+its labels masked or not. So a run fits if any recipe that its model may follow has all three within
+a factor of ten.
 """
 
 import math
@@ -20,7 +22,8 @@ from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
-"""What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches move them, too."""
+"""What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches
+move them, too."""
 LIMIT, HIGH = math.log(FAR) + 1e-6, math.log(FAR) - 1e-6
 """HIGH is of rates: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
 LITTLE = 0.01
@@ -64,7 +67,8 @@ RECIPES = (
 
 
 def far_from_recipes(kfac: KFACPreconditioner) -> list[str]:
-    """A sentence for the attach report where no recipe that the model may follow is near; else nothing."""
+    """A sentence for the attach report where no recipe that the model may follow is near; else
+    nothing."""
     kind, groups = kind_of(kfac.layers, kfac.engine_view.model), kfac.layout.optimizer.param_groups
     peaks = planned_rates(groups, kfac.layout.engine.lr_scheduler)
     own = {kfac.layout.group_index(parameter) for parameter in kfac.layout.params}
@@ -87,7 +91,10 @@ def planned_rates(groups: Sequence[Mapping[str, Any]], scheduler: Any) -> list[f
 
 
 def config_far_from_recipes(
-    ds_config: Mapping[str, Any], defaults: Mapping[str, Any], layers: Sequence[LayerSpec], model: nn.Module
+    ds_config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    layers: Sequence[LayerSpec],
+    model: nn.Module,
 ) -> list[str]:
     """:func:`far_from_recipes` of a config, as far as it has the numbers.
 
@@ -97,17 +104,22 @@ def config_far_from_recipes(
     optimizer, schedule = block(ds_config, "optimizer"), block(ds_config, "scheduler")
     params = {**defaults, **block(optimizer, "params")}
     lr, decay, betas = (params.get(name) for name in ("lr", "weight_decay", "betas"))
-    if not all(isinstance(value, Real) for value in (lr, decay)) or not isinstance(betas, list | tuple | None):
+    if not all(isinstance(value, Real) for value in (lr, decay)) or not isinstance(
+        betas, list | tuple | None
+    ):
         return []  # "auto", which a framework fills in
     # DeepSpeed's own schedule says what the rates will be, on an optimizer of one number
     one = [torch.zeros(1, dtype=torch.float32, device="cpu")]
-    rates = (torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW)(one, lr=float(lr))  # type: ignore[arg-type]
+    rates = (torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW)(
+        one, lr=float(lr)
+    )  # type: ignore[arg-type]
     scheduler = None
     if name := schedule.get("type"):
         try:
             module = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
             scheduler = getattr(module, name)(rates, **block(schedule, "params"))
-        except Exception:  # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
+        except Exception:
+            # "auto" among its parameters, or wrong ones, which attach or DeepSpeed will refuse
             return []
     (peak,) = planned_rates(rates.param_groups, scheduler)
     beta2 = None if betas is None else betas[1]
@@ -115,8 +127,8 @@ def config_far_from_recipes(
 
 
 def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
-    """What kind of model it is, as far as its layers and modules say; None: of no recipe's, or not known, as of a
-    pipeline's stage."""
+    """What kind of model it is, as far as its layers and modules say; None: of no recipe's, or not
+    known, as of a pipeline's stage."""
     modules = list(model.modules())
     if any(ADAPTER.search(layer.module) for layer in layers):
         return ADAPTERS
@@ -124,18 +136,26 @@ def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
     if 2 * images > sum(layer.numel for layer in layers):
         return IMAGES
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
-    if not any(isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules):
+    if not any(
+        isinstance(module, nn.Linear) and module.out_features in vocabularies for module in modules
+    ):
         return None
-    return EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
+    return (
+        EXPERTS if any(layer.part[1] > 1 or "expert" in layer.module for layer in layers) else WORDS
+    )
 
 
-def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None) -> list[str]:
+def said(
+    kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2: float | None = None
+) -> list[str]:
     """The line for a run of these settings; none if a recipe is near, or there is none for it.
 
     Args:
         lr: of the matrices, the largest of the schedule as far as it is known.
     """
-    recipes = [recipe for recipe in RECIPES if kind in recipe.models and recipe.optimizer == optimizer]
+    recipes = [
+        recipe for recipe in RECIPES if kind in recipe.models and recipe.optimizer == optimizer
+    ]
     if not recipes or not lr:
         return []
     nearest = min(recipes, key=lambda recipe: _distance(recipe, lr, weight_decay))
@@ -146,9 +166,12 @@ def said(kind: str | None, optimizer: str, lr: float, weight_decay: float, beta2
         wrong["betas[1]"] = beta2, 0.95
     if not wrong:
         return []
-    values = ", ".join(f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in wrong.items())
+    values = ", ".join(
+        f"{name} {value:g} ({of_recipe:g} there)" for name, (value, of_recipe) in wrong.items()
+    )
     return [
-        f"far from every recipe for a {kind}; from the nearest one, {nearest.title!r} in docs/recipes.md: {values}. If "
+        f"far from every recipe for a {kind}; from the nearest one, {nearest.title!r} in "
+        f"docs/recipes.md: {values}. If "
         "it is meant, all is well"
     ]
 

@@ -1,5 +1,5 @@
-"""Engine modes, and combinations with the config, in which K-FAC would be wrong or silently off. One table, which is
-asked of an engine, or of a DeepSpeed config alone."""
+"""Engine modes, and combinations with the config, in which K-FAC would be wrong or silently off.
+One table, which is asked of an engine, or of a DeepSpeed config alone."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -39,7 +39,8 @@ class Context:
         autocast: dtype of torch_autocast; None: off.
         computes_norms: whether ZeRO computes gradient norms.
         engine: DeepSpeed's; None: there is only a config, and the fields below keep their defaults.
-        sharded, sequence: whether the tensor-parallel, or the sequence-parallel, group has several ranks.
+        sharded, sequence: whether the tensor-parallel, or the sequence-parallel, group has several
+            ranks.
     """
 
     config: KFACConfig
@@ -73,12 +74,16 @@ class Context:
     @property
     def mixtures(self) -> list[Any]:
         """Mixtures of experts that AutoEP has put into the engine's model."""
-        return [] if self.engine is None else [module for module in self.engine.module.modules() if is_autoep(module)]
+        return (
+            []
+            if self.engine is None
+            else [module for module in self.engine.module.modules() if is_autoep(module)]
+        )
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Whether an engine cannot train. In the optimizer's place ZeRO-3 then has the object that gathers parameters, and
-    bf16 a keeper of master weights around a dummy optimizer."""
+    """Whether an engine cannot train. In the optimizer's place ZeRO-3 then has the object that
+    gathers parameters, and bf16 a keeper of master weights around a dummy optimizer."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
@@ -88,7 +93,9 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
     name = "" if without_optimizer(engine) else type(engine.basic_optimizer).__name__
     pipeline = isinstance(engine, PipelineEngine)
     # a pipeline reduces by an instruction, not in the backward
-    averages = engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
+    averages = (
+        engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
+    )
     offload = deepspeed_versions.offload(engine)
     return Context(
         config=config,
@@ -113,17 +120,28 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
     )
 
 
-def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None) -> Context:
-    """The facts of the data-parallel engine that a config would make. ``stage``: overrides the config's.
-    Raises ValueError for a stage or a dtype that does not exist."""
+def of_config(
+    ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None
+) -> Context:
+    """The facts of the data-parallel engine that a config would make. ``stage``: overrides the
+    config's. Raises ValueError for a stage or a dtype that does not exist."""
     optimizer, zero = block(ds_config, "optimizer"), block(ds_config, "zero_optimization")
     name, offload = str(optimizer.get("type") or ""), block(zero, "offload_optimizer")
     stage = zero.get("stage", 0) if stage is None else stage
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
-    bound = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)  # the Trainer's "auto" is the default
-    parameters, device, autocast = torch.float32, offload.get("device"), block(ds_config, "torch_autocast")
-    for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
+    # the Trainer's "auto" is the default
+    bound = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+    parameters, device, autocast = (
+        torch.float32,
+        offload.get("device"),
+        block(ds_config, "torch_autocast"),
+    )
+    for key, dtype in (
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+    ):
         if block(ds_config, key).get("enabled") is True:
             parameters = dtype
     return Context(
@@ -133,8 +151,11 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
         compressed=name.lower() in COMPRESSED,
         stage=stage,
         parameters=parameters,
-        autocast=_dtype(autocast.get("dtype"), "torch_autocast.dtype") if autocast.get("enabled") is True else None,
-        bf16_optimizer=(stage, parameters, accumulation(ds_config)) == (1, torch.bfloat16, torch.float32)
+        autocast=_dtype(autocast.get("dtype"), "torch_autocast.dtype")
+        if autocast.get("enabled") is True
+        else None,
+        bf16_optimizer=(stage, parameters, accumulation(ds_config))
+        == (1, torch.bfloat16, torch.float32)
         and device in ("none", None),
         clips=bool(GRADIENT_CLIPPING_DEFAULT if bound == AUTO else bound),
         computes_norms=zero.get("compute_grad_norm", True) is not False,
@@ -152,8 +173,11 @@ def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
-    """dtype in which gradients are accumulated, by the config; None: the model's. ValueError for an unknown one."""
-    return _dtype(block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype")
+    """dtype in which gradients are accumulated, by the config; None: the model's. ValueError for an
+    unknown one."""
+    return _dtype(
+        block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype"
+    )
 
 
 def _dtype(name: Any, where: str) -> torch.dtype | None:
@@ -171,12 +195,14 @@ NO_OPTIMIZER = "no optimizer"
 REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     NO_OPTIMIZER: (
         lambda e: not e.optimizer,
-        'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer= (which check and '
+        'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass '
+        "optimizer= (which check and "
         "estimate are told by --optimizer)",
     ),
     "middle of a step": (
         lambda e: e.engine is not None and is_waiting(e.engine),
-        "there is a gradient that no step has taken yet, and it would be lost: attach before the first backward of a "
+        "there is a gradient that no step has taken yet, and it would be lost: attach before the "
+        "first backward of a "
         "step, or after the engine.step() that ends one",
     ),
     "pipeline of another kind": (
@@ -209,7 +235,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "AutoEP with Triton's grouped products": (
         lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in e.mixtures),
-        "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
+        "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or "
+        "use_grouped_mm to false",
     ),
     "AutoEP with one product for gate and up": (
         lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in e.mixtures),
@@ -221,14 +248,19 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,
-        "DeepSpeed does not sum its gradients over the sequence group: pass mpu=deepspeed.runtime.sequence_parallel."
+        "DeepSpeed does not sum its gradients over the sequence group: pass "
+        "mpu=deepspeed.runtime.sequence_parallel."
         "parallel_state_sp, or one like it, instead",
     ),
     "DeepCompile": (
         lambda e: e.deep_compiled,
-        'it reduces gradients inside the compiled graph, past our hook: set "compile": {"deepcompile": false}',
+        'it reduces gradients inside the compiled graph, past our hook: set "compile": '
+        '{"deepcompile": false}',
     ),
-    "ZenFlow": (lambda e: e.zenflow, 'it updates parameters outside the step: remove "zenflow" from zero_optimization'),
+    "ZenFlow": (
+        lambda e: e.zenflow,
+        'it updates parameters outside the step: remove "zenflow" from zero_optimization',
+    ),
     "SuperOffload": (
         lambda e: e.super_offload,
         'it steps during backward: set "super_offload": false in offload_optimizer',
@@ -239,11 +271,13 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "compressed-communication optimizer": (
         lambda e: e.compressed,
-        "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
+        "gradients are not averaged before the step: use an optimizer without built-in "
+        "communication, such as AdamW",
     ),
     "torch_autocast fp16 without gradient norms": (
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
-        "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm to true",
+        "each rank would skip overflowed steps on its own: set "
+        "zero_optimization.compute_grad_norm to true",
     ),
     "torch_autocast fp16 with ZeRO in this DeepSpeed": (
         lambda e: (
@@ -252,7 +286,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and deepspeed_versions.skips_by_rank(e.engine.optimizer)
         ),
-        "each rank skips a step on its own, for each parameter group, and the others would wait for it: use deepspeed "
+        "each rank skips a step on its own, for each parameter group, and the others would wait "
+        "for it: use deepspeed "
         "0.19.8, or bf16",
     ),
     "torch_autocast fp16 with a fused optimizer": (
@@ -261,22 +296,28 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and e.autocast is torch.float16
             and getattr(e.engine.basic_optimizer, "_step_supports_amp_scaling", False)
         ),
-        "it divides by the loss scale inside its kernel, and is stepped on overflow as well: set fused=False",
+        "it divides by the loss scale inside its kernel, and is stepped on overflow as well: set "
+        "fused=False",
     ),
     "an optimizer that is given gradients": (
         lambda e: e.engine is not None and deepspeed_versions.gives_gradients(e.engine.optimizer),
-        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of their own: leave "
+        "DeepSpeed's legacy fusion and its unfused Lamb step with scaled 16-bit gradients of "
+        "their own: leave "
         '"legacy_fusion" out, or use another optimizer',
     ),
     "fp16 at stage 0 in this DeepSpeed": (
         lambda e: e.engine is not None and deepspeed_versions.never_steps(e.engine.optimizer),
-        "deepspeed 0.17.6 and 0.18.0 return from every step of FP16_Optimizer before it is taken: use another version",
+        "deepspeed 0.17.6 and 0.18.0 return from every step of FP16_Optimizer before it is taken: "
+        "use another version",
     ),
     "skipped steps at ZeRO stage 1 in this DeepSpeed": (
         lambda e: (
-            e.engine is not None and e.engine.dp_world_size != 1 and deepspeed_versions.looks_alone(e.engine.optimizer)
+            e.engine is not None
+            and e.engine.dp_world_size != 1
+            and deepspeed_versions.looks_alone(e.engine.optimizer)
         ),
-        "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the others would wait for "
+        "deepspeed 0.17.6 looks for overflow on each rank alone: one would skip a step, and the "
+        "others would wait for "
         "it. Use another version, ZeRO stage 2, or in bf16 set bf16.check_grad_overflow to false",
     ),
     "Adagrad of several parameter groups with ZeRO": (
@@ -287,7 +328,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
             and isinstance(e.engine.basic_optimizer, torch.optim.Adagrad)
             and len(e.engine.basic_optimizer.param_groups) > 1
         ),
-        "DeepSpeed replaces it by one of a single group and would fail at the first step: give it one group, or use "
+        "DeepSpeed replaces it by one of a single group and would fail at the first step: give it "
+        "one group, or use "
         "ZeRO stage 0 or another optimizer",
     ),
     "Muon": (
@@ -296,9 +338,12 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     '"use_node_local_storage" on several nodes': (
         lambda e: (
-            e.engine is not None and e.engine.use_node_local_storage() and len(set(gathered(socket.gethostname()))) > 1
+            e.engine is not None
+            and e.engine.use_node_local_storage()
+            and len(set(gathered(socket.gethostname()))) > 1
         ),
-        "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: set it to false and "
+        "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: "
+        "set it to false and "
         "save to a shared file system",
     ),
     f"{SAMPLED} with a pipeline": (
@@ -307,14 +352,18 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     f"{SAMPLED} at ZeRO stage 3": (
         lambda e: e.sampled and e.stage == 3,
-        "its second backward would fetch weights out of the order that DeepSpeed has recorded: use stage 0, 1 or 2, "
+        "its second backward would fetch weights out of the order that DeepSpeed has recorded: "
+        "use stage 0, 1 or 2, "
         'or "empirical"',
     ),
     f"{SAMPLED} with tensor parallelism": (
         lambda e: e.sampled and e.sharded,
         'each rank would sample different labels for the same example: use "empirical"',
     ),
-    f"{SAMPLED} with a mixture of experts": (lambda e: e.sampled and e.experts, 'it is not tested: use "empirical"'),
+    f"{SAMPLED} with a mixture of experts": (
+        lambda e: e.sampled and e.experts,
+        'it is not tested: use "empirical"',
+    ),
     f"{REDUCED} with a mixture of experts": (
         lambda e: e.reduced and e.experts,
         'the tokens of a sequence go to several experts: use "expand"',
@@ -329,45 +378,52 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (
-            bool(e.own and e.pipeline and e.stage) and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
+            bool(e.own and e.pipeline and e.stage)
+            and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
-        "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage both K-FAC and other "
+        "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage "
+        "both K-FAC and other "
         "parameters, or only one kind (kfac.layers.types)",
     ),
     "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
-        "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or layers that are made "
+        "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or "
+        "layers that are made "
         "as shards (Megatron's)",
     ),
 }
-"""Mode or combination -> (whether it applies, why it is refused and what to change). Read by attach and the estimator.
+"""Mode or combination -> (whether it applies, why it is refused and what to change). Read by attach
+and the estimator.
 
 Every rank asks them in this order, as some are collective if there is an engine.
 """
 
 
 def refused(context: Context) -> list[str]:
-    """What is refused, and what to change: the same for an engine and its config. Collective if there is an engine."""
+    """What is refused, and what to change: the same for an engine and its config. Collective if
+    there is an engine."""
     if not context.optimizer:  # other refusals read the optimizer
         return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
 
 
 def check_config(config: KFACConfig) -> None:
-    """Raise ValueError on every rank if the block differs between ranks: their plans would differ, and ranks would wait
-    for each other for ever. Collective."""
+    """Raise ValueError on every rank if the block differs between ranks: their plans would differ,
+    and ranks would wait for each other for ever. Collective."""
     values = {block: getattr(config, block) for block in KFACConfig.model_fields}
     flat = {
         f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
         for block, value in values.items()
         for key in (type(value).model_fields if isinstance(value, Block) else [block])
     }
-    everyone = gathered({key: value for key, value in flat.items() if key != "report"})  # what a rank prints
+    # what a rank prints
+    everyone = gathered({key: value for key, value in flat.items() if key != "report"})
     for key, value in everyone[0].items():
         rank = next((rank for rank, theirs in enumerate(everyone) if theirs[key] != value), None)
         if rank is not None:
             raise ValueError(
-                f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, {everyone[rank][key]} on rank "
+                f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, "
+                f"{everyone[rank][key]} on rank "
                 f"{rank}. Give every rank one config"
             )
 
@@ -375,5 +431,9 @@ def check_config(config: KFACConfig) -> None:
 def check_model(model: nn.Module, config: KFACConfig) -> None:
     """Raise ValueError if the module that ``kfac.factor.prediction`` names does not exist."""
     name = config.factor.prediction
-    if config.factor.fisher == "monte_carlo" and name is not None and name not in dict(model.named_modules()):
+    if (
+        config.factor.fisher == "monte_carlo"
+        and name is not None
+        and name not in dict(model.named_modules())
+    ):
         raise ValueError(f"kfac.factor.prediction: the model has no module {name!r}")

@@ -1,5 +1,5 @@
-"""``python -m ds_kfac estimate`` and ``check``, and the same estimates from Python. As in DeepSpeed's estimators,
-``_live`` takes a model and ``_cold`` takes shapes."""
+"""``python -m ds_kfac estimate`` and ``check``, and the same estimates from Python. As in
+DeepSpeed's estimators, ``_live`` takes a model and ``_cold`` takes shapes."""
 
 import argparse
 import os
@@ -50,8 +50,9 @@ def estimate_kfac_mem_needs_all_live(
     node_size: int | None = None,
     stage: int | None = None,
 ) -> tuple[Estimate | Refused, ...]:
-    """Print and return what K-FAC would cost a rank under every strategy: memory, bytes on the wire, FLOPs and seconds.
-    They come from the plan that a run would make; the model may be on the meta device.
+    """Print and return what K-FAC would cost a rank under every strategy: memory, bytes on the
+    wire, FLOPs and seconds. They come from the plan that a run would make; the model may be on the
+    meta device.
 
         with torch.device("meta"):
             model = Net()
@@ -61,21 +62,26 @@ def estimate_kfac_mem_needs_all_live(
         model: as given to ``ds_kfac.initialize``, with ``model_parameters=model.parameters()``.
         config: DeepSpeed config, a dict or a file.
         world: data-parallel ranks.
-        example: arguments of the model's forward. It is run to find layers that share their input, and how many rows a
-            layer has per token; None: no layers are assumed to share their input.
-        batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time are left out.
+        example: arguments of the model's forward. It is run to find layers that share their input,
+            and how many rows a layer has per token; None: no layers are assumed to share their
+            input.
+        batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time
+            are left out.
         device: "cuda" or "cpu": whose builtin costs are used.
         node_size: consecutive ranks on a node; None: 1.
         stage: ZeRO stage; None: the config's.
 
-    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction, or for ZeRO's owner scheme.
+    Returns an :class:`Estimate` or :class:`Refused` for every gradient-worker fraction, or for
+    ZeRO's owner scheme.
 
     Raises:
         ValueError: the config is wrong, or the model has no layer to precondition.
     """
     model_device = next((p.device for p in model.parameters()), torch.device("meta"))
     arguments = [x.to(model_device) if isinstance(x, Tensor) else x for x in example or ()]
-    subject = Subject(model, config_of(config), stage, Trace(model, arguments) if arguments else None)
+    subject = Subject(
+        model, config_of(config), stage, Trace(model, arguments) if arguments else None
+    )
     costs = replace(costs_of(device), node_size=node_size or 1)
     lines, strategies = described(subject, costs, world, batch_rows)
     print("\n".join(lines))
@@ -83,11 +89,15 @@ def estimate_kfac_mem_needs_all_live(
 
 
 def estimate_kfac_mem_needs_all_cold(
-    shapes: Sequence[tuple[int, int, bool]], config: Mapping[str, Any] | str | os.PathLike, world: int, **options: Any
+    shapes: Sequence[tuple[int, int, bool]],
+    config: Mapping[str, Any] | str | os.PathLike,
+    world: int,
+    **options: Any,
 ) -> tuple[Estimate | Refused, ...]:
     """The estimate of a model of which only the shapes of its linear layers are known.
 
-        estimate_kfac_mem_needs_all_cold([(4096, 11008, False), (11008, 4096, False)] * 32, "ds_config.json", world=64)
+        estimate_kfac_mem_needs_all_cold([(4096, 11008, False), (11008, 4096, False)] * 32,
+        "ds_config.json", world=64)
 
     Args:
         shapes: (inputs, outputs, whether it has a bias) for every layer, in the model's order.
@@ -99,8 +109,8 @@ def estimate_kfac_mem_needs_all_cold(
 
 
 def costs_of(device: str, file: str | None = None) -> CostModel:
-    """The builtin rates with which a run on a kind of device plans; rates in ``file`` replace them. Raises ValueError
-    if there is no such device or file."""
+    """The builtin rates with which a run on a kind of device plans; rates in ``file`` replace them.
+    Raises ValueError if there is no such device or file."""
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
     return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
@@ -109,8 +119,9 @@ def costs_of(device: str, file: str | None = None) -> CostModel:
 def described(
     subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """(lines of text, every strategy): a row per strategy, and details of the one that the config chooses. ``rows``:
-    tokens (or images) of a rank in a step; ``assumed``: words after the batch, if that is assumed."""
+    """(lines of text, every strategy): a row per strategy, and details of the one that the config
+    chooses. ``rows``: tokens (or images) of a rank in a step; ``assumed``: words after the batch,
+    if that is assumed."""
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     chosen, problem, strategies = None, list[str](), list[Estimate | Refused]()
@@ -123,12 +134,18 @@ def described(
             strategies.append(chosen)
             continue
         forced = copy(subject)
-        forced.config = subject.config.having("assignment", gradient_worker_fraction=workers / world)
+        forced.config = subject.config.having(
+            "assignment", gradient_worker_fraction=workers / world
+        )
         try:
             strategies.append(Estimate(forced, costs, world, rows))
         except ValueError as refused:
             strategies.append(Refused(subject.strategy(workers, world), str(refused)))
-    other, who = ("ZeRO owners", "every rank has") if subject.replicated else ("several workers", "no rank has")
+    other, who = (
+        ("ZeRO owners", "every rank has")
+        if subject.replicated
+        else ("several workers", "no rank has")
+    )
     strategies.append(Refused(other, f"{who} every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
@@ -137,10 +154,20 @@ def described(
     update, refresh = schedule.intervals(schedule.settled)
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
-        lines.append("  no forward was traced: no layers are assumed to share their inputs, each sees a row a token")
+        lines.append(
+            "  no forward was traced: no layers are assumed to share their inputs, each sees a "
+            "row a token"
+        )
     lines += [*skipped_lines(subject.scan), ""]
-    lines.append(f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}")
-    lines += [*machine_lines(costs, method), "", *strategy_lines(strategies, costs, chosen), *problem]
+    lines.append(
+        f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}"
+    )
+    lines += [
+        *machine_lines(costs, method),
+        "",
+        *strategy_lines(strategies, costs, chosen),
+        *problem,
+    ]
     lines += chosen_lines(chosen, assumed) if chosen is not None else []
     return [*lines, *factors_lines(subject, world)], tuple(strategies)
 
@@ -152,32 +179,59 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
     nbytes = number(max(peak_bytes(plan)), "B")
     return [
         "",
-        f"  A and G of this model by ds_kfac.fit, without training (docs/factors.md): {nbytes} on a rank at most",
+        f"  A and G of this model by ds_kfac.fit, without training (docs/factors.md): {nbytes} on "
+        f"a rank at most",
     ]
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
     """The rates from which seconds are predicted, and whether they were measured."""
-    times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds))
+    times = ", ".join(
+        f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds)
+    )
     if method.step_flops:
-        times = f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at {number(costs.ieee_flops, '')}/s"
+        times = (
+            f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at "
+            f"{number(costs.ieee_flops, '')}/s"
+        )
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
-    memory, (call, latency) = number(costs.copy_bytes, "B/s"), map(_time, (costs.call_seconds, costs.link_seconds))
-    link, within = (f"{8 * rate / 1e9:.4g} Gbit/s" for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes))
+    memory, (call, latency) = (
+        number(costs.copy_bytes, "B/s"),
+        map(_time, (costs.call_seconds, costs.link_seconds)),
+    )
+    link, within = (
+        f"{8 * rate / 1e9:.4g} Gbit/s"
+        for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes)
+    )
     nodes = f"; {costs.node_size} ranks a node, {within} within" if costs.node_size > 1 else ""
     lines = {
         method.solver_seconds: times if method.step_flops else f"{method.solver} {times}",
-        "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, {call} a kernel",
+        "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, "
+        f"{call} a kernel",
         "model_flops": f"FLOP/s of the model, and of our products in 16 bits, {model}",
         "link_bytes": f"{link} a rank, each way, {latency} latency{nodes}",
     }
-    return [f"  {'measured' if field in costs.measured else 'assumed'}: {text}" for field, text in lines.items()]
+    return [
+        f"  {'measured' if field in costs.measured else 'assumed'}: {text}"
+        for field, text in lines.items()
+    ]
 
 
-def strategy_lines(strategies: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None) -> list[str]:
+def strategy_lines(
+    strategies: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None
+) -> list[str]:
     """A row for every strategy; ``chosen``, which the config chooses, is marked."""
-    nbytes = "K-FAC state", "mean rank", "in a step", "sent/step", "other nodes", "no update", "update", "refresh"
+    nbytes = (
+        "K-FAC state",
+        "mean rank",
+        "in a step",
+        "sent/step",
+        "other nodes",
+        "no update",
+        "update",
+        "refresh",
+    )
     rows: list[tuple[str, ...]] = [("strategy", *nbytes, "time/step", "worst step", "of the model")]
     refused = list[str]()
     for each in strategies:
@@ -185,9 +239,22 @@ def strategy_lines(strategies: Sequence[Estimate | Refused], costs: CostModel, c
             refused.append(f"  {each.name}: refused: {each.reason}")
             continue
         far = (each.mean.payload.sum(axis=0) * ~same_block(each.world, costs.node_size)).sum(axis=1)
-        sent = (each.mean.sent(), far, *(step.sent() for step in (each.plain, each.update, each.refresh)))
-        sizes = (each.state.max(), each.state.mean(), each.memory[BESIDE].max(), *(nbytes.max() for nbytes in sent))
-        times = _time(each.seconds), _time(each.worst), "?" if each.overhead is None else f"{each.overhead:.1%}"
+        sent = (
+            each.mean.sent(),
+            far,
+            *(step.sent() for step in (each.plain, each.update, each.refresh)),
+        )
+        sizes = (
+            each.state.max(),
+            each.state.mean(),
+            each.memory[BESIDE].max(),
+            *(nbytes.max() for nbytes in sent),
+        )
+        times = (
+            _time(each.seconds),
+            _time(each.worst),
+            "?" if each.overhead is None else f"{each.overhead:.1%}",
+        )
         mark = " *" if each is chosen else ""
         rows.append((each.name + mark, *(number(size, "B") for size in sizes), *times))
     table = columns(rows, right=True) if len(rows) > 1 else []
@@ -195,8 +262,8 @@ def strategy_lines(strategies: Sequence[Estimate | Refused], costs: CostModel, c
 
 
 def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
-    """Details of one strategy: a sentence about the fullest rank, then tables of memory, bytes on the wire, FLOPs and
-    seconds. ``assumed``: words after the batch, if that is assumed."""
+    """Details of one strategy: a sentence about the fullest rank, then tables of memory, bytes on
+    the wire, FLOPs and seconds. ``assumed``: words after the batch, if that is assumed."""
     plan, memory = chosen.plan, chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
     answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
@@ -204,31 +271,53 @@ def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
         worst = (chosen.model + chosen.worst) / (chosen.model + chosen.seconds)
         dtype = str(chosen.subject.context.parameters).removeprefix("torch.")
         answer += (
-            f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a rank{assumed} in "
+            f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a "
+            f"rank{assumed} in "
             f"{dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x the mean"
         )
     lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
     lines += [f"  plan: {reason}" for reason in plan.reasons]
 
     table = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
-    table |= {"state": chosen.state, **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}}
-    rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in table.items()]
+    table |= {
+        "state": chosen.state,
+        **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT},
+    }
+    rows = [
+        (kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B"))
+        for kind, nbytes in table.items()
+    ]
     lines += ["", *columns([("memory", "most", "mean"), *rows], right=True)]
 
     steps = (chosen.mean, chosen.plain, chosen.update, chosen.refresh)
     others = set(PARTS) - {part.kind for part in plan.method.parts}
     sent = {kind: [step.sent(kind) for step in steps] for kind in KINDS if kind not in others}
-    sent |= {"all": [step.sent() for step in steps], "received": [step.sent(axis=0) for step in steps]}
-    traffic = [(kind, *(number(nbytes.max(), "B") for nbytes in each)) for kind, each in sent.items()]
+    sent |= {
+        "all": [step.sent() for step in steps],
+        "received": [step.sent(axis=0) for step in steps],
+    }
+    traffic = [
+        (kind, *(number(nbytes.max(), "B") for nbytes in each)) for kind, each in sent.items()
+    ]
     traffic.append(("collectives", *(f"{step.calls.sum():.3g}" for step in steps)))
     head = ("bytes sent by a rank", "mean", "no update", "update", "refresh")
     lines += ["", *columns([head, *traffic], right=True)]
 
-    flops = {stage: number(each.max(), "") if each.any() else "?" for stage, each in chosen.flops.items()}
+    flops = {
+        stage: number(each.max(), "") if each.any() else "?" for stage, each in chosen.flops.items()
+    }
     times = [_time(chosen.stages[stage]) for stage in STAGES]
     model = "?" if chosen.model is None else _time(chosen.model)
-    work = [("", *STAGES, "K-FAC", "model"), ("seconds of a mean step", *times, _time(chosen.seconds), model)]
-    work.append(("FLOPs of the busiest rank, all factors", *(flops.get(stage, "") for stage in (*STAGES, "", ""))))
+    work = [
+        ("", *STAGES, "K-FAC", "model"),
+        ("seconds of a mean step", *times, _time(chosen.seconds), model),
+    ]
+    work.append(
+        (
+            "FLOPs of the busiest rank, all factors",
+            *(flops.get(stage, "") for stage in (*STAGES, "", "")),
+        )
+    )
     return [*lines, "", *columns(work, right=True)]
 
 
@@ -246,19 +335,28 @@ def run(arguments: argparse.Namespace) -> str:
     if example is not None:
         try:
             trace = Trace(model, example)
-        except ValueError:  # some of transformers' mixtures of experts do not run on meta; a user's example must run
+        except ValueError:
+            # some of transformers' mixtures of experts do not run on meta; a user's example must
+            # run
             if not arguments.model.startswith("hf:"):
                 raise
     subject = Subject(model, ds_config, arguments.stage, trace)
     if not subject.config.enabled:
-        raise ValueError("kfac.enabled is false: K-FAC adds no cost to such a run; leave the key out to estimate")
+        raise ValueError(
+            "kfac.enabled is false: K-FAC adds no cost to such a run; leave the key out to estimate"
+        )
     costs, flops = costs_of(arguments.device, arguments.costs), arguments.device_flops
     if flops:
-        costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0)
+        costs = replace(
+            costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0
+        )
     links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
     link_rates = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
     costs = replace(
-        costs, model_flops=arguments.model_flops or costs.model_flops, node_size=arguments.node_size or 1, **link_rates
+        costs,
+        model_flops=arguments.model_flops or costs.model_flops,
+        node_size=arguments.node_size or 1,
+        **link_rates,
     )
     rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
     if rows is None and trace is not None:
@@ -267,15 +365,20 @@ def run(arguments: argparse.Namespace) -> str:
     lines, _ = described(subject, costs, arguments.world, rows, assumed)
     batch = f"batch of a rank: {origin}" if rows else "batch of a rank unknown: give --batch-rows"
     lora = f" with LoRA of rank {arguments.lora}" if arguments.lora else ""
-    title = f"ds_kfac estimate: {arguments.model}{lora}, config {arguments.config or 'default'}; {batch}"
+    title = (
+        f"ds_kfac estimate: {arguments.model}{lora}, config {arguments.config or 'default'}; "
+        f"{batch}"
+    )
     return "\n".join([title, *lines])
 
 
 def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
-    """(tokens or images of a rank in a step, how they are computed in words, whether the config has a batch size).
-    ``units``: tokens or images in an example."""
+    """(tokens or images of a rank in a step, how they are computed in words, whether the config has
+    a batch size). ``units``: tokens or images in an example."""
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
-    steps, micro, batch = (value if type(value) is int else None for value in map(ds_config.get, keys))
+    steps, micro, batch = (
+        value if type(value) is int else None for value in map(ds_config.get, keys)
+    )
     in_config = bool(micro or batch)
     origin = "" if in_config else ", assumed: the config has no batch size"
     examples = micro * (steps or 1) if micro else max(1, (batch or 0) // world)
@@ -283,12 +386,17 @@ def batch_units(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[i
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """The report that attach would print for a config and a model, without a run. Raises ValueError: attach would
-    refuse."""
+    """The report that attach would print for a config and a model, without a run. Raises
+    ValueError: attach would refuse."""
     ds_config = config_of(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
-    config, rule, optimizer, scanned = subject.config, subject.rule, subject.context.optimizer, subject.scan
+    config, rule, optimizer, scanned = (
+        subject.config,
+        subject.rule,
+        subject.context.optimizer,
+        subject.scan,
+    )
     if find_block(ds_config) is None and rule.optimizer_type is None:
         why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains without K-FAC'
         raise ValueError(f"{arguments.config} {why}")
@@ -300,10 +408,14 @@ def check(arguments: argparse.Namespace) -> str:
     defaults = PARAMS if rule.optimizer_type == NAME else {"weight_decay": 0.0}
     texts += config_far_from_recipes(ds_config, defaults, scanned.layers, model)
     warnings = [f"  WARNING: {text}" for text in texts]
-    lines = [f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"]
+    lines = [
+        f"{arguments.config} fits {arguments.model} (for its costs: python -m ds_kfac estimate)"
+    ]
     mode = f"{subject}, world size {arguments.world}"
     ratio = rule.facts.ratio(ds_config)
     lines += summary(model, scanned, [plan], rule.facts, optimizer, mode, warnings, ratio)
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
-    return "\n".join([*lines, "", *layer_lines(scanned.layers, config, rule.facts), *skipped_lines(scanned)])
+    return "\n".join(
+        [*lines, "", *layer_lines(scanned.layers, config, rule.facts), *skipped_lines(scanned)]
+    )

@@ -1,7 +1,7 @@
 """What a run costs every rank: bytes that it sends and keeps, FLOPs and seconds. Pure.
 
-Bytes are exact: they come from the layouts that the run itself uses. Seconds are predictions. [W] has a number for each
-rank, [W, W] the bytes from the row's rank to the column's.
+Bytes are exact: they come from the layouts that the run itself uses. Seconds are predictions. [W]
+has a number for each rank, [W, W] the bytes from the row's rank to the column's.
 """
 
 from collections import Counter
@@ -31,7 +31,8 @@ from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
-"""(kind, bytes [W, W]) of the parts of one collective, in their order; batch sums are two parts: counts, elements."""
+"""(kind, bytes [W, W]) of the parts of one collective, in their order; batch sums are two parts:
+counts, elements."""
 
 PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
@@ -39,20 +40,26 @@ KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 STATE = ("factors", "history", "eigenbases", "moments")
 """Memory that is kept between steps; inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "gradients", "workspace", "results")
-"""Memory that a step which captures everything needs in addition, not all at once: batch sums that this rank makes or
-averages; messages in flight; gathered gradients, and the message that brings them; while layers are stepped, what is
-left of these, and the copies of a chunk; results that wait to be sent, and the message with them."""
+"""Memory that a step which captures everything needs in addition, not all at once: batch sums that
+this rank makes or averages; messages in flight; gathered gradients, and the message that brings
+them; while layers are stepped, what is left of these, and the copies of a chunk; results that wait
+to be sent, and the message with them."""
 BESIDE = "beside"
-"""The peak of transient memory over all steps, the first included, with gradients and results of this rank's layers."""
+"""The peak of transient memory over all steps, the first included, with gradients and results of
+this rank's layers."""
 FP32 = 4
 """Bytes of a number."""
 
 
 def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
-    """(steps of the burn-in after the first, up to the second refresh of all factors; steps of one period after all
-    intervals have settled). The adaptive rule is ignored: it only leaves work out."""
+    """(steps of the burn-in after the first, up to the second refresh of all factors; steps of one
+    period after all intervals have settled). The adaptive rule is ignored: it only leaves work
+    out."""
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
-    settled, burn_in = schedule.displaced(max(plan.offsets.values(), default=0)).settled, schedule.burn_in
+    settled, burn_in = (
+        schedule.displaced(max(plan.offsets.values(), default=0)).settled,
+        schedule.burn_in,
+    )
     update, refresh = schedule.intervals(settled)
     early, period = schedule.intervals(0)[1], update * -(-refresh // update)
     first = range(1, min(burn_in.steps, 2 * early + 1) if burn_in else 1)
@@ -61,7 +68,8 @@ def steps_of(plan: planning.Plan) -> tuple[list[FactorsDue], list[FactorsDue]]:
 
 
 def turned_bytes(layer: LayerSpec) -> int:
-    """What it takes to turn one of a layer's moments into a new eigenbasis, see ``ds_kfac/update/rotation.py``."""
+    """What it takes to turn one of a layer's moments into a new eigenbasis, see
+    ``ds_kfac/update/rotation.py``."""
     sides = [side.basis_numel for side in (layer.G, layer.A) if side.basis_numel]
     copies = len(sides) * layer.numel
     if layer.groups == 1 and layer.numel > AT_ONCE:  # by rows, but for the product of G
@@ -70,13 +78,15 @@ def turned_bytes(layer: LayerSpec) -> int:
 
 
 def same_block(world: int, width: int) -> np.ndarray:
-    """Bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks, such as a node."""
+    """Bool [W, W]: whether two ranks are in the same block of ``width`` consecutive ranks, such as
+    a node."""
     block = np.arange(world) // width
     return block[:, None] == block[None, :]
 
 
 def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
-    """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per collective."""
+    """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per
+    collective."""
     near = same_block(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
     for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
@@ -86,49 +96,67 @@ def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> n
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Traffic of one step, or the mean of several. ``payload``: bytes [kinds, W, W], in the order of :data:`KINDS`.
-    ``calls``: collectives [kinds]; one that carries several kinds counts for the first."""
+    """Traffic of one step, or the mean of several. ``payload``: bytes [kinds, W, W], in the order
+    of :data:`KINDS`. ``calls``: collectives [kinds]; one that carries several kinds counts for the
+    first."""
 
     payload: np.ndarray
     calls: np.ndarray
 
     def sent(self, kind: str | None = None, *, axis: int = 1) -> np.ndarray:
-        """Bytes [W] that each rank sends (with ``axis`` 0: receives) of one kind; None: of all kinds."""
-        return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(axis=axis)
+        """Bytes [W] that each rank sends (with ``axis`` 0: receives) of one kind; None: of all
+        kinds."""
+        return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(
+            axis=axis
+        )
 
 
 class Estimate:
     """The costs of one strategy. Raises ValueError if K-FAC cannot make a plan for it.
 
     Args:
-        rows: tokens (or images) of a rank in a step; None: unknown, captures and the model's time are left out.
+        rows: tokens (or images) of a rank in a step; None: unknown, captures and the model's time
+            are left out.
 
     Attributes:
         plan: the plan that the run would make.
-        plain, update, refresh: traffic of a step that only preconditions; that also captures every factor; that also
-            refreshes every eigenbasis.
+        plain, update, refresh: traffic of a step that only preconditions; that also captures every
+            factor; that also refreshes every eigenbasis.
         mean: mean traffic over a period of the settled intervals.
-        stages: stage -> seconds of its slowest rank in the mean step. A collective separates any two stages, so their
-            sum is the step's time.
+        stages: stage -> seconds of its slowest rank in the mean step. A collective separates any
+            two stages, so their sum is the step's time.
         seconds, worst: seconds of the mean step, and of the longest.
         model: seconds of the model's forward and backward; None: unknown.
         overhead: seconds of the mean step over those of the model; None: unknown.
     """
 
-    def __init__(self, subject: Subject, costs: rates.CostModel, world: int, rows: int | None = None) -> None:
+    def __init__(
+        self, subject: Subject, costs: rates.CostModel, world: int, rows: int | None = None
+    ) -> None:
         self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
         self.shards, self.rule = subject.shards(world), subject.rule
         plan = subject.plan(self.shards, costs, rows)
-        if costs.gpu:  # make_plan has chosen for this process's device, so choose again as a GPU with TF32
+        # make_plan has chosen for this process's device, so choose again as a GPU with TF32
+        if costs.gpu:
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
-            plan = replace(plan, precision=precision, batched=planning.batched(torch.device("cuda"), plan.method))
+            plan = replace(
+                plan,
+                precision=precision,
+                batched=planning.batched(torch.device("cuda"), plan.method),
+            )
         self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
         self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
         self.delivery = Delivery(
-            self.factors, self.homes, self.workers, world=world, nbytes=plan.bucket_bytes, wire=wire, method=method
+            self.factors,
+            self.homes,
+            self.workers,
+            world=world,
+            nbytes=plan.bucket_bytes,
+            wire=wire,
+            method=method,
         )
         # the layout of batch sums, always that of step 0: all updates cost the same
         self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
@@ -146,11 +174,19 @@ class Estimate:
     # bytes on the wire
 
     def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
-        """The traffic of a step that captures the factors ``captured``, and in which new eigenbases of the factors
-        ``arriving`` take effect."""
-        payload, calls = np.zeros((len(KINDS), self.world, self.world), np.int64), np.zeros(len(KINDS), np.int64)
+        """The traffic of a step that captures the factors ``captured``, and in which new eigenbases
+        of the factors ``arriving`` take effect."""
+        payload, calls = (
+            np.zeros((len(KINDS), self.world, self.world), np.int64),
+            np.zeros(len(KINDS), np.int64),
+        )
         delivered = (message for message, _ in self._delivered(captured, arriving))
-        for message in (*self._sums(captured, self.layout), *delivered, self._gather, self._scatter):
+        for message in (
+            *self._sums(captured, self.layout),
+            *delivered,
+            self._gather,
+            self._scatter,
+        ):
             moving = [(KINDS.index(kind), matrix) for kind, matrix in message if matrix.any()]
             calls[[kind for kind, _ in moving[:1]]] += 1
             for kind, matrix in moving:
@@ -158,7 +194,9 @@ class Estimate:
         return StepTraffic(payload, calls)
 
     def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
-        counts_and_sums = (payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1])
+        counts_and_sums = (
+            payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1]
+        )
         return [[("factors", self._matrix(part)) for part in parts] for parts in counts_and_sums]
 
     @property
@@ -167,10 +205,12 @@ class Estimate:
         return [("gradients", self._gradients)]
 
     def _delivered(self, captured: Keys, arriving: Keys) -> list[tuple[Message, np.ndarray]]:
-        """The messages of new eigenbases or inverses to gradient workers, the first with the exchanged scalars; with
-        each the bytes [W] of what it brings, as it is kept."""
+        """The messages of new eigenbases or inverses to gradient workers, the first with the
+        exchanged scalars; with each the bytes [W] of what it brings, as it is kept."""
         delivery, found = self.delivery, list[tuple[Message, np.ndarray]]()
-        names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels)
+        names = scalar_names(
+            self.plan, captured=captured, arriving=arriving, travels=delivery.travels
+        )
         numbers = ("numbers", self._numbers([len(of_rank) for of_rank in names], self.world))
         for pairs in delivery.messages(arriving) or [[]]:
             moves = zip(delivery.kinds, delivery.plans(pairs), delivery.dtypes, strict=True)
@@ -182,19 +222,26 @@ class Estimate:
     @cached_property
     def _basis(self) -> Mapping[str, int]:
         """Factor key -> bytes of its decomposition."""
-        return {factor.key: rates.basis_bytes(factor.side, self.plan.method) for factor in self.factors}
+        return {
+            factor.key: rates.basis_bytes(factor.side, self.plan.method) for factor in self.factors
+        }
 
     @cached_property
     def _scatter(self) -> Message:
-        """The message from gradient workers: results, and the scalars that are summed over a row of ranks: the
-        direction's, the metrics', and a flag per layer if the rule needs it."""
+        """The message from gradient workers: results, and the scalars that are summed over a row of
+        ranks: the direction's, the metrics', and a flag per layer if the rule needs it."""
         flags = len(self.plan.layers) if self.rule.flags(self.plan.config) else 0
         count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
-        return [("results", self._moved(results, self.plan.gradient_dtypes[1])), ("numbers", numbers)]
+        return [
+            ("results", self._moved(results, self.plan.gradient_dtypes[1])),
+            ("numbers", numbers),
+        ]
 
     def _moved(self, plan: RelayoutPlan, dtype: torch.dtype) -> np.ndarray:
-        return self._matrix({pair: sum(sizes) * dtype.itemsize for pair, sizes in plan.sizes.items()})
+        return self._matrix(
+            {pair: sum(sizes) * dtype.itemsize for pair, sizes in plan.sizes.items()}
+        )
 
     def _matrix(self, of_pairs: Mapping[tuple[int, int], int]) -> np.ndarray:
         """Bytes [W, W] from a mapping (source, target) -> bytes."""
@@ -204,8 +251,13 @@ class Estimate:
         return matrix
 
     def _numbers(self, counts: Sequence[int], width: int) -> np.ndarray:
-        """Bytes [W, W] of ``counts`` scalars that each rank sends to the others of its row of ``width`` ranks."""
-        return FP32 * np.array(counts)[:, None] * (same_block(self.world, width) & ~np.eye(self.world, dtype=bool))
+        """Bytes [W, W] of ``counts`` scalars that each rank sends to the others of its row of
+        ``width`` ranks."""
+        return (
+            FP32
+            * np.array(counts)[:, None]
+            * (same_block(self.world, width) & ~np.eye(self.world, dtype=bool))
+        )
 
     # bytes in memory
 
@@ -215,12 +267,17 @@ class Estimate:
         plan, groups = self.plan, self._layer_groups
         nbytes_of = plan.assignment.work.bytes_of(self.workers, self.homes)
         memory = {kind: np.array(nbytes_of[kind]) for kind in STATE if kind in nbytes_of}
-        # layers that are stepped in one batch have copies of their eigenvectors there, each its own of a shared A
+        # layers that are stepped in one batch have copies of their eigenvectors there, each its own
+        # of a shared A
         stacked = [[group for group in of_rank if len(group) > 1] for of_rank in groups]
         inside = [{layer.name for group in of_rank for layer in group} for of_rank in stacked]
         copied = self._in_stacks(self.every, inside)
-        memory["eigenbases"] = memory["eigenbases"] + [sum(map(basis_bytes, of_rank)) for of_rank in stacked] - copied
-        memory["history"] = 2 * bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
+        memory["eigenbases"] = (
+            memory["eigenbases"] + [sum(map(basis_bytes, of_rank)) for of_rank in stacked] - copied
+        )
+        memory["history"] = (
+            2 * bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel)
+        )
         device = "cuda" if self.costs.gpu else "cpu"
         layers = [[layer for group in of_rank for layer in group] for of_rank in groups]
         recorded = np.array([self.rule.facts.kept(plan, owned, device) for owned in layers])
@@ -235,9 +292,14 @@ class Estimate:
         peaks += [self._refreshed(step) for step in steps]
         peaks += [sum(self._reduced(keys, layout)) for keys, layout in captures]
         memory["sums"], under_way = self._reduced(self.every, self.layout)
-        delivers = [self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)]
+        delivers = [
+            self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)
+        ]
         (sent, gathers), (_, scatters) = self._buffers(self._gather), self._buffers(self._scatter)
-        gathered, results = np.maximum(gathers, gathers - sent + gathered), np.maximum(results, scatters)
+        gathered, results = (
+            np.maximum(gathers, gathers - sent + gathered),
+            np.maximum(results, scatters),
+        )
         peaks += [gathered, working, results]
         memory["messages"] = np.max([under_way, gathers, scatters, *delivers], axis=0)
         memory["gradients"], memory["results"], memory["workspace"] = gathered, results, working
@@ -254,11 +316,14 @@ class Estimate:
         for factor in (factor for factor in self.factors if factor.key in keys):
             for rank in rates.Work.users(factor, self.workers):
                 own = {name for name in factor.layers if rank in self.workers[name]}
-                total[rank] += rates.basis_bytes(factor.side, self.plan.method) * (own <= inside[rank])
+                total[rank] += rates.basis_bytes(factor.side, self.plan.method) * (
+                    own <= inside[rank]
+                )
         return total
 
     def _refreshed(self, due: FactorsDue) -> np.ndarray:
-        """Bytes [W] that a step holds at most from its decompositions until eigenbases are in use."""
+        """Bytes [W] that a step holds at most from its decompositions until eigenbases are in
+        use."""
         plan, keys = self.plan, due.refresh
         held = self._on_homes(lambda factor: self._basis[factor.key], keys)
         peaks = [held]
@@ -273,61 +338,100 @@ class Estimate:
             copied[rank] = max(copied[rank], nbytes)
         for rank, groups in enumerate(self._layer_groups):
             turned = (x for group in groups for x in group if keys & set(x.keys))
-            turning[rank] = max(map(turned_bytes, turned), default=0) * self.rule.rotates(plan.config)
+            turning[rank] = max(map(turned_bytes, turned), default=0) * self.rule.rotates(
+                plan.config
+            )
         return np.max([*peaks, held + copied, held + turning], axis=0)
 
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W] of the messages with
-        these sums that are in flight at once, at most)."""
-        sums = (({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.of(keys, 0)[0])
+        """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W]
+        of the messages with these sums that are in flight at once, at most)."""
+        sums = (
+            ({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.of(keys, 0)[0]
+        )
         each = [self._buffers(message)[1] for message in self._sums(keys, layout)]
-        return self._at(sums), np.max([self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0)
+        return self._at(sums), np.max(
+            [self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0
+        )
 
     def _buffers(self, message: Message) -> np.ndarray:
-        """Bytes [2, W] of a message's buffers at each rank, with alignment: the send buffer, and both buffers."""
-        padded = sum((-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message), np.zeros((self.world, self.world)))
+        """Bytes [2, W] of a message's buffers at each rank, with alignment: the send buffer, and
+        both buffers."""
+        padded = sum(
+            (-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message),
+            np.zeros((self.world, self.world)),
+        )
         return np.stack([padded.sum(axis=1), padded.sum(axis=1) + padded.sum(axis=0)])
 
     @cached_property
     def _layer_groups(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
         """The layers of each rank as they are stepped in batches."""
         key = (lambda layer: layer.copies) if self.plan.batched else None
-        owned = [[x for x in self.plan.layers if rank in self.workers[x.name]] for rank in range(self.world)]
+        owned = [
+            [x for x in self.plan.layers if rank in self.workers[x.name]]
+            for rank in range(self.world)
+        ]
         return [group_by_shape(layers, key=key) for layers in owned]
 
     def _preconditioned(self) -> np.ndarray:
-        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to be sent, and a
-        chunk's workspace; results that wait, once they are all there, with their copies in the message."""
-        plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
-        sent = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
+        """Bytes [3, W]: gathered gradients; the peak of those that are left, results that wait to
+        be sent, and a chunk's workspace; results that wait, once they are all there, with their
+        copies in the message."""
+        plan, (arriving, leaving), params = (
+            self.plan,
+            self.plan.gradient_dtypes,
+            self.exchange.of_layer,
+        )
+        sent = {
+            (move.source, move.param, move.start, move.numel)
+            for move in self.exchange.scatter.moves
+        }
         waiting = Counter[tuple[int, int]]()
         for rank, param, _, numel in sent:
             waiting[rank, param] += leaving.itemsize * numel
-        whole = {(s.rank, s.param) for s in self.shards.shards if s.numel == self.shards.numels[s.param]}
+        whole = {
+            (s.rank, s.param) for s in self.shards.shards if s.numel == self.shards.numels[s.param]
+        }
         memory = np.zeros((3, self.world))
         for rank, groups in enumerate(self._layer_groups):
             layers = [layer for group in groups for layer in group]
-            # a layer of one parameter whose whole gradient is on this rank is read in place, not gathered
-            held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
-            missing = {layer.name: arriving.itemsize * layer.numel for layer in layers if layer.name not in held}
+            # a layer of one parameter whose whole gradient is on this rank is read in place, not
+            # gathered
+            held = {
+                name
+                for name, (param, *more) in params.items()
+                if not more and (rank, param) in whole
+            }
+            missing = {
+                layer.name: arriving.itemsize * layer.numel
+                for layer in layers
+                if layer.name not in held
+            }
             memory[0, rank] = left = sum(missing.values())
-            # DeepSpeed has finished gradients in fp32 at stage 0: those of a layer that is stepped alone are not copied
+            # DeepSpeed has finished gradients in fp32 at stage 0: those of a layer that is stepped
+            # alone are not copied
             finished = self.subject.replicated and self.subject.gradients is torch.float32
-            alone = {group[0].name for group in groups if len(group) == 1} & held if finished else set()
+            alone = (
+                {group[0].name for group in groups if len(group) == 1} & held if finished else set()
+            )
             done, most = 0, 0
             for chunk, nbytes in self.rule.facts.workspace(plan, groups):
                 nbytes -= sum(FP32 * layer.numel for layer in chunk if layer.name in alone)
                 before = left
                 left -= sum(missing.get(layer.name, 0) for layer in chunk)
-                of_results = [sum(waiting[rank, param] for param in params[layer.name]) for layer in chunk]
-                # each gradient is freed when it was copied in fp32, each group's directions when they were
+                of_results = [
+                    sum(waiting[rank, param] for param in params[layer.name]) for layer in chunk
+                ]
+                # each gradient is freed when it was copied in fp32, each group's directions when
+                # they were
                 taken = before + max(FP32 * layer.numel for layer in chunk)
                 put = left + sum(FP32 * layer.numel for layer in chunk) + max(of_results)
                 most = max(most, done + max(taken, left + nbytes, put))
                 done += sum(of_results)
             memory[1:, rank] = most, done
         memory[2] += self._buffers(self._scatter)[0]
-        if self.subject.gradients is torch.float16 and not self.subject.replicated:  # results lie there in fp32
+        # results lie there in fp32
+        if self.subject.gradients is torch.float16 and not self.subject.replicated:
             memory[1:] += self._at(([shard.rank], 2 * shard.numel) for shard in self.shards.shards)
         return memory
 
@@ -344,7 +448,8 @@ class Estimate:
         for step, times in Counter(steps).items():
             traffic = self._traffic(step.capture, step.refresh)
             payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
-            reduce = travel(costs, traffic.payload[0], traffic.calls[0])  # factors are the first kind
+            # factors are the first kind
+            reduce = travel(costs, traffic.payload[0], traffic.calls[0])
             moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
             stages = (
                 self._captures(step.capture) / costs.syrk_flops,
@@ -353,19 +458,26 @@ class Estimate:
                 moved + copies,
                 precondition,
             )
-            seconds[step] = {stage: float(each.max()) for stage, each in zip(STAGES, stages, strict=True)}
+            seconds[step] = {
+                stage: float(each.max()) for stage, each in zip(STAGES, stages, strict=True)
+            }
         self.mean = StepTraffic(payload / len(steps), calls / len(steps))
         of_steps = [seconds[step] for step in steps]
-        self.stages = {stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES}
-        self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in of_steps)
+        self.stages = {
+            stage: sum(each[stage] for each in of_steps) / len(of_steps) for stage in STAGES
+        }
+        self.seconds, self.worst = (
+            sum(self.stages.values()),
+            max(sum(each.values()) for each in of_steps),
+        )
         # 2 FLOPs per multiplication of the forward, 4 of the backward
         flops = 6.0 * self.subject.forward * (self.rows or 0)
         self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
         self.overhead = self.seconds / self.model if self.model else None
 
     def _precondition(self, layer: LayerSpec) -> float:
-        """Seconds of a step for one layer. On a GPU the update rule's own products run in 16 bits at the model's rate,
-        unless ``kfac.preconditioner.precision`` is "highest"."""
+        """Seconds of a step for one layer. On a GPU the update rule's own products run in 16 bits
+        at the model's rate, unless ``kfac.preconditioner.precision`` is "highest"."""
         costs = self.costs
         rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if self._half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.facts.passes * layer.numel)
@@ -378,8 +490,14 @@ class Estimate:
 
     @property
     def flops(self) -> Mapping[str, np.ndarray]:
-        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to precondition a step."""
-        method, config, facts, half = self.plan.method, self.plan.config, self.rule.facts, self._half
+        """Stage -> FLOPs [W]: to capture every factor once, to decompose every factor once, to
+        precondition a step."""
+        method, config, facts, half = (
+            self.plan.method,
+            self.plan.config,
+            self.rule.facts,
+            self._half,
+        )
         return {
             "capture": self._captures(self.every),
             "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
@@ -402,7 +520,11 @@ class Estimate:
                 rows //= plan.contributors.strides.get(factor.key, 1)
             return rates.capture_flops(factor.side, rows)
 
-        contributors = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)
+        contributors = (
+            (f, plan.contributors.of(f.key, self.homes[f.key], 0))
+            for f in self.factors
+            if f.key in keys
+        )
         return self._at((ranks, flops(factor)) for factor, ranks in contributors)
 
     def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
@@ -412,9 +534,14 @@ class Estimate:
             total[list(ranks)] += amount
         return total
 
-    def _on_homes(self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
-        """[W]: the sum of each factor's amount on its eigen worker. ``keys``: these factors only; None: all."""
-        return self._at(([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys)
+    def _on_homes(
+        self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None
+    ) -> np.ndarray:
+        """[W]: the sum of each factor's amount on its eigen worker. ``keys``: these factors only;
+        None: all."""
+        return self._at(
+            ([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys
+        )
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
         """[W]: the sum of each layer's amount on each of its gradient workers."""

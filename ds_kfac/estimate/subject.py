@@ -1,4 +1,5 @@
-"""The subject of an estimate: a model and a DeepSpeed config. No engine is built; only the model's shapes are used."""
+"""The subject of an estimate: a model and a DeepSpeed config. No engine is built; only the model's
+shapes are used."""
 
 import importlib
 import os
@@ -36,37 +37,48 @@ CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.G
 
 
 def config_of(
-    source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
+    source: Mapping[str, Any] | str | os.PathLike,
+    optimizer: str | None = None,
+    dtype: str | None = None,
 ) -> Mapping[str, Any]:
-    """A DeepSpeed config, see :func:`read_config`. ``optimizer``: its type, if the script passes it; ``dtype``: "fp32",
-    "bf16" or "fp16", if a framework fills it in. Raises ValueError also if the config has another one itself, or an
-    optimizer that nobody has."""
+    """A DeepSpeed config, see :func:`read_config`. ``optimizer``: its type, if the script passes
+    it; ``dtype``: "fp32", "bf16" or "fp16", if a framework fills it in. Raises ValueError also if
+    the config has another one itself, or an optimizer that nobody has."""
     config = read_config(source)
-    name = block(config, "optimizer").get("type") if rule_in(config).optimizer_type is None else None
-    if name is not None and not (str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))):
-        raise ValueError(f"optimizer.type: got {name!r}, which is in neither DeepSpeed, torch.optim nor ds_kfac")
+    name = (
+        block(config, "optimizer").get("type") if rule_in(config).optimizer_type is None else None
+    )
+    if name is not None and not (
+        str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))
+    ):
+        raise ValueError(
+            f"optimizer.type: got {name!r}, which is in neither DeepSpeed, torch.optim nor ds_kfac"
+        )
     if optimizer is not None and config.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
     if dtype is not None:
-        if other := [name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True]:
+        if other := [
+            name for name in DTYPES if name != dtype and block(config, name).get("enabled") is True
+        ]:
             raise ValueError(f"--dtype {dtype}: the config has {other[0]}; leave either out")
         config = {**config, **{name: {"enabled": name == dtype} for name in DTYPES}}
     return config if optimizer is None else {**config, "optimizer": {"type": optimizer}}
 
 
 class Trace(TorchFunctionMode):
-    """What one forward without gradients shows about layers; it is empty without a model. It reads shapes alone, which
-    do not show which matrix of a stack gets a row.
+    """What one forward without gradients shows about layers; it is empty without a model. It reads
+    shapes alone, which do not show which matrix of a stack gets a row.
 
     Args:
-        example: positional arguments of the model's forward, on its device. A unit is an element of the first tensor
-            if that has integers (a token), else an entry of its first dimension (an image).
+        example: positional arguments of the model's forward, on its device. A unit is an element of
+            the first tensor if that has integers (a token), else an entry of its first dimension
+            (an image).
 
     Attributes:
         inputs: module name -> numbers of its inputs; modules with equal numbers share their inputs.
         rows: module name -> rows per unit; a module that is missing has 1.
-        stacked: name of a parameter that is a stack of matrices, such as experts -> rows per unit that a matrix
-            multiplies, the mean over its matrices.
+        stacked: name of a parameter that is a stack of matrices, such as experts -> rows per unit
+            that a matrix multiplies, the mean over its matrices.
         units: number of units in the example.
 
     Raises ValueError if the model does not run.
@@ -76,8 +88,10 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.inputs: dict[str, tuple[int, ...]] = {}
         self.rows, self.stacked, self.units = dict[str, float](), dict[str, float](), 0
-        self._stacks: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of each
-        self._copies: dict[int, tuple[Tensor, int]] = {}  # id of a copy -> the copy, so that it lives; id of its stack
+        # id of a parameter -> name, matrices, outputs of each
+        self._stacks: dict[int, tuple[str, int, int]] = {}
+        # id of a copy -> the copy, so that it lives; id of its stack
+        self._copies: dict[int, tuple[Tensor, int]] = {}
         if model is not None:
             self._run(model, example)
 
@@ -90,7 +104,11 @@ class Trace(TorchFunctionMode):
         if first is None:
             raise ValueError("the example inputs have no tensor of at least one dimension")
         self.units = len(first) if first.is_floating_point() else first.numel()
-        modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if list(module.parameters(recurse=False))
+        }
         for name, module in modules.items():
             for parameter, layout in multiplied(module).items():
                 weight = module._parameters[parameter]
@@ -100,23 +118,32 @@ class Trace(TorchFunctionMode):
                     self._stacks[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
         shared, handles = SharedInputs(modules), []
 
-        def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
+        def called(
+            name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any
+        ) -> None:
             x = inputs[0] if inputs else next(iter(named.values()), None)
             if isinstance(x, Tensor):
                 self.inputs[name] = (*self.inputs.get(name, ()), shared.number(name, x))
-            of_rows = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output  # it has a pixel per row
+            # it has a pixel per row
+            of_rows = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
             if isinstance(of_rows, Tensor) and of_rows.ndim:
-                rows = of_rows.numel() // of_rows.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+                rows = (
+                    of_rows.numel()
+                    // of_rows.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+                )
                 self.rows[name] = self.rows.get(name, 0.0) + rows / self.units
 
         try:
             for name, module in modules.items():
-                handles.append(module.register_forward_hook(partial(called, name), with_kwargs=True))
+                handles.append(
+                    module.register_forward_hook(partial(called, name), with_kwargs=True)
+                )
             with torch.no_grad(), self:
                 model(*example)
         except Exception as problem:
             raise ValueError(
-                f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); "
+                f"{type(model).__name__} does not run on its example inputs "
+                f"({type(problem).__name__}: {problem}); "
                 "give others, or none: without them no layers are assumed to share their inputs"
             ) from problem
         finally:
@@ -124,7 +151,9 @@ class Trace(TorchFunctionMode):
                 handle.remove()
         self._copies.clear()
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         output = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         if isinstance(output, Tensor) and name in COPIES | {"__getitem__", "index_select"}:
@@ -149,8 +178,8 @@ class Trace(TorchFunctionMode):
 
 
 class Subject:
-    """A model, maybe on the meta device, and a DeepSpeed config. Without a "kfac" block the defaults hold; ``stage``
-    replaces the config's ZeRO stage.
+    """A model, maybe on the meta device, and a DeepSpeed config. Without a "kfac" block the
+    defaults hold; ``stage`` replaces the config's ZeRO stage.
 
     Attributes:
         user_config: the "kfac" block as it was written.
@@ -160,25 +189,36 @@ class Subject:
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
         scan, layers: the model's scan, and its layers, with large ones cut.
-        groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in its order.
+        groups: parameter groups of the optimizer: (name, elements) of the trained parameters, in
+            its order.
         shared: groups of layers with one input.
-        forward: multiplications per unit (token or image) in the forward; 0 if those of a stack are unknown.
+        forward: multiplications per unit (token or image) in the forward; 0 if those of a stack are
+            unknown.
 
-    Raises ValueError: the config is wrong, K-FAC or the estimator does not know the engine, or the model has no layers.
+    Raises ValueError: the config is wrong, K-FAC or the estimator does not know the engine, or the
+    model has no layers.
     """
 
     def __init__(
-        self, model: nn.Module, ds_config: Mapping[str, Any], stage: int | None = None, trace: Trace | None = None
+        self,
+        model: nn.Module,
+        ds_config: Mapping[str, Any],
+        stage: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.ds_config, self.trace, self.rule = ds_config, trace or Trace(), rule_in(ds_config)
-        written, optimizer = find_block(ds_config), str(block(ds_config, "optimizer").get("type") or "")
+        written, optimizer = (
+            find_block(ds_config),
+            str(block(ds_config, "optimizer").get("type") or ""),
+        )
         self.user_config = parse({} if written is None else written)
         self.config, self.answers = self.rule.resolved(self.user_config, optimizer)
         context = self.context = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
         problems = refused(context)
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
             problems.append(
-                "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
+                "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it "
+                "out, and give the "
                 "data-parallel ranks as the world"
             )
         if problems:
@@ -187,36 +227,55 @@ class Subject:
         self.replicated = context.stage == 0
         self.gradients = context.parameters
         if context.stage > 0:
-            self.gradients = torch.float32 if offloaded else accumulation(ds_config) or context.parameters
+            self.gradients = (
+                torch.float32 if offloaded else accumulation(ds_config) or context.parameters
+            )
         scanned = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, scanned.layers)
         self.model, self.scan = model, replace(scanned, layers=self.layers)
         groups = [list(model.parameters())]
         if self.rule.optimizer_type is not None:
             groups = [group["params"] for group in split_groups(model, self.scan, None)]
-        name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        name_of = {
+            id(parameter): name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self.groups = [
-            [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of] for group in groups
+            [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of]
+            for group in groups
         ]
         inputs = {layer.name: self.trace.inputs.get(layer.module, ()) for layer in self.layers}
-        self.shared = agreed([inputs], sharing_candidates(self.layers, METHODS[self.config.preconditioner.method]))
+        self.shared = agreed(
+            [inputs], sharing_candidates(self.layers, METHODS[self.config.preconditioner.method])
+        )
         stacks = {layer.weight for layer in self.layers if layer.part[1] > 1 and layer.product}
         self.forward = _forward(model, self.trace) if stacks <= self.trace.stacked.keys() else 0.0
 
     def __str__(self) -> str:
         name = str(self.context.parameters).removeprefix("torch.")
-        return f"ZeRO stage {self.context.stage}, {name} parameters{self.assumed}, {self.context.optimizer}"
+        return (
+            f"ZeRO stage {self.context.stage}, {name} parameters{self.assumed}, "
+            f"{self.context.optimizer}"
+        )
 
     @property
     def assumed(self) -> str:
-        """Words after the dtype of parameters where it is only assumed: where the config has "auto"."""
-        unknown = [f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO]
+        """Words after the dtype of parameters where it is only assumed: where the config has
+        "auto"."""
+        unknown = [
+            f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO
+        ]
         if not unknown or self.context.parameters is not torch.float32:
             return ""
-        return f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", --dtype says which)'
+        return (
+            f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", '
+            f"--dtype says which)"
+        )
 
     def strategy(self, workers: int, world: int) -> str:
-        """Name of a strategy, by KAISA (its MEM-OPT is what ZeRO's owners do). ``workers``: ranks that step a layer."""
+        """Name of a strategy, by KAISA (its MEM-OPT is what ZeRO's owners do). ``workers``: ranks
+        that step a layer."""
         if not self.replicated:
             return f"ZeRO-{self.context.stage} owners"
         if world == 1:
@@ -226,11 +285,14 @@ class Subject:
     def shards(self, world: int) -> ShardMap:
         """Where DeepSpeed will put the layers' gradients."""
         dealt = bool(block(self.ds_config, "zero_optimization").get("round_robin_gradients"))
-        return planned_shards(self.layers, self.groups, world=world, stage=self.context.stage, round_robin=dealt)
+        return planned_shards(
+            self.layers, self.groups, world=world, stage=self.context.stage, round_robin=dealt
+        )
 
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
-        """The plan that a run makes after its first step, when it knows which layers share inputs. ``rows``: tokens (or
-        images) of a rank in a step; None: unknown. Raises ValueError as :func:`make_plan`."""
+        """The plan that a run makes after its first step, when it knows which layers share inputs.
+        ``rows``: tokens (or images) of a rank in a step; None: unknown. Raises ValueError as
+        :func:`make_plan`."""
         facts = EngineFacts(
             world=shards.world,
             held=None if self.replicated else held_by_layer(self.layers, shards),
@@ -240,44 +302,68 @@ class Subject:
             rotates=self.rule.rotates(self.config),
         )
         plan = make_plan(self.layers, facts, self.config, costs)
-        of_layers = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
-        return plan.with_observations(Observations(self.shared if plan.config.choice.shares else (), of_layers))
+        of_layers = (
+            None
+            if rows is None
+            else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
+        )
+        return plan.with_observations(
+            Observations(self.shared if plan.config.choice.shares else (), of_layers)
+        )
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
-    """Multiplications per unit in the forward: parameter elements times rows per unit. An embedding's look-up costs
-    nothing; a head that shares its weight is counted."""
+    """Multiplications per unit in the forward: parameter elements times rows per unit. An
+    embedding's look-up costs nothing; a head that shares its weight is counted."""
     total, counted = 0.0, set[int]()
     for name, module in model.named_modules():
-        parameters = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
-        rows = next((trace.stacked[each] for each in parameters if each in trace.stacked), trace.rows.get(name, 1))
-        new = {each: parameter for each, parameter in parameters.items() if id(parameter) not in counted}
+        parameters = (
+            {}
+            if isinstance(module, nn.Embedding)
+            else dict(module.named_parameters(name, recurse=False))
+        )
+        rows = next(
+            (trace.stacked[each] for each in parameters if each in trace.stacked),
+            trace.rows.get(name, 1),
+        )
+        new = {
+            each: parameter
+            for each, parameter in parameters.items()
+            if id(parameter) not in counted
+        }
         counted |= set(map(id, new.values()))
-        total += sum(prod(parameter_shape(p)) * trace.stacked.get(each, rows) for each, p in new.items())
+        total += sum(
+            prod(parameter_shape(p)) * trace.stacked.get(each, rows) for each, p in new.items()
+        )
     return total
 
 
 def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """A model on the meta device, and example arguments of its forward; None where these are unknown.
+    """A model on the meta device, and example arguments of its forward; None where these are
+    unknown.
 
     Args:
         name: one of three forms. ValueError if there is no such model.
             "module:factory": a function that returns a model, or (model, example arguments);
             "timm:NAME": the example is an image of the size that the model was trained on;
             "hf:PATH": a config.json of transformers, or its folder.
-        lora: rank of the adapters that peft adds to all linear layers but the head, with all else frozen; None: none.
+        lora: rank of the adapters that peft adds to all linear layers but the head, with all else
+            frozen; None: none.
     """
     library, _, attribute = name.partition(":")
     if not library or not attribute:
         raise ValueError(
-            f"model {name}: give module:factory, a function that returns a model, such as my_models:gpt; or hf:PATH, a "
+            f"model {name}: give module:factory, a function that returns a model, such as "
+            f"my_models:gpt; or hf:PATH, a "
             "config.json of transformers"
         )
     try:
         module = importlib.import_module("transformers" if library == "hf" else library)
         peft = None if lora is None else importlib.import_module("peft")
     except ImportError as problem:
-        raise ValueError(f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?") from problem
+        raise ValueError(
+            f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?"
+        ) from problem
     with torch.device("meta"):
         made: Any
         if library == "hf":
@@ -291,10 +377,18 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
             raise ValueError(f"model {name}: {library} has no function {attribute}")
         model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module")
+            raise ValueError(
+                f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module"
+            )
         if peft is not None:
-            options = {"task_type": "CAUSAL_LM"} if hasattr(model, "prepare_inputs_for_generation") else {}
-            model = peft.get_peft_model(model, peft.LoraConfig(r=lora, target_modules="all-linear", **options))
+            options = (
+                {"task_type": "CAUSAL_LM"}
+                if hasattr(model, "prepare_inputs_for_generation")
+                else {}
+            )
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=lora, target_modules="all-linear", **options)
+            )
     if example is None:
         return model, None
     arguments = example if isinstance(example, (tuple, list)) else (example,)
@@ -302,16 +396,22 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
-    """A model, or (model, example arguments), of the class that its config names, else a causal language model."""
+    """A model, or (model, example arguments), of the class that its config names, else a causal
+    language model."""
     if not os.path.exists(path):
-        raise ValueError(f"model hf:{path}: no such file or folder; give a model's config.json, nothing is downloaded")
+        raise ValueError(
+            f"model hf:{path}: no such file or folder; give a model's config.json, nothing is "
+            f"downloaded"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"model hf:{path}: {str(problem).splitlines()[0]}") from problem
     kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
     kind = next((each for each in kinds if each is not None), None)
-    made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    made = (
+        kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    )
     if made._can_set_experts_implementation():  # others read values, meta has none
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):

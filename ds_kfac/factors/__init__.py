@@ -1,1 +1,2 @@
-"""Factors as files: of a training run, or of any model without one, in formats that other tools read."""
+"""Factors as files: of a training run, or of any model without one, in formats that other tools
+read."""

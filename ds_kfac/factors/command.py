@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> str:
     with joined():
         model = _model(arguments.model, given)
         if arguments.model.startswith("hf:"):
-            tokenizer = _package("transformers", "--model hf:").AutoTokenizer.from_pretrained(arguments.model[3:])
+            tokenizer = _package("transformers", "--model hf:").AutoTokenizer.from_pretrained(
+                arguments.model[3:]
+            )
             data: Any = windows(arguments, tokenizer, rank, ranks)
         else:
             data = _function(arguments.data)(rank, ranks)
@@ -103,7 +105,9 @@ def _model(name: str, given: Mapping[str, Any]) -> nn.Module:
     return model.to(get_accelerator().current_device_name(), dtype)
 
 
-def windows(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+def windows(
+    arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int
+) -> list[dict[str, Tensor]]:
     """This rank's batches of --data: its texts, joined and cut into sequences of --length."""
     length, tokens, end = arguments.length, list[int](), tokenizer.eos_token_id
     for text in _texts(Path(arguments.data)):
@@ -113,7 +117,9 @@ def windows(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int
             break
     count = min(len(tokens) // length, arguments.limit or len(tokens))
     if not count:
-        raise FactorsError(f"--data {arguments.data}: {len(tokens)} tokens, fewer than a sequence of {length}")
+        raise FactorsError(
+            f"--data {arguments.data}: {len(tokens)} tokens, fewer than a sequence of {length}"
+        )
     rows = torch.tensor(tokens[: count * length], device="cpu").view(count, length)[rank::ranks]
     batches = rows.split(arguments.batch) if len(rows) else ()
     return [{"input_ids": batch, "labels": batch} for batch in batches]

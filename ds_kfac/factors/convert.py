@@ -103,7 +103,9 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
             put("num_lambda_processed", layer, sequences)
     has_lambda = "lambda_matrix" in tables
     if has_lambda and len(tables["lambda_matrix"]) < len(layers):
-        raise FactorsError("convert: some layers have eigenvalues per sequence, others not; kronfluence needs all")
+        raise FactorsError(
+            "convert: some layers have eigenvalues per sequence, others not; kronfluence needs all"
+        )
     for file, table in tables.items():
         write_tensors(folder / f"{file}.safetensors", table)
     arguments = {
@@ -114,9 +116,9 @@ def kronfluence(factors: Factors, layers: list[str], folder: Path) -> None:
 
 
 def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str, Tensor]:
-    """``eva_state_dict`` for ``peft.initialize_lora_eva_weights``: the directions in which a layer's
-    inputs vary most, [r, I]. Directions are shared out by the variance that they explain (Paischer
-    et al. 2024, arXiv:2410.07170)."""
+    """``eva_state_dict`` for ``peft.initialize_lora_eva_weights``: the directions in which a
+    layer's inputs vary most, [r, I]. Directions are shared out by the variance that they explain
+    (Paischer et al. 2024, arXiv:2410.07170)."""
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")
     most = int(rank * rho)

@@ -18,13 +18,17 @@ from ds_kfac.ops.functional import block_product
 from ds_kfac.plan.plan import Plan
 
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
-"""Modules inside torch's attention, whose rows have positions first, whatever its ``batch_first``."""
+"""Modules inside torch's attention, whose rows have positions first, whatever its
+``batch_first``."""
 
 
 @torch.no_grad()
-def corrected(passes: Passes, capture: Capture, plan: Plan, bases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """ "<layer>/corrected" -> eigenvalues [O, I] on the layer's owner, if the first dimension of all
-    its calls is the batch's. Collective. ``bases``: this rank's, by their names in the files."""
+def corrected(
+    passes: Passes, capture: Capture, plan: Plan, bases: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """ "<layer>/corrected" -> eigenvalues [O, I] on the layer's owner, if the first dimension of
+    all its calls is the batch's. Collective. ``bases``: this rank's, by their names in the
+    files."""
     roles, group = plan.assignment, passes.channel.group
     specs, sums = {spec.key: spec for spec in roles.factors}, dict[str, Tensor]()
     sequences = torch.zeros((), dtype=torch.float64, device=passes.device)
@@ -55,7 +59,8 @@ def _add_squares(
     vectors: Mapping[str, Sequence[Tensor]],
     capture: Capture,
 ) -> None:
-    """Add the squares of a batch's sequences. They are NaN if a call's rows are not one set per sequence."""
+    """Add the squares of a batch's sequences. They are NaN if a call's rows are not one set per
+    sequence."""
     rows = []
     for call, gradient in zip(batch.calls, batch.gradients or (), strict=True):
         if call.layer.name == layer.name and gradient is not None:

@@ -170,7 +170,9 @@ class _Fitting:
             (self.out / files.INDEX).unlink(missing_ok=True)
             files.write_tensors(self.out / file, {})  # a folder that is read-only is an error now
         model, rows = self.passes.model, RowSums(factor.weight_sharing, positions=False)
-        capture = Capture(model, self.plan.layers, lambda _: 1.0, device=self.device, rows=rows, sampled=True)
+        capture = Capture(
+            model, self.plan.layers, lambda _: 1.0, device=self.device, rows=rows, sampled=True
+        )
         capture.read_mask = mask or capture.read_mask
         modes = {module: module.training for module in model.modules()}
         model.eval()
@@ -209,7 +211,9 @@ class _Fitting:
                 sums[key] = torch.zeros(spec.side.numel, dtype=float64, device=self.device)
                 counts[key] = torch.zeros((), dtype=float64, device=self.device)
         totals = torch.zeros(3, dtype=float64, device=self.device)  # batches, sequences, rows
-        layout = Layout(roles.factors, roles.eigen_workers, Contributors(world), torch.float32, BUCKET_BYTES)
+        layout = Layout(
+            roles.factors, roles.eigen_workers, Contributors(world), torch.float32, BUCKET_BYTES
+        )
         reducer = Reducer(layout, self.channel, self.device)
         for batch in self.passes.over("factors", capture, frozenset(self.specs)):
             totals[0] += bool(batch.calls)
@@ -274,7 +278,9 @@ def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dic
     return sums
 
 
-def plan_of(layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device) -> Plan:
+def plan_of(
+    layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device
+) -> Plan:
     """The plan: each layer has one owner, by predicted cost, whatever ZeRO does."""
     config = config.having("assignment", gradient_worker_fraction=1 / world)
     config = config.having("preconditioner", method="eigen")
@@ -298,7 +304,9 @@ def peak_bytes(plan: Plan) -> list[int]:
     return [x + max(sums) for x, *sums in zip(kept, first, second, strict=True)]
 
 
-def rounds(layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]) -> Iterator[list[LayerSpec]]:
+def rounds(
+    layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
+) -> Iterator[list[LayerSpec]]:
     """Layers whose batch sums are in memory together."""
     together, nbytes = list[LayerSpec](), 0
     for layer in layers:

@@ -123,7 +123,9 @@ class Passes:
             raise FactorsError("ds_kfac.fit: " + "; ".join(texts[:4]))
         return [value for _, value in everyone]
 
-    def _try(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> tuple[Batch, str]:
+    def _try(
+        self, batch: Any, number: int, capture: Capture, keys: frozenset[str]
+    ) -> tuple[Batch, str]:
         """A batch's result, and a text of what is wrong with it."""
         result = Batch(number)
         try:
@@ -141,7 +143,9 @@ class Passes:
         """Fill a result; returns what is wrong with the batch, or ""."""
         for layer, error in capture.failed.items():
             return f"the rows of {layer} in the batch before are not known: {error}"
-        batch = _pytree.tree_map(lambda x: x.to(self.device) if _moves(x) else x, batch, is_leaf=_moves)
+        batch = _pytree.tree_map(
+            lambda x: x.to(self.device) if _moves(x) else x, batch, is_leaf=_moves
+        )
         result.sequences = len(_first(batch))
         capture.begin_step(keys, result.number)
         with torch.enable_grad(), self._autocast():
@@ -219,7 +223,8 @@ def _moves(x: Any) -> bool:
 
 
 def _returned_loss(output: Any) -> Any:
-    """The loss in a model's output: its ``loss``, or the first scalar of a tuple; else the output."""
+    """The loss in a model's output: its ``loss``, or the first scalar of a tuple; else the
+    output."""
     if isinstance(output, Mapping):
         return output.get("loss", output)
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):

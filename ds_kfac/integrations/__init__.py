@@ -1,5 +1,5 @@
-"""Doors for programs that build the engine themselves. The rest imports only what puts K-FAC's numbers into the logs of
-transformers' Trainer, without a line in its script."""
+"""Doors for programs that build the engine themselves. The rest imports only what puts K-FAC's
+numbers into the logs of transformers' Trainer, without a line in its script."""
 
 import importlib
 import sys
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def log_in_trainer() -> None:
-    """Gives a :class:`~ds_kfac.integrations.transformers.KFACCallback` to the Trainer that has an engine built, unless
-    it has one. The engine does not know it, but it is what calls ``deepspeed.initialize``, by way of Accelerate."""
+    """Gives a :class:`~ds_kfac.integrations.transformers.KFACCallback` to the Trainer that has an
+    engine built, unless it has one. The engine does not know it, but it is what calls
+    ``deepspeed.initialize``, by way of Accelerate."""
     frame: FrameType | None = sys._getframe()
     module = sys.modules.get("transformers.trainer")
     kind: Any = getattr(module, "Trainer", None)
@@ -17,7 +18,9 @@ def log_in_trainer() -> None:
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, kind):
             door = importlib.import_module("ds_kfac.integrations.transformers").KFACCallback
-            if not any(isinstance(callback, door) for callback in trainer.callback_handler.callbacks):
+            if not any(
+                isinstance(callback, door) for callback in trainer.callback_handler.callbacks
+            ):
                 door.add_to(trainer)
             return
         frame = frame.f_back

@@ -1,4 +1,5 @@
-"""A plugin for Axolotl. In its YAML, beside a DeepSpeed config that has a "kfac" block or the optimizer KFACAdamW:
+"""A plugin for Axolotl. In its YAML, beside a DeepSpeed config that has a "kfac" block or the
+optimizer KFACAdamW:
 
 plugins:
   - ds_kfac.integrations.axolotl.KFACPlugin
@@ -18,7 +19,10 @@ class KFACPlugin(BasePlugin):
 
     def pre_model_load(self, cfg: Any) -> None:
         if not cfg.deepspeed:
-            raise ValueError("KFACPlugin: K-FAC works with DeepSpeed only: set deepspeed: ds_config.json in the YAML")
+            raise ValueError(
+                "KFACPlugin: K-FAC works with DeepSpeed only: set deepspeed: ds_config.json in "
+                "the YAML"
+            )
         enable()
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

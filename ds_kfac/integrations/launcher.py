@@ -1,8 +1,9 @@
-"""``python -m ds_kfac run``: DeepSpeed's launcher, with K-FAC enabled in every process that it starts.
+"""``python -m ds_kfac run``: DeepSpeed's launcher, with K-FAC enabled in every process that it
+starts.
 
-Each of them runs this file as a module, which enables K-FAC and then runs the user's script in its place: that needs
-no variable, which launchers do not carry to other nodes. DeepSpeed is imported when it is needed: help, and a script
-that is not there, do not wait for it.
+Each of them runs this file as a module, which enables K-FAC and then runs the user's script in its
+place: that needs no variable, which launchers do not carry to other nodes. DeepSpeed is imported
+when it is needed: help, and a script that is not there, do not wait for it.
 """
 
 import os
@@ -43,17 +44,23 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def check_script(arguments: Sequence[str]) -> None:
-    """Raise ValueError where the script is not there. The first argument that ends with .py is taken for it; another
-    node may have a file that this one has not, and a module is looked for later."""
+    """Raise ValueError where the script is not there. The first argument that ends with .py is
+    taken for it; another node may have a file that this one has not, and a module is looked for
+    later."""
     if any(word.split("=")[0] in (*HOSTS, "--module", "--no_python") for word in arguments):
         return
-    script = next((word for word in arguments if word.endswith(".py") and not word.startswith("-")), None)
+    script = next(
+        (word for word in arguments if word.endswith(".py") and not word.startswith("-")), None
+    )
     if script is not None and not os.path.isfile(script):
         raise ValueError(missing(script))
 
 
 def missing(script: str) -> str:
-    return f"{script}: no such file in {os.getcwd()}; give the script's path, and before it arguments of the launcher"
+    return (
+        f"{script}: no such file in {os.getcwd()}; give the script's path, and before it "
+        f"arguments of the launcher"
+    )
 
 
 def launch(arguments: list[str]) -> None:
@@ -67,7 +74,10 @@ def launch(arguments: list[str]) -> None:
 
     given = runner.parse_args(arguments)
     if given.no_python:
-        raise ValueError("--no_python: only Python scripts are known here; set DS_KFAC=1 in the environment instead")
+        raise ValueError(
+            "--no_python: only Python scripts are known here; set DS_KFAC=1 in the environment "
+            "instead"
+        )
     if not (given.module or os.path.isfile(given.hostfile) or os.path.isfile(given.user_script)):
         raise ValueError(missing(given.user_script))
     launcher_arguments = arguments[: len(arguments) - len(given.user_args) - 1]
@@ -77,8 +87,8 @@ def launch(arguments: list[str]) -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """In a rank: enable K-FAC, then run a script as ``python`` would: maybe ``--local_rank=N``, then ``script.py`` or
-    ``-m module``, then the script's own arguments."""
+    """In a rank: enable K-FAC, then run a script as ``python`` would: maybe ``--local_rank=N``,
+    then ``script.py`` or ``-m module``, then the script's own arguments."""
     from ds_kfac.engine.entry import enable
 
     enable()

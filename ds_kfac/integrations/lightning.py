@@ -8,14 +8,17 @@ from ds_kfac.engine.attachment import HANDLE, Attachment
 
 
 class KFACCallback(Callback):
-    """Logs ``kfac/step_to_weight`` and others of rank 0 with every ``log_every_n_steps``-th step, with the first one
-    what stays as it is, too: ``Trainer(callbacks=[KFACCallback()])``. ``"report": "none"`` logs nothing."""
+    """Logs ``kfac/step_to_weight`` and others of rank 0 with every ``log_every_n_steps``-th step,
+    with the first one what stays as it is, too: ``Trainer(callbacks=[KFACCallback()])``.
+    ``"report": "none"`` logs nothing."""
 
     _begun: Attachment | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *given: Any) -> None:
         attachment = getattr(trainer.strategy.model, HANDLE, None)
         if attachment is not None and trainer.global_step % trainer.log_every_n_steps == 0:
-            logged = attachment.log_line() | ({} if attachment is self._begun else attachment.log_constants())
+            logged = attachment.log_line() | (
+                {} if attachment is self._begun else attachment.log_constants()
+            )
             self._begun = attachment
             pl_module.log_dict(logged, rank_zero_only=True)

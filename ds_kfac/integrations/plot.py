@@ -1,4 +1,5 @@
-"""``python -m ds_kfac plot``: a page of four questions, from the logs that a run has written anyway."""
+"""``python -m ds_kfac plot``: a page of four questions, from the logs that a run has written
+anyway."""
 
 import argparse
 import csv
@@ -24,7 +25,8 @@ class Question(NamedTuple):
 
     Attributes:
         y: what its axis has.
-        names: regex of the names of its lines; what follows it is the line's label, if anything does.
+        names: regex of the names of its lines; what follows it is the line's label, if anything
+            does.
         missing: how such lines come into the logs.
         grows: whether they are sums over all steps so far, of which one step's part is shown.
         whole: whether a line's label is its whole name.
@@ -39,21 +41,36 @@ class Question(NamedTuple):
 
 COUNTERS = 'a monitor such as "csv_monitor": {"enabled": true} in the DeepSpeed config'
 HEALTH = (
-    "not_finite", "unpreconditioned", "unused", "refresh_failures", "left_out", "limited", "empty", "skipped_steps",
-)  # fmt: skip
+    "not_finite",
+    "unpreconditioned",
+    "unused",
+    "refresh_failures",
+    "left_out",
+    "limited",
+    "empty",
+    "skipped_steps",
+)
 """How the counters of what went wrong begin."""
 QUESTIONS = {
     "loss": Question("loss", r"loss", 'such as "csv_monitor": {"enabled": true}', whole=True),
     "seconds": Question(
-        "", r"(?:(?i:kfac)_seconds|elapsed_time_ms)_", '"wall_clock_breakdown": true for the '
-        "model's, engine.kfac.metrics.timings = True for K-FAC's stages", grows=True),
+        "",
+        r"(?:(?i:kfac)_seconds|elapsed_time_ms)_",
+        '"wall_clock_breakdown": true for the '
+        "model's, engine.kfac.metrics.timings = True for K-FAC's stages",
+        grows=True,
+    ),
     "step to weight": Question(
-        "size of a step over that of the weights", r"(?i:kfac)_(?=step_to_weight$|nu$)",
-        f"{COUNTERS}, or a framework's logs; of KFACAdamW, else kl-clip's factor nu"),
+        "size of a step over that of the weights",
+        r"(?i:kfac)_(?=step_to_weight$|nu$)",
+        f"{COUNTERS}, or a framework's logs; of KFACAdamW, else kl-clip's factor nu",
+    ),
     "failures": Question(
-        "so far; layers of the last step", r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
-        f"{COUNTERS}; a framework's logs have those that are not 0"),
-}  # fmt: skip
+        "so far; layers of the last step",
+        r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
+        f"{COUNTERS}; a framework's logs have those that are not 0",
+    ),
+}
 """Name of the panel -> what it shows."""
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's, which everybody can tell apart."""
@@ -66,9 +83,15 @@ PAGE = "kfac.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="folder with DeepSpeed's csv or tensorboard logs or trainer_state.json, "
-                        "or one such file")  # fmt: skip
-    parser.add_argument("--out", type=Path, help=f"folder for the page, {PAGE}; default: that of the logs")  # fmt: skip
+    parser.add_argument(
+        "run",
+        type=Path,
+        help="folder with DeepSpeed's csv or tensorboard logs or trainer_state.json, "
+        "or one such file",
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for the page, {PAGE}; default: that of the logs"
+    )
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -81,21 +104,27 @@ def run(arguments: argparse.Namespace) -> str:
     series = read(source)
     if not series:
         raise ValueError(
-            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of them in the "
-            'DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "kfac"}'
+            f"{source}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of "
+            f"them in the "
+            'DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": "runs", '
+            '"job_name": "kfac"}'
         )
     folder = arguments.out or (source if source.is_dir() else source.parent)
     folder.mkdir(parents=True, exist_ok=True)
     panels = {name: lines(series, question) for name, question in QUESTIONS.items()}
-    missing = [f"no {name} in these logs: {QUESTIONS[name].missing}" for name, found in panels.items() if not found]
+    missing = [
+        f"no {name} in these logs: {QUESTIONS[name].missing}"
+        for name, found in panels.items()
+        if not found
+    ]
     if len(missing) == len(panels):
         return "\n".join(missing)
     return "\n".join([f"wrote {draw(panels, folder / PAGE)}", *missing])
 
 
 def read(source: Path) -> Series:
-    """All numbers logged below a folder, or in a file, by name and in order. What a run has logged twice, to csv and to
-    tensorboard, has one name."""
+    """All numbers logged below a folder, or in a file, by name and in order. What a run has logged
+    twice, to csv and to tensorboard, has one name."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         for name, x, value in _numbers(path, alone=path == source):
@@ -104,7 +133,8 @@ def read(source: Path) -> Series:
 
 
 def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
-    """(name, step or sample, value) of all that a file has logged. ``alone``: it was named itself, so it has to."""
+    """(name, step or sample, value) of all that a file has logged. ``alone``: it was named itself,
+    so it has to."""
     if path.suffix == ".csv":
         for number, row in enumerate(csv.reader(_text(path).splitlines()), 1):
             if len(row) == 2 and row[0] != "step":  # a resumed run writes its heading again
@@ -119,12 +149,17 @@ def _numbers(path: Path, *, alone: bool) -> Iterator[tuple[str, float, float]]:
                 if isinstance(value, (int, float)) and name != "step":
                     yield name, entry["step"], value
     elif path.name.startswith("events.out.tfevents"):
-        reader = _module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(path))
+        reader = _module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+            str(path)
+        )
         reader.Reload()
         for name in reader.Tags()["scalars"]:
             yield from ((name, event.step, event.value) for event in reader.Scalars(name))
     elif alone:
-        raise ValueError(f"{path}: not a trainer_state.json, .csv or events.out.tfevents file; name the run's folder")
+        raise ValueError(
+            f"{path}: not a trainer_state.json, .csv or events.out.tfevents file; name the run's "
+            f"folder"
+        )
 
 
 def _text(path: Path) -> str:
@@ -145,8 +180,11 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 
 def lines(series: Series, question: Question) -> Series:
-    """Those of a picture, in its axis: seconds, not milliseconds; of a counter that only grows what a step adds."""
-    steps = dict(next((points for name, points in series.items() if name.lower().endswith("kfac_steps")), []))
+    """Those of a picture, in its axis: seconds, not milliseconds; of a counter that only grows what
+    a step adds."""
+    steps = dict(
+        next((points for name, points in series.items() if name.lower().endswith("kfac_steps")), [])
+    )
     found = {}
     for name, points in series.items():
         match = re.search(question.names, name)
@@ -168,25 +206,31 @@ def per_step(points: Points, steps: dict[float, float]) -> Points:
     Args:
         steps: place -> steps so far, where places are samples; else they are steps themselves.
     """
-    before = [(0.0, 0.0, 0.0)] if steps else []  # a resumed run's counters begin at zero, its steps do not
+    # a resumed run's counters begin at zero, its steps do not
+    before = [(0.0, 0.0, 0.0)] if steps else []
     counted = before + [(x, steps.get(x, x), value) for x, value in points]
-    pairs = (pair for pair in pairwise(counted) if pair[1][1] > pair[0][1] and pair[1][2] >= pair[0][2])
+    pairs = (
+        pair for pair in pairwise(counted) if pair[1][1] > pair[0][1] and pair[1][2] >= pair[0][2]
+    )
     return [(x, (value - last) / (now - past)) for (_, past, last), (x, now, value) in pairs]
 
 
 def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
-    """Mean seconds a step of each part, each once: K-FAC's stages are taken out of DeepSpeed's times, which they are
-    inside of. And K-FAC's share of a step, where the logs have both.
+    """Mean seconds a step of each part, each once: K-FAC's stages are taken out of DeepSpeed's
+    times, which they are inside of. And K-FAC's share of a step, where the logs have both.
 
     Args:
-        found: the lines of "seconds"; of each the first point, with what is compiled at a start, does not count.
+        found: the lines of "seconds"; of each the first point, with what is compiled at a start,
+            does not count.
     """
     values = {name: [y for _, y in points[len(points) > 1 :]] for name, points in found.items()}
     mean = {name: statistics.fmean(own) for name, own in values.items()}
     if FORWARD in values:  # where evaluations between steps count, too
         mean[FORWARD] = statistics.median(values[FORWARD])
     stages = {stage: mean[stage] for stage in STAGES if stage in mean}
-    forward, backward, step = (mean.get(name) for name in (FORWARD, f"backward{OF_DEEPSPEED}", f"step{OF_DEEPSPEED}"))
+    forward, backward, step = (
+        mean.get(name) for name in (FORWARD, f"backward{OF_DEEPSPEED}", f"step{OF_DEEPSPEED}")
+    )
     if forward is None or backward is None or step is None:
         return stages or mean, None
     inside = sum(seconds for stage, seconds in stages.items() if stage != CAPTURE)
@@ -196,19 +240,36 @@ def parts_of_step(found: Series) -> tuple[dict[str, float], float | None]:
 
 
 def draw(panels: Mapping[str, Series], path: Path) -> Path:
-    """The page: a panel for each question, whose title says what was found; what is not in the logs is said there."""
+    """The page: a panel for each question, whose title says what was found; what is not in the logs
+    is said there."""
     _module("matplotlib").use("Agg")
-    figure, axes = _module("matplotlib.pyplot").subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure, axes = _module("matplotlib.pyplot").subplots(
+        2, 2, figsize=(11, 7.5), layout="constrained"
+    )
     for axis, (name, found) in zip(axes.flat, panels.items(), strict=True):
         question = QUESTIONS[name]
-        active = {label: points for label, points in found.items() if any(value for _, value in points)}
+        active = {
+            label: points for label, points in found.items() if any(value for _, value in points)
+        }
         if name == "seconds" and active:
             _draw_parts(axis, *parts_of_step(active))
         elif not active:
             quiet = name == "failures" and found
-            text = f"always 0: {', '.join(found)}" if quiet else f"not in these logs: {question.missing}"
+            text = (
+                f"always 0: {', '.join(found)}"
+                if quiet
+                else f"not in these logs: {question.missing}"
+            )
             axis.set_title("nothing has failed" if quiet else f"no {name}", loc="left", fontsize=11)
-            axis.text(0.5, 0.5, textwrap.fill(text, 50), ha="center", va="center", fontsize=9, color="0.35")
+            axis.text(
+                0.5,
+                0.5,
+                textwrap.fill(text, 50),
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="0.35",
+            )
             axis.set_axis_off()
         else:
             _draw_lines(axis, name, active, [label for label in found if label not in active])
@@ -219,14 +280,25 @@ def draw(panels: Mapping[str, Series], path: Path) -> Path:
 def _draw_lines(axis: Any, name: str, found: Series, quiet: Sequence[str]) -> None:
     """``quiet``: lines that stayed at zero."""
     several = max(map(len, found.values())) > 1
-    found = {label: points for label, points in found.items() if len(points) > 1 or not several}  # a run's mean is one
+    # a run's mean is one
+    found = {label: points for label, points in found.items() if len(points) > 1 or not several}
     for index, (label, points) in enumerate(found.items()):
         color = COLORS[index % len(COLORS)]
-        axis.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.2, marker=".", markersize=3)
+        axis.plot(
+            *zip(*points, strict=True),
+            label=label,
+            color=color,
+            linewidth=1.2,
+            marker=".",
+            markersize=3,
+        )
     ends = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in list(found.items())[:2])
     more = f"; always 0: {len(quiet)} others" if quiet else ""
-    axis.set_title(textwrap.fill(f"{'failures' if name == 'failures' else 'at the end'}: {ends}{more}", 70),
-                   loc="left", fontsize=11)  # fmt: skip
+    axis.set_title(
+        textwrap.fill(f"{'failures' if name == 'failures' else 'at the end'}: {ends}{more}", 70),
+        loc="left",
+        fontsize=11,
+    )
     axis.set(xlabel="step or sample, as logged", ylabel=QUESTIONS[name].y)
     if name != "loss":
         axis.set_ylim(bottom=0)
@@ -242,9 +314,15 @@ def _draw_parts(axis: Any, parts: Mapping[str, float], share: float | None) -> N
     for row, name in enumerate(names):
         of_step = f", {parts[name] / total:.0%}" if share is not None else ""
         axis.text(parts[name], row, f" {parts[name]:.3g} s{of_step}", va="center", fontsize=9)
-    title = f"K-FAC takes {share:.0%} of a step" if share is not None else "K-FAC's share is not known: "
+    title = (
+        f"K-FAC takes {share:.0%} of a step"
+        if share is not None
+        else "K-FAC's share is not known: "
+    )
     lacks = "the model's times" if all(name in STAGES for name in names) else "K-FAC's times"
-    axis.set_title(title if share is not None else f"{title}{lacks} are not logged", loc="left", fontsize=11)
+    axis.set_title(
+        title if share is not None else f"{title}{lacks} are not logged", loc="left", fontsize=11
+    )
     axis.set(xlabel="seconds a step, rank 0", xlim=(0, 1.3 * max(parts.values())))
     axis.grid(alpha=0.3, axis="x")
     axis.set_axisbelow(True)

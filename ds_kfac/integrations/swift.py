@@ -1,6 +1,8 @@
-"""A door for ms-swift, which takes no "optimizer" in a DeepSpeed config: an optimizer of its own list.
+"""A door for ms-swift, which takes no "optimizer" in a DeepSpeed config: an optimizer of its own
+list.
 
-A file of one line, ``import ds_kfac.integrations.swift``, here kfac.py, and a DeepSpeed config without an optimizer:
+A file of one line, ``import ds_kfac.integrations.swift``, here kfac.py, and a DeepSpeed config
+without an optimizer:
 
     swift sft --external_plugins kfac.py --optimizer kfac_adamw --deepspeed ds_config.json ..
 """
@@ -22,9 +24,16 @@ class KFACOptimizerCallback(OptimizerCallback):
     def create_optimizer(self, model: Any = None) -> KFACAdamW:
         args, model = self.args, self.trainer.model if model is None else model
         decays = set(self.trainer.get_decay_parameter_names(model))
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         groups = [
-            {"params": [p for name, p in trained.items() if (name in decays) == decay], "weight_decay": amount}
+            {
+                "params": [p for name, p in trained.items() if (name in decays) == decay],
+                "weight_decay": amount,
+            }
             for decay, amount in ((True, args.weight_decay), (False, 0.0))
         ]
         betas = args.adam_beta1, args.adam_beta2

@@ -1,14 +1,17 @@
-"""Which row blocks of a layer's matrix are separate maps, and which large matrices are cut into several layers.
+"""Which row blocks of a layer's matrix are separate maps, and which large matrices are cut into
+several layers.
 
-**Blocks** are maps in one weight: queries, keys and values; a gate and its values; projections of latent attention and
-of state space models. They share A, but each is orthogonalized and scaled like a separate weight. ``kfac.adam.blocks``
-names them; of names in use :func:`known_sizes` has them, from numbers that the module around the layer holds. Any other
-matrix is one map. The attach report lists blocks that were taken by name alone, and matrices with such a name that are
-one map. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+**Blocks** are maps in one weight: queries, keys and values; a gate and its values; projections of
+latent attention and of state space models. They share A, but each is orthogonalized and scaled like
+a separate weight. ``kfac.adam.blocks`` names them; of names in use :func:`known_sizes` has them,
+from numbers that the module around the layer holds. Any other matrix is one map. The attach report
+lists blocks that were taken by name alone, and matrices with such a name that are one map. Sizes
+are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
-**Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each, because one owner would be too
-slow. This is done only where the update stays the same: G is the identity, and the update rule does not mix rows. Parts
-share A. Their number depends on the layer's shape alone, so that a checkpoint fits any number of ranks.
+**Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each, because
+one owner would be too slow. This is done only where the update stays the same: G is the identity,
+and the update rule does not mix rows. Parts share A. Their number depends on the layer's shape
+alone, so that a checkpoint fits any number of ranks.
 """
 
 import re
@@ -23,10 +26,20 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec, parameter_shape, value_of
 
 KINDS = ("Linear", "Conv1D")
-"""Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an unknown order."""
+"""Kinds of layers that may have blocks. Tensor-parallel shards have some rows of each block, in an
+unknown order."""
 SEVERAL = (
-    "c_attn", "qkv", "qkv_proj", "Wqkv", "query_key_value", "to_kv", "gate_up_proj", "gate_up", "w12", "weights_in"
-)  # fmt: skip
+    "c_attn",
+    "qkv",
+    "qkv_proj",
+    "Wqkv",
+    "query_key_value",
+    "to_kv",
+    "gate_up_proj",
+    "gate_up",
+    "w12",
+    "weights_in",
+)
 """Last parts of names that mean several maps, in anybody's code."""
 BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
@@ -34,16 +47,26 @@ IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
 Sizes = tuple[int, ...]
 Blocks = int | Sequence[int]
-"""A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to the last row."""
+"""A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to
+the last row."""
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
 SHARED_HEADS = (
-    "num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_query_groups",
-    "n_query_groups"
-)  # fmt: skip
+    "num_kv_heads",
+    "num_key_value_heads",
+    "kv_n_heads",
+    "n_kv_heads",
+    "n_kv_head",
+    "kv_heads",
+    "num_query_groups",
+    "n_query_groups",
+)
 
 
-def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
-    """The layer with its blocks. ``chosen``: (regex for the end of a name, blocks), with precedence over all else.
+def with_blocks(
+    layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]
+) -> LayerSpec:
+    """The layer with its blocks. ``chosen``: (regex for the end of a name, blocks), with precedence
+    over all else.
 
     Raises:
         ValueError: the matrix's rows are no multiple of the chosen blocks.
@@ -54,8 +77,11 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
     rows = layer.shape[-2]
     for pattern, blocks in chosen:
         if named(pattern, name):
-            return replace(layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
-    holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # an entry of a ModuleList has the list's name
+            return replace(
+                layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}")
+            )
+    # an entry of a ModuleList has the list's name
+    holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")
     module, guessed = modules.get(holder), ""
     try:
         sizes = known_sizes(last, module, rows)
@@ -68,8 +94,8 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
 
 
 def named(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the end of a name, from a dot or from its beginning: "head" matches "head" and
-    "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense"."""
+    """Whether a pattern matches the end of a name, from a dot or from its beginning: "head" matches
+    "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense"."""
     return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None
 
 
@@ -79,27 +105,35 @@ def weight_name(layer: LayerSpec) -> str:
 
 
 def block_sizes(rows: int, blocks: Blocks, where: str) -> Sizes:
-    """Sizes of the blocks in ``rows`` rows; () for a single block. Raises ValueError if they do not fit."""
+    """Sizes of the blocks in ``rows`` rows; () for a single block. Raises ValueError if they do not
+    fit."""
     each = blocks if isinstance(blocks, int) else sum(blocks)
     if rows % each:
-        what = f"{blocks} equal blocks" if isinstance(blocks, int) else f"blocks of {list(blocks)} rows"
+        what = (
+            f"{blocks} equal blocks"
+            if isinstance(blocks, int)
+            else f"blocks of {list(blocks)} rows"
+        )
         raise ValueError(f"{where} has {rows} rows, which cannot be cut into {what}")
     sizes = (rows // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
     return sizes if len(sizes) > 1 else ()
 
 
 def blocks_text(layer: LayerSpec) -> str:
-    """A layer's blocks, for people: "128 + 128 + 128 rows", "8 x (64 + 64) rows"; many equal ones: "32 of 128 rows"."""
+    """A layer's blocks, for people: "128 + 128 + 128 rows", "8 x (64 + 64) rows"; many equal ones:
+    "32 of 128 rows"."""
     blocks, repeats = layer.blocks, layer.shape[-2] // sum(layer.blocks)
     text = (
-        f"{len(blocks)} of {blocks[0]}" if len(set(blocks)) == 1 and len(blocks) > 3 else " + ".join(map(str, blocks))
+        f"{len(blocks)} of {blocks[0]}"
+        if len(set(blocks)) == 1 and len(blocks) > 3
+        else " + ".join(map(str, blocks))
     )
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
 
 
 def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
-    """The first positive attribute of these names in a module or its config, else ``default``; LookupError if that is
-    None."""
+    """The first positive attribute of these names in a module or its config, else ``default``;
+    LookupError if that is None."""
     for place in (module, value_of(module, "config")):
         for name in names:
             if isinstance(value := value_of(place, name), int) and value > 0:
@@ -116,16 +150,19 @@ def _inputs(module: Any) -> int:
 
 
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
-    """Blocks of a weight by the last part of its name and its module's numbers (LookupError if it has none); () for any
-    other name. As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code."""
+    """Blocks of a weight by the last part of its name and its module's numbers (LookupError if it
+    has none); () for any other name. As in transformers 5.23; tests/integrations/test_blocks.py
+    compares each with its code."""
     number, kind = partial(_number, module), type(module).__name__
     match name:
         case "c_attn" | "qkv" | "qkv_proj" | "Wqkv":  # queries, keys, values
             if kind == "CodeGenAttention":  # of a quarter of the heads each
                 return (rows // 12,) * 3
-            if kind == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:  # of each head
+            # of each head
+            if kind == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:
                 return (rows // (3 * number(*HEADS)),) * 3
-            if value_of(module, "q_attn") is not None:  # GPT-2's cross-attention has keys and values
+            # GPT-2's cross-attention has keys and values
+            if value_of(module, "q_attn") is not None:
                 return (rows // 2,) * 2
             heads = number(*HEADS, default=1)
             shared = number(*SHARED_HEADS, default=heads)
@@ -145,7 +182,8 @@ def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
             shared = number(*SHARED_HEADS, default=heads)
             width = rows // (heads + 2 * shared)
             return heads // shared * width, width, width
-        case "kv_a_proj_with_mqa":  # the latent of keys and values, and the key that all heads share
+        # the latent of keys and values, and the key that all heads share
+        case "kv_a_proj_with_mqa":
             rank = number("kv_lora_rank")
             return rank, rows - rank
         case "kv_b_proj":  # for each head: its key, its value
@@ -183,7 +221,8 @@ PART = 1 << 25
 
 
 def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tuple[LayerSpec, ...]:
-    """The layers, large ones in parts. ``by_rows``: whether the update rule steps each row of a layer on its own."""
+    """The layers, large ones in parts. ``by_rows``: whether the update rule steps each row of a
+    layer on its own."""
     specs: list[LayerSpec] = []
     for layer in layers:
         count, name = _parts(layer) if layer.numel > LARGEST and by_rows(layer) else 1, layer.name
@@ -198,9 +237,17 @@ def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tu
 
 
 def _parts(layer: LayerSpec) -> int:
-    """The smallest number of equal parts with at most :data:`PART` elements; 1: the layer cannot be cut. Only a Linear
-    with A and without G can be, if it is no shard, copy, product, part of a stack or group."""
-    whole = (layer.part, layer.cut, layer.groups, layer.copies) == ((0, 1), (1, 1), 1, 1) and not layer.product
+    """The smallest number of equal parts with at most :data:`PART` elements; 1: the layer cannot be
+    cut. Only a Linear with A and without G can be, if it is no shard, copy, product, part of a
+    stack or group."""
+    whole = (layer.part, layer.cut, layer.groups, layer.copies) == (
+        (0, 1),
+        (1, 1),
+        1,
+        1,
+    ) and not layer.product
     if not whole or layer.kind != "Linear" or layer.A.block == 0 or layer.G.block > 0:
         return 1
-    return next((n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1)
+    return next(
+        (n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1
+    )

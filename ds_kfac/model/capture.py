@@ -1,30 +1,39 @@
-"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives (docs/capture.md).
+"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives
+(docs/capture.md).
 
-In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts a prehook on the
-node of the output. When the gradient arrives there, the rows of a and g are added to the step's sums. A call that gets
-no gradient has no rows. In other steps the hooks return at once.
+In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts
+a prehook on the node of the output. When the gradient arrives there, the rows of a and g are added
+to the step's sums. A call that gets no gradient has no rows. In other steps the hooks return at
+once.
 
-Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is a row's part of the
-averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer nearest to the loss in
-pass p: the first whose gradient is not zero. Its later calls in the pass are not known then, so a pass has sums of its
-own, which are multiplied by R_p when it has ended. K and the ranks' average follow after the reduction
-(``step/factors.py``).
+Note: Scale of G. G is K times the sum over backward passes p of R_p times the sum of g^ g^^T. g^ is
+    a row's part of the
+averaged gradient; K counts the passes of the step on all ranks, and R_p the rows of the layer
+nearest to the loss in pass p: the first whose gradient is not zero. Its later calls in the pass are
+not known then, so a pass has sums of its own, which are multiplied by R_p when it has ended. K and
+the ranks' average follow after the reduction (``step/factors.py``).
 
-Note: Own passes. An engine's statistics are of its own loss, not of a generator's loss that runs through its
-discriminator. Its own passes are those that the engine announces (:meth:`Capture.own_backward`). A backward pass inside
-the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that follows. As long as the engine has
-announced none, a plain ``loss.backward()`` is its own, too, if no other engine announces one and the forward's inputs
-have no graph. A backward pass that does not add to a layer's weight, such as ``torch.autograd.grad``, never counts.
+Note: Own passes. An engine's statistics are of its own loss, not of a generator's loss that runs
+    through its
+discriminator. Its own passes are those that the engine announces (:meth:`Capture.own_backward`). A
+backward pass inside the model's forward, as of DeepSpeed's tiled loss, is a part of the pass that
+follows. As long as the engine has announced none, a plain ``loss.backward()`` is its own, too, if
+no other engine announces one and the forward's inputs have no graph. A backward pass that does not
+add to a layer's weight, such as ``torch.autograd.grad``, never counts.
 
-Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the user's backward if they
-differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward that it belongs to:
-the last one to whose output the backward pass has come; before that, as in a loss in tiles, the one after whose begin
-the node was made that recomputes. A backward pass may come after the step of its forward, which has no rows then, but
-saves the same tensors; and what is recomputed of a forward that was not captured saves none.
+Note: Recomputation. Activation checkpointing compares what its two runs save, and raises in the
+    user's backward if they
+differ. So a forward decides once which inputs it saves, and what is recomputed follows the forward
+that it belongs to: the last one to whose output the backward pass has come; before that, as in a
+loss in tiles, the one after whose begin the node was made that recomputes. A backward pass may come
+after the step of its forward, which has no rows then, but saves the same tensors; and what is
+recomputed of a forward that was not captured saves none.
 
-Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before DeepSpeed divides the
-gradient by the accumulation steps, nor a full backward hook, which breaks with in-place activations. No exception
-leaves a hook: it would stop one rank in a backward pass that the others finish.
+Note: Hooks. A prehook of the output's node is needed, not a tensor hook, which would run before
+    DeepSpeed divides the
+gradient by the accumulation steps, nor a full backward hook, which breaks with in-place
+activations. No exception leaves a hook: it would stop one rank in a backward pass that the others
+finish.
 """
 
 import threading
@@ -59,25 +68,30 @@ class Capture:
     """Installs the hooks. They return at once unless :attr:`active`.
 
     Args:
-        scale: gives the loss scale of a backward pass, a number or a scalar on the device; asked with whether the
-            engine announced the pass.
+        scale: gives the loss scale of a backward pass, a number or a scalar on the device; asked
+            with whether the engine announced the pass.
         device: of the sums.
         inputs: numbers the inputs, to find layers that share theirs.
         sampled: whether G comes from the gradients of a sampled loss, for which autograd is asked
-            (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending` then.
-        counts_terms: whether :attr:`terms` are needed in steps that update no factor made of gradients, too.
+            (:meth:`add_asked`), as ``ds_kfac.fit`` does for all. The calls wait in :attr:`pending`
+            then.
+        counts_terms: whether :attr:`terms` are needed in steps that update no factor made of
+            gradients, too.
 
     Attributes:
         sums: factor key -> sum of the step so far; missing if there is none.
         keys: keys of the factors that are summed -> of how many rows one is taken.
-        passes, terms: this rank's number of own backward passes in the step, and the sum of their R_p.
+        passes, terms: this rank's number of own backward passes in the step, and the sum of their
+            R_p.
         current: the running backward pass.
         forward: the model's last forward pass, or one for calls outside of any.
         pending: calls whose gradient autograd is to be asked for.
-        proof, uses: in a step that proves, the proof, and a recorder of where weights are used; else None.
+        proof, uses: in a step that proves, the proof, and a recorder of where weights are used;
+            else None.
         failed: layer -> error that a hook raised. Such a layer has no rows any more.
         counted, outside: number of calls whose gradient came in an own pass, and in others.
-        measured: layer -> number of its rows in a step in which these are counted, maybe a scalar on the device.
+        measured: layer -> number of its rows in a step in which these are counted, maybe a scalar
+            on the device.
         seen: layers that had a row in this step, maybe without a gradient.
         read_mask: gives the attention masks of a forward.
     """
@@ -113,7 +127,8 @@ class Capture:
         self.step = -1
         self._forget()
         self._layers = layers = tuple(layers)
-        self._saved: frozenset[str] = frozenset()  # names of the layers whose inputs this step's forwards save
+        # names of the layers whose inputs this step's forwards save
+        self._saved: frozenset[str] = frozenset()
         self._numels: dict[str, int] = {}
         self.of_gradients: set[str] = set()
         for layer in layers:
@@ -163,8 +178,9 @@ class Capture:
             if not layer.product:
                 for module in modules.values():
                     called = partial(self._layer_called, layer)
-                    # before the hooks of others, which may replace the output; but if autograd is asked for gradients
-                    # after ZeRO-3's, which wraps it in a function that fetches the weights of its backward
+                    # before the hooks of others, which may replace the output; but if autograd is
+                    # asked for gradients after ZeRO-3's, which wraps it in a function that fetches
+                    # the weights of its backward
                     prepend = not self.sampled
                     self._hook(
                         module.register_forward_hook,
@@ -175,9 +191,12 @@ class Capture:
                     )
                 continue
             watched |= modules
-            if isinstance(modules[layer.module], nn.Linear):  # a module around it may multiply by its weight
+            # a module around it may multiply by its weight
+            if isinstance(modules[layer.module], nn.Linear):
                 around = layer.module.rpartition(".")[0]
-                watched |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
+                watched |= {
+                    name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])
+                }
             weight = model.get_parameter(layer.weight)
             counts[weight] = layer.part[1]
             self._stacks.setdefault(id(weight), []).append(layer)
@@ -197,7 +216,8 @@ class Capture:
         leave: Any = lambda module, inputs, output: products.leave(module)  # noqa: E731
         for module in watched.values():
             self._hook(module.register_forward_pre_hook, module, enter)
-            # before the hooks of others: DeepSpeed's profiler puts functions of torch back there that we replace
+            # before the hooks of others: DeepSpeed's profiler puts functions of torch back there
+            # that we replace
             self._hook(module.register_forward_hook, module, leave, always_call=True, prepend=True)
 
     def _hook(
@@ -207,16 +227,23 @@ class Capture:
         function: Callable[..., None],
         **how: Any,
     ) -> None:
-        """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured forwards of no trace,
-        export or torch.func, and in recomputations of earlier ones. torch.compile sees the first condition alone."""
+        """``function`` as a hook of ``ours`` alone, not of its copies, that runs in captured
+        forwards of no trace, export or torch.func, and in recomputations of earlier ones.
+        torch.compile sees the first condition alone."""
 
         def outside(module: nn.Module, *values: Any) -> None:
-            is_plain = torch._C._functorch.peek_interpreter_stack() is torch._C._get_tracing_state() is None
-            is_others = self._forward_runs and self._thread != threading.get_ident()  # of a forward in another thread
+            is_plain = (
+                torch._C._functorch.peek_interpreter_stack()
+                is torch._C._get_tracing_state()
+                is None
+            )
+            # of a forward in another thread
+            is_others = self._forward_runs and self._thread != threading.get_ident()
             if is_plain and (self._recomputes() or (self.active and not is_others)):
                 function(module, *values)
 
-        captured = torch.compiler.disable(outside)  # not as a decorator, which imports torch's compiler with ds_kfac
+        # not as a decorator, which imports torch's compiler with ds_kfac
+        captured = torch.compiler.disable(outside)
 
         def hook(module: nn.Module, *values: Any) -> None:
             if not (torch.is_grad_enabled() and (self.active or self._running is not None)):
@@ -250,8 +277,8 @@ class Capture:
         """Prepare for a step; forgets all calls since the last one.
 
         Args:
-            keys: keys of the factors that this rank captures in the step, in a mapping with of how many rows one is
-                taken; None: the hooks do nothing.
+            keys: keys of the factors that this rank captures in the step, in a mapping with of how
+                many rows one is taken; None: the hooks do nothing.
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
             proof: gets the rows of all layers, to compare them with the gradients.
@@ -273,18 +300,22 @@ class Capture:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether R_p is needed in this step: for factors that are made of gradients, or for their number of terms."""
+        """Whether R_p is needed in this step: for factors that are made of gradients, or for their
+        number of terms."""
         return self._counts_terms or not self.of_gradients.isdisjoint(self.keys)
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """All passes of the step have ended. Each sum gets their number, also one that has no row here."""
+        """All passes of the step have ended. Each sum gets their number, also one that has no row
+        here."""
         self._end_plain_pass()
         for group in self.inputs.parted() - self._told:
             self._told.add(group)
             logger.warning(
-                f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have several in step "
-                f"{self.step}: the factor A that they share has the rows of all of them. If their inputs differ "
+                f"ds_kfac: {', '.join(group)} had one input in the first captured step, and have "
+                f"several in step "
+                f"{self.step}: the factor A that they share has the rows of all of them. If their "
+                f"inputs differ "
                 "for good, exclude some of these layers (kfac.layers.exclude)"
             )
         for key in self.keys:
@@ -294,7 +325,8 @@ class Capture:
             if self._counts_terms:
                 counts[TERMS].add_(self.terms)
             if self.sampled and key in self.of_gradients and self.passes:
-                self.sums[key].sum_P.mul_(1 / self.passes**2)  # a sampled loss is not divided by their number
+                # a sampled loss is not divided by their number
+                self.sums[key].sum_P.mul_(1 / self.passes**2)
 
     # forward passes
 
@@ -322,10 +354,13 @@ class Capture:
             return
         self._forward_runs = False
         forward = self.forward
-        late = Forward(step=forward.step, saved=forward.saved)  # who keeps an output does not keep the masks
+        # who keeps an output does not keep the masks
+        late = Forward(step=forward.step, saved=forward.saved)
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._output_reached, weakref.ref(forward), late))
+                tensor.grad_fn.register_prehook(
+                    partial(self._output_reached, weakref.ref(forward), late)
+                )
                 forward.is_watched = True
 
     def _forward_of(self, recomputed: bool) -> Forward | None:
@@ -341,15 +376,19 @@ class Capture:
                 return made
             unwatched = [forward for forward in self._forwards if not forward.is_watched]
             return unwatched[-1] if unwatched else None
-        if self.forward not in self._forwards:  # a method of the model is called in place of the model
+        # a method of the model is called in place of the model
+        if self.forward not in self._forwards:
             self._begin(Forward(step=self.step, saved=self._saved))
         return self.forward
 
     def _made(self) -> Forward | None:
-        """The forward pass of this step that made, or after which was made, the node that runs now."""
+        """The forward pass of this step that made, or after which was made, the node that runs
+        now."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        return next((forward for forward in reversed(self._begun) if forward.begins <= number), None)
+        return next(
+            (forward for forward in reversed(self._begun) if forward.begins <= number), None
+        )
 
     # calls
 
@@ -361,13 +400,18 @@ class Capture:
             self._other_called(layer.weight, module, inputs, output)
             return
         with self._guarded([layer]):
-            output = output[0] if isinstance(output, tuple) else output  # Megatron's linears return their bias, too
+            # Megatron's linears return their bias, too
+            output = output[0] if isinstance(output, tuple) else output
             if output.requires_grad:
                 x = inputs[0] if inputs else next(iter(named.values()))
                 leading = None if LAYERS[layer.kind].images else tuple(output.shape[:-1])
-                rows = self._rows(layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output))
+                rows = self._rows(
+                    layer.weight, leading, LAYERS[layer.kind].rows(x, output), len(output)
+                )
                 if rows is not None:
-                    self._called([Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output)
+                    self._called(
+                        [Call(layer, LAYERS[layer.kind], module, rows, output.shape)], x, output
+                    )
 
     def _other_called(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """A layer was called that K-FAC does not step. It may be the one nearest to the loss."""
@@ -376,14 +420,16 @@ class Capture:
             if isinstance(output, Tensor) and output.requires_grad:
                 is_convolution = isinstance(module, nn.modules.conv._ConvNd)
                 number = output.numel() // max(1, output.shape[1 if is_convolution else -1])
-                rows = self._rows(name, None if is_convolution else tuple(output.shape[:-1]), number, len(output))
+                rows = self._rows(
+                    name, None if is_convolution else tuple(output.shape[:-1]), number, len(output)
+                )
                 if rows is not None:
                     node, place = _origin(output)
                     node.register_prehook(partial(self._other_arrived, rows, place))
 
     def _rows(self, layer: str, leading: Shape | None, number: int, examples: int) -> Rows | None:
-        """The rows of a call, which its forward pass counts, but for those of a recomputation; None: its forward pass
-        was not captured."""
+        """The rows of a call, which its forward pass counts, but for those of a recomputation;
+        None: its forward pass was not captured."""
         if self.rows.weight_sharing == "reduce":
             number = examples
         recomputed = self._recomputes()
@@ -395,8 +441,8 @@ class Capture:
         return Rows(layer, forward, leading, number, recomputed)
 
     def _called(self, calls: Sequence[Call], x: Tensor, output: Tensor) -> None:
-        """A layer was called with ``x`` and returned ``output``, or a product of x with the matrices of several layers
-        did: then there is a call for each of these."""
+        """A layer was called with ``x`` and returned ``output``, or a product of x with the
+        matrices of several layers did: then there is a call for each of these."""
         rows = calls[0].rows
         if any(call.layer.name in rows.forward.saved for call in calls):
             node_of_x = kept(x, multiplies=not calls[0].kind.needs_gradients)
@@ -424,12 +470,15 @@ class Capture:
             self._multiplied(layers, product)
 
     def _multiplied(self, layers: Sequence[LayerSpec], product: Product) -> None:
-        """Turn a product into calls of its layers. A stack's shared A gets all rows from its first layer."""
+        """Turn a product into calls of its layers. A stack's shared A gets all rows from its first
+        layer."""
         x, output, first = product.x, product.output, layers[0]
         kind = LAYERS[first.kind]
         module = self._model.get_submodule(first.module)
         if product.window is not None or kind.images:
-            if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
+            if product.window == tuple(
+                getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")
+            ):
                 rows = self._rows(first.weight, None, kind.rows(x, output), len(output))
                 if rows is not None:
                     self._called([Call(first, kind, module, rows, output.shape)], x, output)
@@ -446,7 +495,9 @@ class Capture:
             return
         calls = []
         for part in parts:
-            shape = torch.Size((*(leading if part.picked is None else (part.number,)), part.layer.G.dim))
+            shape = torch.Size(
+                (*(leading if part.picked is None else (part.number,)), part.layer.G.dim)
+            )
             call = Call(part.layer, kind, module, rows, shape, part.sides, select=part.picked)
             call.columns = product.columns
             call.to_rows = product.to_rows
@@ -455,8 +506,11 @@ class Capture:
 
     # gradients
 
-    def _arrived(self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of an output has arrived at its node; ``calls`` are those that made the output."""
+    def _arrived(
+        self, calls: Sequence[Call], place: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """The gradient of an output has arrived at its node; ``calls`` are those that made the
+        output."""
         nodes = [call.kept for call in calls]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for call in calls:
@@ -473,7 +527,8 @@ class Capture:
             weight = self._weights[calls[0].layer.name]
             if not weight.requires_grad or not _runs(get_gradient_edge(weight).node):
                 return
-            x = None if nodes[0] is None else nodes[0].saved_tensors[0]  # once: checkpointing refuses a second time
+            # once: checkpointing refuses a second time
+            x = None if nodes[0] is None else nodes[0].saved_tensors[0]
             is_announced = self in self._backwards
             if is_own and not self.sampled and not is_announced:
                 self._watch_task()
@@ -514,11 +569,14 @@ class Capture:
             return self in self._backwards
         return self._forward_runs or (forward.detached and not self._announced)
 
-    def _add(self, call: Call, x: Tensor | None, gradient: Tensor | None, scale: Tensor | float) -> None:
+    def _add(
+        self, call: Call, x: Tensor | None, gradient: Tensor | None, scale: Tensor | float
+    ) -> None:
         """Add a call's rows to the sums.
 
         Args:
-            gradient: of its output; None: the factors need none, and every row of an input counts but padding.
+            gradient: of its output; None: the factors need none, and every row of an input counts
+                but padding.
             scale: factor on the gradient.
         """
         self.counted += 1
@@ -531,7 +589,10 @@ class Capture:
         x = None if x is None else call.input_rows(x)
         makes_A = "A" in call.sides and A in self.keys
         makes_G = "G" in call.sides and G in self.keys
-        counts = self.measured is not None and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
+        counts = (
+            self.measured is not None
+            and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
+        )
         if gradient is None:
             every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
             with_gradient = every if call.mask is None else call.mask
@@ -551,7 +612,9 @@ class Capture:
             batch = self._sum(G, self.current.sums)
             self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
         if makes_A and kind.needs_gradients and gradient is not None:
-            self.rows.add_gradients(call, x, gradient, alive, self._sum(A, self.current.sums), scale)
+            self.rows.add_gradients(
+                call, x, gradient, alive, self._sum(A, self.current.sums), scale
+            )
         if x is None:
             return
         arrived = Input(call, x, alive if kind.images else with_gradient, alive)
@@ -560,7 +623,11 @@ class Capture:
             if complete is not None:
                 self._add_input(complete)
         if counts and self.measured is not None:
-            number = call.rows.number * alive if kind.images else kept_rows(x, with_gradient, call.mask).sum()
+            number = (
+                call.rows.number * alive
+                if kind.images
+                else kept_rows(x, with_gradient, call.mask).sum()
+            )
             self.measured[layer.name] = self.measured.get(layer.name, 0) + number
 
     def _add_input(self, complete: Input) -> None:
@@ -569,7 +636,9 @@ class Capture:
         kept_ = alive if call.kind.images else kept_rows(x, complete.with_gradient, call.mask)
         self.rows.add_inputs(call, x, kept_, alive, self._sum(A), stride=self.keys[A])
 
-    def _prove(self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False) -> None:
+    def _prove(
+        self, call: Call, x: Tensor | None, gradient: Tensor, *, others: bool = False
+    ) -> None:
         if self.proof is not None and "G" in call.sides and x is not None:
             self.proof.see(call, call.input_rows(x), gradient, others=others)
 
@@ -597,24 +666,32 @@ class Capture:
             self._backwards.remove(self)
             self._running = None
             self.leave()
-            if self.active and not self.sampled and self.current.has_begun:  # else it came to no layer
+            # else it came to no layer
+            if self.active and not self.sampled and self.current.has_begun:
                 self.end_pass()
 
     def add_asked(
-        self, calls: Sequence[Call], gradients: Sequence[Tensor | None] | None, scale: Tensor | float
+        self,
+        calls: Sequence[Call],
+        gradients: Sequence[Tensor | None] | None,
+        scale: Tensor | float,
     ) -> None:
-        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked for. None: the loss
-        does not depend on the call. Without ``gradients`` there is no G, and every row of an input counts but padding.
+        """Add some of :attr:`pending`, with the gradients, times ``scale``, that autograd was asked
+        for. None: the loss does not depend on the call. Without ``gradients`` there is no G, and
+        every row of an input counts but padding.
         """
         asked = [None] * len(calls) if gradients is None else gradients
-        for call, gradient in zip(reversed(calls), reversed(asked), strict=True):  # in a backward pass's order
+        # in a backward pass's order
+        for call, gradient in zip(reversed(calls), reversed(asked), strict=True):
             with self._guarded([call.layer]):
                 if gradient is not None or gradients is None:
                     self._add(call, self.unpacked(call), gradient, scale)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
 
-    def rows_of_pass(self, calls: Sequence[Call], gradients: Sequence[Tensor | None]) -> int | Tensor:
+    def rows_of_pass(
+        self, calls: Sequence[Call], gradients: Sequence[Tensor | None]
+    ) -> int | Tensor:
         """R_p of a pass of which autograd was asked for all gradients."""
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):
             if gradient is not None:
@@ -632,8 +709,8 @@ class Capture:
             self._running = None
 
     def unpacked(self, call: Call) -> Tensor:
-        """The input of one of :attr:`pending`. With activation checkpointing this recomputes other calls, too, which
-        are none of the step's."""
+        """The input of one of :attr:`pending`. With activation checkpointing this recomputes other
+        calls, too, which are none of the step's."""
         with self.recomputing(call.rows.forward):
             self._unpacks = True
             try:
@@ -676,7 +753,8 @@ class Capture:
     def _output_reached(
         self, reference: weakref.ref[Forward], late: Forward, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """A backward pass has come to the output of a forward; ``late`` stands for one that is forgotten."""
+        """A backward pass has come to the output of a forward; ``late`` stands for one that is
+        forgotten."""
         forward = reference() or late
         self._comes_to(forward)
         is_plain = not self.sampled and not self._backwards and self._is_own(forward)
@@ -707,7 +785,8 @@ class Capture:
 
     @contextmanager
     def _guarded(self, layers: Sequence[LayerSpec]) -> Iterator[None]:
-        """Keeps exceptions inside a hook, but for the one by which checkpointing ends a recomputation."""
+        """Keeps exceptions inside a hook, but for the one by which checkpointing ends a
+        recomputation."""
         try:
             yield
         except _StopRecomputationError:
@@ -716,7 +795,10 @@ class Capture:
             for layer in layers:
                 self.fail(layer, error)
             if not layers:
-                logger.warning(f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: {error}")
+                logger.warning(
+                    f"ds_kfac: a hook of a layer without curvature raised {type(error).__name__}: "
+                    f"{error}"
+                )
 
     def fail(self, layer: LayerSpec, error: Exception) -> None:
         """A hook raised: the layer has no rows in this step, nor in later ones."""
@@ -724,8 +806,10 @@ class Capture:
             return
         self.failed[layer.name] = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its factors stay as they "
-            f"are, and from the next check of rows on it is without curvature: {self.failed[layer.name]}"
+            f"ds_kfac: the rows of {layer.name or '(model)'} ({layer.kind}) are not known: its "
+            f"factors stay as they "
+            f"are, and from the next check of rows on it is without curvature: "
+            f"{self.failed[layer.name]}"
         )
         for key in (self.inputs.key(layer), layer.keys[1]):
             self.sums.pop(key, None)
@@ -737,8 +821,9 @@ class Capture:
 
 
 def _origin(output: Tensor) -> tuple[Any, int]:
-    """The node at which the gradient of an output arrives, and at which of its places. The output of a Linear with bias
-    is a view; an in-place activation replaces a view's node, but not that of its base."""
+    """The node at which the gradient of an output arrives, and at which of its places. The output
+    of a Linear with bias is a view; an in-place activation replaces a view's node, but not that of
+    its base."""
     origin, base = output, output._base
     if base is not None and base.numel() == output.numel() and base.grad_fn is not None:
         origin = base
@@ -747,8 +832,9 @@ def _origin(output: Tensor) -> tuple[Any, int]:
 
 
 def _runs(node: Any) -> bool:
-    """Whether the running backward pass runs a parameter's node, and so adds to its gradient, as ``autograd.grad`` and
-    other ``inputs`` do not."""
-    with suppress(RuntimeError):  # autograd.grad with its tensor among the inputs: the gradient goes to the caller
+    """Whether the running backward pass runs a parameter's node, and so adds to its gradient, as
+    ``autograd.grad`` and other ``inputs`` do not."""
+    # autograd.grad with its tensor among the inputs: the gradient goes to the caller
+    with suppress(RuntimeError):
         return bool(torch._C._will_engine_execute_node(node))
     return False

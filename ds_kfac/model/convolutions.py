@@ -1,20 +1,20 @@
 """Convolutions, whose rows are image patches (KFC, Grosse & Martens 2016, arXiv:1602.01407).
 
-**nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are the input's patches,
-rows of G the gradients of output pixels. With groups there are independent maps [groups, O / groups, C / groups *
-kernel], each with an A and a G. A is the mean over examples and positions, and G sums over positions. For a classifier
-that is KFC's Fisher.
+**nn.Conv1d, 2d, 3d**: the matrix is [O, C * kernel], with the bias as last column. Rows of A are
+the input's patches, rows of G the gradients of output pixels. With groups there are independent
+maps [groups, O / groups, C / groups * kernel], each with an A and a G. A is the mean over examples
+and positions, and G sums over positions. For a classifier that is KFC's Fisher.
 
-**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and the roles are swapped. Rows of A are the
-input's pixels, rows of G the patches that the transposed convolution sees in the output's gradient. The matrix is
-[O * kernel, C]; the bias is left to the optimizer.
+**nn.ConvTranspose1d, 2d, 3d**: the weight is [C, O / groups, *kernel], and the roles are swapped.
+Rows of A are the input's pixels, rows of G the patches that the transposed convolution sees in the
+output's gradient. The matrix is [O * kernel, C]; the bias is left to the optimizer.
 
-**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's weight; a pixel is a
-patch of a kernel of 1. Only a few patches are in memory at a time.
+**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's
+weight; a pixel is a patch of a kernel of 1. Only a few patches are in memory at a time.
 
-**Grid.** Positions are many, and neighbours are similar. A grid takes one position in r along each of d dimensions,
-with an offset that changes with the step. Every position is equally likely, so r^d times the sum is unbiased for any r
-and size, at 1/r^d of the cost.
+**Grid.** Positions are many, and neighbours are similar. A grid takes one position in r along each
+of d dimensions, with an offset that changes with the step. Every position is equally likely, so r^d
+times the sum is unbiased for any r and size, at 1/r^d of the cost.
 
 Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
@@ -52,8 +52,8 @@ def phase(turn: int, stride: int) -> int:
 
 
 def grid_step(rows: int, dims: int, width: int) -> int:
-    """The largest step of a grid over ``dims`` dimensions that leaves at least :data:`ROWS` times ``width`` of ``rows``
-    rows, and one position in :data:`SPARSEST`."""
+    """The largest step of a grid over ``dims`` dimensions that leaves at least :data:`ROWS` times
+    ``width`` of ``rows`` rows, and one position in :data:`SPARSEST`."""
     step = 1
     while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
         step += 1
@@ -68,7 +68,8 @@ class Grid(NamedTuple):
 
 
 class Patches:
-    """The patches of images [N, C, *S], in any memory format, that a convolution ``seen_by`` sees; None: their pixels.
+    """The patches of images [N, C, *S], in any memory format, that a convolution ``seen_by`` sees;
+    None: their pixels.
 
     Attributes:
         positions: number of positions of the kernel along each dimension.
@@ -80,12 +81,20 @@ class Patches:
         self.image, self.padding, self.mode = image, (0,) * 2 * len(size), "zeros"
         self.kernel = self.stride = self.dilation = (1,) * len(size)
         if seen_by is not None:
-            self.kernel, self.stride, self.dilation = seen_by.kernel_size, seen_by.stride, seen_by.dilation
-            self.padding, self.mode = tuple(seen_by._reversed_padding_repeated_twice), seen_by.padding_mode
+            self.kernel, self.stride, self.dilation = (
+                seen_by.kernel_size,
+                seen_by.stride,
+                seen_by.dilation,
+            )
+            self.padding, self.mode = (
+                tuple(seen_by._reversed_padding_repeated_twice),
+                seen_by.padding_mode,
+            )
         pads = [sum(self.padding[2 * d : 2 * d + 2]) for d in reversed(range(len(size)))]
         spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
         self.positions = tuple(
-            (s + p - w - 1) // t + 1 for s, p, w, t in zip(size, pads, spans, self.stride, strict=True)
+            (s + p - w - 1) // t + 1
+            for s, p, w, t in zip(size, pads, spans, self.stride, strict=True)
         )
         self.count = len(image) * prod(self.positions)
 
@@ -95,7 +104,8 @@ class Patches:
         return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
 
     def grid(self, turn: int | None, width: int) -> Grid:
-        """A grid with the step of :func:`grid_step` and an offset drawn for ``turn``; None: every position."""
+        """A grid with the step of :func:`grid_step` and an offset drawn for ``turn``; None: every
+        position."""
         dims = len(self.positions)
         if turn is None:
             return Grid(1, (0,) * dims)
@@ -107,30 +117,45 @@ class Patches:
         return Grid(step, tuple(offset))
 
     def add_to_(
-        self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0,
+        self,
+        sum_P: Tensor,
+        side: Side,
+        grid: Grid,
+        *,
+        bias: bool = False,
+        gain: Tensor | float = 1.0,
         kept: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Add the second moment of ``gain`` times all patches to the packed sum of ``side``, estimated by the grid's
-        patches. ``bias``: a 1 is appended to each patch, or to each channel group's part of it. ``kept``: bool scalar,
-        whether the patches count; None: they do."""
+    ) -> None:
+        """Add the second moment of ``gain`` times all patches to the packed sum of ``side``,
+        estimated by the grid's patches. ``bias``: a 1 is appended to each patch, or to each channel
+        group's part of it. ``kept``: bool scalar, whether the patches count; None: they do."""
         for rows_RD in self.rows(grid):
             scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
-                scale = gain**2 * scale  # after the product, so that 16-bit rows are not rounded again
+                # after the product, so that 16-bit rows are not rounded again
+                scale = gain**2 * scale
             else:
-                rows_RD = rows_RD.float() if isinstance(gain, float) and gain == 1.0 else rows_RD.float() * gain
+                rows_RD = (
+                    rows_RD.float()
+                    if isinstance(gain, float) and gain == 1.0
+                    else rows_RD.float() * gain
+                )
             counted = None if kept is None else kept.expand(len(rows_RD))
             side.accumulate_(sum_P, rows_RD, kept=counted, bias=bias, scale=scale)
 
     def _counts(self, grid: Grid) -> list[int]:
         """Number of the grid's positions along each dimension."""
-        return [-(-(size - start) // grid.step) for size, start in zip(self.positions, grid.offset, strict=True)]
+        return [
+            -(-(size - start) // grid.step)
+            for size, start in zip(self.positions, grid.offset, strict=True)
+        ]
 
     def rows(self, grid: Grid) -> Iterator[Tensor]:
         """The patches of a grid, some at a time, [R, D]."""
         counts = self._counts(grid)
         width = self.image.shape[1] * prod(self.kernel)
-        line = prod(counts[1:]) * width  # elements of an example's patches at one position of the first dimension
+        # elements of an example's patches at one position of the first dimension
+        line = prod(counts[1:]) * width
         if not len(self.image) or min(counts) <= 0:
             return
         for image in self.image.split(max(1, CHUNK // (counts[0] * line))):
@@ -153,26 +178,35 @@ class Patches:
         return torch.stack(taps, dim=-1).flatten(1)
 
     def times(self, w_nDK: Tensor) -> Tensor:
-        """Products of all patches with w, for n groups of channels, fp32 [N, positions, n K]; computed as a convolution
-        with K filters per group."""
+        """Products of all patches with w, for n groups of channels, fp32 [N, positions, n K];
+        computed as a convolution with K filters per group."""
         n, D, K = w_nDK.shape
         filters = w_nDK.mT.reshape(n * K, D // prod(self.kernel), *self.kernel)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
         many = max(1, CHUNK // max(1, self.image[:1].numel()))
         with torch.autocast(w_nDK.device.type, enabled=False):
             parts = [
-                convolve(self.padded(image).float(), filters, stride=self.stride, dilation=self.dilation, groups=n)
+                convolve(
+                    self.padded(image).float(),
+                    filters,
+                    stride=self.stride,
+                    dilation=self.dilation,
+                    groups=n,
+                )
                 for image in self.image.split(many)
             ]
         return torch.cat(parts).flatten(2).mT
 
     def _view(self, image: Tensor, grid: Grid | None = None) -> Tensor:
-        """A grid's patches, None: all, as a view [N, *positions, C, *kernel] of the padded image."""
+        """A grid's patches, None: all, as a view [N, *positions, C, *kernel] of the padded
+        image."""
         padded, grid = self.padded(image), grid or self.grid(None, 1)
         N, C, *places = padded.stride()
         moves = [stride * place for stride, place in zip(self.stride, places, strict=True)]
         taps = [dilation * place for dilation, place in zip(self.dilation, places, strict=True)]
-        start = padded.storage_offset() + sum(at * move for at, move in zip(grid.offset, moves, strict=True))
+        start = padded.storage_offset() + sum(
+            at * move for at, move in zip(grid.offset, moves, strict=True)
+        )
         return padded.as_strided(
             (len(padded), *self._counts(grid), padded.shape[1], *self.kernel),
             (N, *(grid.step * move for move in moves), C, *taps),
@@ -201,16 +235,23 @@ class Convolution(Linear):
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:
-        """Name of a method of torch's class that a module overrides, so that its patches are unknown; else None."""
+        """Name of a method of torch's class that a module overrides, so that its patches are
+        unknown; else None."""
         names = ("forward", "_conv_forward")
-        return next((n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)), None)
+        return next(
+            (n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)),
+            None,
+        )
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         outputs, channels, *kernel = parameter_shape(module.weight)
         return channels * torch.Size(kernel).numel() + bias, outputs // module.groups
 
     def keeps_direction(self, module: Any) -> str | None:
-        if module.groups > 1 and 1 in (module.in_channels // module.groups, module.out_channels // module.groups):
+        if module.groups > 1 and 1 in (
+            module.in_channels // module.groups,
+            module.out_channels // module.groups,
+        ):
             return "the filter of one channel is no matrix"
         if module.in_channels <= FEW_CHANNELS:
             return f"its input has the {module.in_channels} channels of an image"
@@ -232,15 +273,21 @@ class Convolution(Linear):
 
 
 class TransposedConvolution(Convolution):
-    """nn.ConvTranspose1d, 2d or 3d: ``kind``. Its patches are those of the convolution that it transposes."""
+    """nn.ConvTranspose1d, 2d or 3d: ``kind``. Its patches are those of the convolution that it
+    transposes."""
 
     transposed = True
-    without_bias: str | None = "is added to every output pixel, so it belongs to no column of the matrix"
+    without_bias: str | None = (
+        "is added to every output pixel, so it belongs to no column of the matrix"
+    )
 
     def refusal(self, module: Any) -> str | None:
         reason = super().refusal(module)
         if reason is None and (name := self.overridden(module)) is not None:
-            return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are unknown"
+            return (
+                f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its "
+                f"patches are unknown"
+            )
         if reason is None and any(map(ge, module.output_padding, module.stride)):
             return "its output_padding is not below its stride"
         return reason

@@ -1,12 +1,13 @@
-"""What K-FAC has to know about a layer, and linear layers. Shape suffixes: O and I, the sides of the layer's matrix.
+"""What K-FAC has to know about a layer, and linear layers. Shape suffixes: O and I, the sides of
+the layer's matrix.
 
 **Tensor-parallel linears**: each rank's shard of a weight is a layer.
 
     column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the shard's outputs
     row parallel      weight [O, I / t]    A is the diagonal block of the shard's inputs, G the whole layer's
 
-The shards together are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers, Megatron's layers and
-transformers' Conv1D are recognised by name and attributes; none is imported.
+The shards together are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers,
+Megatron's layers and transformers' Conv1D are recognised by name and attributes; none is imported.
 """
 
 from abc import ABC, abstractmethod
@@ -31,8 +32,8 @@ def key_of(layer: str, side: str) -> str:
 class LayerSpec:
     """One preconditioned layer, as every rank sees it; plain values only.
 
-    Its matrix is [O, I], outputs times inputs, with the bias as last column. A norm's is a single row of (weight, bias)
-    pairs. With groups there are several matrices, [groups, O, I].
+    Its matrix is [O, I], outputs times inputs, with the bias as last column. A norm's is a single
+    row of (weight, bias) pairs. With groups there are several matrices, [groups, O, I].
     """
 
     name: str
@@ -49,29 +50,34 @@ class LayerSpec:
     G: Side
     """Side of its output gradients."""
     product: bool = False
-    """Whether its rows are the operands of products with its parameter, see ``products.py``; else they are the inputs
-    of the module's calls."""
+    """Whether its rows are the operands of products with its parameter, see ``products.py``; else
+    they are the inputs of the module's calls."""
     also: tuple[str, ...] = ()
-    """Names of other modules of this kind with the same parameters; their calls count as calls of this layer."""
+    """Names of other modules of this kind with the same parameters; their calls count as calls of
+    this layer."""
     copies: int = 1
     """Tensor-parallel ranks that hold the same layer; 1 if each has another shard."""
     cut: tuple[int, int] = (1, 1)
-    """Numbers of tensor-parallel shards into which the whole layer's outputs and inputs are cut; this is one shard."""
+    """Numbers of tensor-parallel shards into which the whole layer's outputs and inputs are cut;
+    this is one shard."""
     groups: int = 1
-    """Independent maps of equal shape (a convolution's groups), each with a block of A and a block of G."""
+    """Independent maps of equal shape (a convolution's groups), each with a block of A and a block
+    of G."""
     keeps_direction: str | None = None
     """Why its directions are not to be orthogonalized; None: they are."""
     makes_words: bool = False
     """Whether it is a language model's head by its shape, that of an embedding."""
     part: tuple[int, int] = (0, 1)
-    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such as an expert."""
+    """(index, count): the layer is part ``index`` of ``count`` equal parts of its parameters, such
+    as an expert."""
     blocks: tuple[int, ...] = ()
-    """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last row: every
-    ``sum(blocks)`` rows have one run of each block. Empty: the matrix is one map."""
+    """Sizes of row blocks, for a matrix that is several maps in one. They repeat down to the last
+    row: every ``sum(blocks)`` rows have one run of each block. Empty: the matrix is one map."""
     guessed: str = ""
     """What the report says about blocks that were taken, or looked for, by the matrix's name."""
     shares: str | None = None
-    """Name of the layer whose A this layer uses, if that is known before training, as for the experts of a stack."""
+    """Name of the layer whose A this layer uses, if that is known before training, as for the
+    experts of a stack."""
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -109,7 +115,8 @@ class LayerSpec:
 
 
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
-    """A parameter's full shape: under ZeRO-3 it is in ``ds_shape``, and the parameter itself is empty."""
+    """A parameter's full shape: under ZeRO-3 it is in ``ds_shape``, and the parameter itself is
+    empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -131,16 +138,19 @@ def value_of(place: Any, name: str) -> Any:
 
 
 def is_autoep(module: nn.Module) -> bool:
-    """Whether it is a mixture of DeepSpeed's AutoEP: ``experts`` are this rank's stacks w1, w2, w3 [E, O, I]."""
+    """Whether it is a mixture of DeepSpeed's AutoEP: ``experts`` are this rank's stacks w1, w2, w3
+    [E, O, I]."""
     return getattr(module, "_is_autoep_layer", False) is True
 
 
 def computed_parameter(module: Any) -> str | None:
-    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations); else None. It is
-    not computed for that: a parametrization may draw numbers."""
+    """Why a module is left alone if its weight or bias is computed (weight_norm, parametrizations);
+    else None. It is not computed for that: a parametrization may draw numbers."""
     for name in ("weight", "bias"):
         held = (vars(module), module._buffers, module._modules, *map(vars, type(module).__mro__))
-        if name not in module._parameters and any(isinstance(x, Mapping) and x.get(name) is not None for x in held):
+        if name not in module._parameters and any(
+            isinstance(x, Mapping) and x.get(name) is not None for x in held
+        ):
             return f"its {name} is computed by a parametrization, not a parameter"
     return None
 
@@ -164,7 +174,8 @@ class LayerType(ABC):
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:
-        """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""
+        """None if this type describes ``module``; else why not ("" when it is some other type
+        altogether)."""
 
     @abstractmethod
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -183,7 +194,8 @@ class LayerType(ABC):
         return output.numel() // max(1, output.shape[-1])
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        """Rows of G, or of A if the type ``needs_gradients``, from a call's input and output gradient."""
+        """Rows of G, or of A if the type ``needs_gradients``, from a call's input and output
+        gradient."""
         return gradient
 
     @abstractmethod
@@ -212,8 +224,12 @@ class Linear(LayerType):
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         *groups, O, _ = shape  # noqa: E741
-        weight_OI = weight.view(*groups, -1, O).mT if self.transposed else weight.view(*groups, O, -1)
-        return weight_OI if bias is None else torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
+        weight_OI = (
+            weight.view(*groups, -1, O).mT if self.transposed else weight.view(*groups, O, -1)
+        )
+        return (
+            weight_OI if bias is None else torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
+        )
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         weight_OI = matrix_OI[..., :-1] if has_bias else matrix_OI
@@ -227,13 +243,20 @@ class Conv1D(Linear):
     transposed = True
 
     def refusal(self, module: Any) -> str | None:
-        if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
+        if (
+            type(module).__name__ != "Conv1D"
+            or not hasattr(module, "nf")
+            or not hasattr(module, "weight")
+        ):
             return ""
         if computed := computed_parameter(module):
             return computed
         shape = parameter_shape(module.weight)
         if len(shape) != 2 or shape[1] != module.nf:
-            return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"
+            return (
+                f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in "
+                f"transformers"
+            )
         return None
 
 
@@ -241,8 +264,9 @@ AUTOTP_KINDS = {"LinearLayer": "ColumnParallelLinear", "LinearAllreduce": "RowPa
 
 
 class _Shard(Linear):
-    """A shard of a tensor-parallel linear, DeepSpeed's or Megatron's. ``name``: Megatron's class; ``shape``: its
-    attribute with the size of the cut side; ``unfit``: (flag, value, why a layer with that value is left alone)."""
+    """A shard of a tensor-parallel linear, DeepSpeed's or Megatron's. ``name``: Megatron's class;
+    ``shape``: its attribute with the size of the cut side; ``unfit``: (flag, value, why a layer
+    with that value is left alone)."""
 
     name: str
     shape: str
@@ -255,11 +279,19 @@ class _Shard(Linear):
                 return computed_parameter(module)
             # of the two classes that are asked about an unknown kind, only one reports it
             silent = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"
-            return "" if silent else f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or columns"
+            return (
+                ""
+                if silent
+                else f"AutoTP's {kind.__name__}: it is unknown how it cuts the weight's rows or "
+                f"columns"
+            )
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
         if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
-            return f"named {self.name}, but without {self.shape} and a weight of its own, as Megatron's have"
+            return (
+                f"named {self.name}, but without {self.shape} and a weight of its own, as "
+                f"Megatron's have"
+            )
         for owner in (module, getattr(module, "config", None)):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):
                 if getattr(owner, flag, False):
@@ -275,7 +307,8 @@ class ColumnParallelLinear(_Shard):
     unfit = "gather_output", True, "gather_output: its output is not its shard's"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        if getattr(module, "gather_output", False):  # an AutoTP layer, which returns the whole layer's outputs
+        # an AutoTP layer, which returns the whole layer's outputs
+        if getattr(module, "gather_output", False):
             sizes = module._partition_sizes
             gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])
         return gradient
@@ -286,4 +319,6 @@ class RowParallelLinear(_Shard):
 
     name, shape = "RowParallelLinear", "input_size_per_partition"
     unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
-    without_bias: str | None = "is added to the sum over tensor-parallel ranks, so it belongs to no shard"
+    without_bias: str | None = (
+        "is added to the sum over tensor-parallel ranks, so it belongs to no shard"
+    )

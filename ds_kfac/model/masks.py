@@ -1,4 +1,5 @@
-"""Which rows are padding. An attention mask says it, and the gradient confirms it (docs/capture.md).
+"""Which rows are padding. An attention mask says it, and the gradient confirms it
+(docs/capture.md).
 
 Shape suffixes: N examples, T positions.
 """
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 ReadMask = Callable[[tuple, Mapping[str, Any]], Tensor | Iterable[Tensor] | None]
-"""(arguments, keywords) of the model's forward -> its attention masks [N, T]: one, several or None."""
+"""(arguments, keywords) of the model's forward -> its attention masks [N, T]: one, several or
+None."""
 
 NAME = "attention_mask"
 
 
 class ArgumentMasks:
-    """Reads the attention masks among the arguments of a model's forward: 2-D tensors of an argument, or of an entry
-    of a mapping that is one, whose name ends in :data:`NAME`."""
+    """Reads the attention masks among the arguments of a model's forward: 2-D tensors of an
+    argument, or of an entry of a mapping that is one, whose name ends in :data:`NAME`."""
 
     def __init__(self, model: nn.Module) -> None:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -28,7 +30,9 @@ class ArgumentMasks:
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> list[Tensor]:
         named = [*zip(self._names, arguments, strict=False), *keywords.items()]
-        mappings = [value for value in (*arguments, *keywords.values()) if isinstance(value, Mapping)]
+        mappings = [
+            value for value in (*arguments, *keywords.values()) if isinstance(value, Mapping)
+        ]
         for mapping in mappings:
             named += mapping.items()
         masks = (value for name, value in named if str(name).endswith(NAME))
@@ -38,8 +42,8 @@ class ArgumentMasks:
 def masks_in(read: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
     """The masks that a :data:`ReadMask` returned, as bool [N, T]: True where a row is no padding.
 
-    A mask with other entries than 0 and 1, such as an additive one, leaves no row out. The device decides that, so that
-    the host does not wait.
+    A mask with other entries than 0 and 1, such as an additive one, leaves no row out. The device
+    decides that, so that the host does not wait.
 
     Raises:
         ValueError: it returned something else.
@@ -67,10 +71,11 @@ class Forward:
         saved: names of the layers whose inputs it saves.
 
     Attributes:
-        calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls. Images have no leading
-            dimensions that a mask could fit: None.
+        calls: layer -> (leading dimensions of its rows, number of rows) of each of its calls.
+            Images have no leading dimensions that a mask could fit: None.
         is_watched: whether a backward pass shows when it comes to the output.
-        begins: autograd numbers nodes in the order in which they are made; the first number of this forward.
+        begins: autograd numbers nodes in the order in which they are made; the first number of this
+            forward.
     """
 
     def __init__(
@@ -97,12 +102,17 @@ class Forward:
             self._sides.add(leading[:2])
 
     def mask(self, leading: Shape | None) -> Tensor | None:
-        """Which rows of a call the masks do not leave out, bool of the shape ``leading``; None: no mask fits.
+        """Which rows of a call the masks do not leave out, bool of the shape ``leading``; None: no
+        mask fits.
 
-        A mask fits rows of shape [N, T, ..] or [T, N, ..], and [N T] if no call of the forward has rows of the first
-        two. If several fit, a row is left out only if each of them leaves it out.
+        A mask fits rows of shape [N, T, ..] or [T, N, ..], and [N T] if no call of the forward has
+        rows of the first two. If several fit, a row is left out only if each of them leaves it out.
         """
-        fitting = [] if leading is None else [_fitted(mask, leading, self._has(mask)) for mask in self.masks]
+        fitting = (
+            []
+            if leading is None
+            else [_fitted(mask, leading, self._has(mask)) for mask in self.masks]
+        )
         found = [mask for mask in fitting if mask is not None]
         if not found:
             return None
@@ -117,8 +127,8 @@ class Forward:
         return (examples, positions) in self._sides or (positions, examples) in self._sides
 
     def rows(self, layer: str, weight_sharing: str) -> int | Tensor:
-        """Number of rows that a layer's calls had, without those that a mask leaves out; with ``weight_sharing``
-        "reduce" of examples that have such a row."""
+        """Number of rows that a layer's calls had, without those that a mask leaves out; with
+        ``weight_sharing`` "reduce" of examples that have such a row."""
         total: int | Tensor = 0
         for leading, rows in self.calls.get(layer, ()):
             mask = self.mask(leading)

@@ -1,4 +1,5 @@
-"""One backward pass: its sums, and R_p, the rows of the layer nearest to the loss (docs/math.md, "The scale of G")."""
+"""One backward pass: its sums, and R_p, the rows of the layer nearest to the loss (docs/math.md,
+"The scale of G")."""
 
 from itertools import groupby
 from typing import Any
@@ -18,9 +19,10 @@ class BackwardPass:
         sums: key -> sum over its rows of g^ g^^T, of factors that are made of gradients.
         has_begun: whether any gradient has arrived.
         forwards: the forward passes that it went through.
-        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the order of arrival.
-        adds: whether a weight of K-FAC's gets a part of its gradient, in a pass that was not announced. In others, such
-            as ``autograd.grad`` through a frozen layer, none does.
+        alive: layer -> whether a gradient that is not zero has arrived there, a bool scalar; in the
+            order of arrival.
+        adds: whether a weight of K-FAC's gets a part of its gradient, in a pass that was not
+            announced. In others, such as ``autograd.grad`` through a frozen layer, none does.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,8 @@ class BackwardPass:
         self.adds = False
         self.forwards: dict[Forward, None] = {}
         self.alive: dict[str, Tensor] = {}
-        self._examples: dict[tuple[Forward, str], list[int]] = {}  # numbers of examples of a layer's calls
+        # numbers of examples of a layer's calls
+        self._examples: dict[tuple[Forward, str], list[int]] = {}
         self._counted: set[Rows] = set()
         self._more: dict[str, int | Tensor] = {}  # layer -> rows that no forward has counted
 
@@ -40,14 +43,17 @@ class BackwardPass:
             self.forwards[rows.forward] = None
 
     def arrived(self, rows: Rows, with_gradient: Tensor, weight_sharing: str) -> Tensor:
-        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a bool scalar.
+        """The gradient of a call has arrived. Returns whether it has an entry that is not zero, a
+        bool scalar.
 
         Args:
             with_gradient: bool, which rows have such an entry; of images which entries.
         """
         self.reaches(rows)
         alive = with_gradient.any()
-        self.alive[rows.layer] = self.alive[rows.layer] | alive if rows.layer in self.alive else alive
+        self.alive[rows.layer] = (
+            self.alive[rows.layer] | alive if rows.layer in self.alive else alive
+        )
         if rows in self._counted:
             return alive
         self._counted.add(rows)
@@ -57,16 +63,19 @@ class BackwardPass:
         more: int | Tensor = 0
         if rows.recomputed:
             more = rows.number if mask is None else mask.sum()
-        if mask is not None and weight_sharing == "expand":  # a row with a gradient counts in any case
+        # a row with a gradient counts in any case
+        if mask is not None and weight_sharing == "expand":
             more = more + (with_gradient & ~mask).sum()
         self._more[rows.layer] = self._more.get(rows.layer, 0) + more
         return alive
 
     def check_examples(self, rows: Rows, gradient: Tensor) -> None:
-        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the examples.
+        """Check that with ``weight_sharing`` "reduce" a call's first dimension is that of the
+        examples.
 
         Raises:
-            ValueError: it is not that of the calls of the layer nearest to the loss in the same forward pass.
+            ValueError: it is not that of the calls of the layer nearest to the loss in the same
+                forward pass.
         """
         examples = len(gradient) if gradient.ndim > 1 else 1
         first = next(iter(self.alive))
@@ -76,8 +85,10 @@ class BackwardPass:
             first = next(layer for layer, alive in self.alive.items() if alive)
         if not self._fits(examples, rows.forward, first):
             raise ValueError(
-                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here that is {examples}, '
-                f"and {self._examples[rows.forward, first][0]} in {first}, the layer nearest to the loss"
+                f'"weight_sharing": "reduce" takes the first dimension for the examples, but here '
+                f"that is {examples}, "
+                f"and {self._examples[rows.forward, first][0]} in {first}, the layer nearest to "
+                f"the loss"
             )
 
     def _fits(self, examples: int, forward: Forward, layer: str) -> bool:
@@ -85,9 +96,9 @@ class BackwardPass:
         return not known or examples in (*known, sum(known))
 
     def rows(self, weight_sharing: str) -> int | Tensor:
-        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero. They are all rows
-        of its calls in these forward passes, without padding. Which one it is only the device knows; neighbours with
-        equal calls are looked at together."""
+        """R_p: the rows of the layer nearest to the loss, the first one whose gradient is not zero.
+        They are all rows of its calls in these forward passes, without padding. Which one it is
+        only the device knows; neighbours with equal calls are looked at together."""
         total: int | Tensor = 0
         found: Tensor | None = None
         for _, layers in groupby(self.alive, self._calls):

@@ -1,7 +1,9 @@
-"""Which elements of a parameter a tensor holds: for views, for copies, and for matrices picked out of a stack.
+"""Which elements of a parameter a tensor holds: for views, for copies, and for matrices picked out
+of a stack.
 
-A tensor has a place in a parameter only if, by autograd's graph, the gradient of its elements is the gradient of the
-parameter's elements. A tensor that is scaled, masked, changed in place or detached has none.
+A tensor has a place in a parameter only if, by autograd's graph, the gradient of its elements is
+the gradient of the parameter's elements. A tensor that is scaled, masked, changed in place or
+detached has none.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,13 +18,28 @@ from ds_kfac.model.product_code import BOUNDS, COPIES
 VIEWS = {
     f"{name}Backward"
     for name in (
-        "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Select", "Slice",
-        "Split", "SplitWithSizes", "Unbind", "Alias", "ToCopy", "Clone", "Clamp",
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Unsqueeze",
+        "Squeeze",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Unbind",
+        "Alias",
+        "ToCopy",
+        "Clone",
+        "Clamp",
     )
-}  # fmt: skip
+}
 PASSES = VIEWS | {"ExpandBackward", "IndexBackward", "IndexSelectBackward"}
-"""Nodes of autograd that pass on each element's gradient unchanged. "Clamp" does so only if no element was bounded,
-which :meth:`Places.follow` checks."""
+"""Nodes of autograd that pass on each element's gradient unchanged. "Clamp" does so only if no
+element was bounded, which :meth:`Places.follow` checks."""
 
 
 class Place(NamedTuple):
@@ -30,7 +47,8 @@ class Place(NamedTuple):
 
     Attributes:
         shape, stride, offset: of a view of the parameter with the same elements.
-        chosen: int64, matrices that were picked out of a stack, or None; ``stride`` has them one after the other.
+        chosen: int64, matrices that were picked out of a stack, or None; ``stride`` has them one
+            after the other.
     """
 
     param: nn.Parameter
@@ -41,12 +59,13 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places of tensors in ``params``: parameter -> number of equal matrices that it is a stack of. :meth:`follow`
-    must be called after each torch function, so that copies are known."""
+    """The places of tensors in ``params``: parameter -> number of equal matrices that it is a stack
+    of. :meth:`follow` must be called after each torch function, so that copies are known."""
 
     def __init__(self, params: Mapping[nn.Parameter, int]) -> None:
         self._params = {id(param): (param, count) for param, count in params.items()}
-        self._copies = WeakTensorKeyDictionary()  # copy -> (its version, its place; None: copied from a frozen one)
+        # copy -> (its version, its place; None: copied from a frozen one)
+        self._copies = WeakTensorKeyDictionary()
 
     def clear(self) -> None:
         self._copies.clear()
@@ -56,8 +75,8 @@ class Places:
         return self._params[id(param)][1]
 
     def follow(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> bool:
-        """Note a call of the torch function ``name``. Returns whether ``output`` is a copy of a tensor with a place, or
-        was picked out of one."""
+        """Note a call of the torch function ``name``. Returns whether ``output`` is a copy of a
+        tensor with a place, or was picked out of one."""
         if not isinstance(output, Tensor):
             return False
         if name in COPIES:
@@ -93,21 +112,29 @@ class Places:
             return False
         if not output.requires_grad or output.shape != source.shape:
             return False
-        if name in BOUNDS and (output.dtype != source.dtype or not torch.equal(output, source)):  # waits for the device
+        # waits for the device
+        if name in BOUNDS and (output.dtype != source.dtype or not torch.equal(output, source)):
             return False
         self._copies[output] = output._version, place
         return True
 
     def _picked(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> bool:
-        """Note ``stack[indices]`` with a vector of indices: a copy, in which nothing points to the stack."""
+        """Note ``stack[indices]`` with a vector of indices: a copy, in which nothing points to the
+        stack."""
         names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         place, index = self.find(arguments.get("input")), arguments.get("index")
-        if place is None or output._base is not None or place.chosen is not None or arguments.get("dim", 0) != 0:
+        if (
+            place is None
+            or output._base is not None
+            or place.chosen is not None
+            or arguments.get("dim", 0) != 0
+        ):
             return False
         if isinstance(index, list) and all(type(i) is int for i in index):
             index = torch.tensor(index, device=place.param.device)
-        if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:  # uint8 is a mask
+        # uint8 is a mask
+        if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype is torch.uint8:
             return False
         index = index.nonzero().flatten() if index.dtype is torch.bool else index
         param, count = self._params[id(place.param)]
@@ -116,12 +143,15 @@ class Places:
             return False
         entries = place.offset // size + index.remainder(place.shape[0]) * (step // size)
         stride = (size, *place.stride[1:])
-        self._copies[output] = output._version, Place(param, output.shape, stride, place.offset % size, entries)
+        self._copies[output] = (
+            output._version,
+            Place(param, output.shape, stride, place.offset % size, entries),
+        )
         return True
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether rows x are a parameter's, as in a low-rank update or a penalty. A parameter that is expanded over the
-        examples counts as a batch's rows."""
+        """Whether rows x are a parameter's, as in a low-rank update or a penalty. A parameter that
+        is expanded over the examples counts as a batch's rows."""
         base = base_of(x)
         if base in self._copies or isinstance(leaf_of(x, VIEWS), nn.Parameter):
             return True
@@ -133,15 +163,19 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def leaf_of(tensor: Tensor, passes: Collection[str]) -> Tensor | None:
-    """The leaf from which ``passes`` nodes alone lead to a tensor, so that their gradients are equal; or None."""
+    """The leaf from which ``passes`` nodes alone lead to a tensor, so that their gradients are
+    equal; or None."""
     node: Any = tensor.grad_fn
     if node is None:
         return tensor if tensor.requires_grad else None
-    while (name := type(node).__name__)[:-1] in passes and name[-1].isdigit():  # a custom Function's has no digit
+    # a custom Function's has no digit
+    while (name := type(node).__name__)[:-1] in passes and name[-1].isdigit():
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
 
 
 def lies_as(copy: Tensor, place: Place) -> bool:
     """Whether a copy has the strides of its original's place in the parameter."""
-    return all(n == 1 or a == b for n, a, b in zip(copy.shape, copy.stride(), place.stride, strict=True))
+    return all(
+        n == 1 or a == b for n, a, b in zip(copy.shape, copy.stride(), place.stride, strict=True)
+    )

@@ -1,11 +1,12 @@
 """What a module does with its parameters: read from its source code, before training.
 
-:func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout of the matrix in
-them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O] in ``x @ self.w``, ``bmm``, ``addmm``
-and grouped products. In a stack [E, ..] each entry is a matrix (``linear(x, self.w[e])``), also where
-``self.w.view(self.E, ..)`` is one. In ``einsum`` the dimensions that are summed over are one side, those of the output
-the other. :func:`borrowed_weights` finds weights of its children that a module multiplies by itself, :func:`tables` the
-parameters in which rows are looked up.
+:func:`multiplied` finds the parameters that a module's code multiplies something by, and the layout
+of the matrix in them: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``; [I, O]
+in ``x @ self.w``, ``bmm``, ``addmm`` and grouped products. In a stack [E, ..] each entry is a
+matrix (``linear(x, self.w[e])``), also where ``self.w.view(self.E, ..)`` is one. In ``einsum`` the
+dimensions that are summed over are one side, those of the output the other.
+:func:`borrowed_weights` finds weights of its children that a module multiplies by itself,
+:func:`tables` the parameters in which rows are looked up.
 """
 
 import ast
@@ -22,16 +23,41 @@ from torch import nn
 
 from ds_kfac.model.layers import parameter_shape, value_of
 
-MAKES = ("__init__", "_init", "init", "reset", "_reset", "_tie", "tie", "_load", "load", "extra_repr", "__repr__")
+MAKES = (
+    "__init__",
+    "_init",
+    "init",
+    "reset",
+    "_reset",
+    "_tie",
+    "tie",
+    "_load",
+    "load",
+    "extra_repr",
+    "__repr__",
+)
 """Beginnings of names of functions that set up a module, and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
+LINEAR, RIGHT = (
+    {"linear"},
+    {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"},
+)
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
 BOUNDS = {"clamp", "clip"}
-COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"} | BOUNDS
-"""Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be clamped; the others
-have the gradient of the copy."""
+COPIES = {
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "contiguous",
+    "clone",
+} | BOUNDS
+"""Methods whose result has the parameter's elements, maybe in another dtype. Some elements may be
+clamped; the others have the gradient of the copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 LOOK_UPS = {"embedding", "embedding_bag", "index_select"}
 
@@ -41,8 +67,9 @@ class MatrixLayout(NamedTuple):
 
     Attributes:
         transposed: it is [I, O], not [O, I].
-        first: number of leading dimensions that together are the first side; all others are the second. 0: the last two
-            dimensions are the sides, and a third one before them numbers the matrices of a stack.
+        first: number of leading dimensions that together are the first side; all others are the
+            second. 0: the last two dimensions are the sides, and a third one before them numbers
+            the matrices of a stack.
         stack: number of matrices that follow each other along the first of two dimensions.
     """
 
@@ -51,7 +78,8 @@ class MatrixLayout(NamedTuple):
     stack: int = 1
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape [first side, second side] of the matrix in such a parameter; [matrices, .., ..] of a stack."""
+        """Shape [first side, second side] of the matrix in such a parameter; [matrices, .., ..] of
+        a stack."""
         if self.first:
             return prod(parameter[: self.first]), prod(parameter[self.first :])
         if self.stack > 1:
@@ -60,67 +88,90 @@ class MatrixLayout(NamedTuple):
 
 
 def multiplied(module: nn.Module) -> Mapping[str, MatrixLayout]:
-    """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of the code."""
+    """Parameter that the module's code multiplies rows by -> layout of its matrix, in the order of
+    the code."""
     kind: Any = type(module)
     count: Any = getattr(module, "moe_num_experts", None)
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         layouts = dict.fromkeys(names, MatrixLayout(False))
-    elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
+    elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):
+        # the module around it cuts them up
         layouts = {name: MatrixLayout(name == "w2", stack=count) for name in ("w1", "v1", "w2")}
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
         layouts = dict.fromkeys(("w1", "w3", "w2"), MatrixLayout(False))
     else:
         layouts, unclear = {}, set[str]()
-        parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
+        parameters = {
+            name for name, parameter in module._parameters.items() if parameter is not None
+        }
         for weight, layout, other, letters in _products(kind):
             name = weight.path
-            if name not in parameters or other in parameters:  # two parameters, as in a penalty: no rows of a batch
+            # two parameters, as in a penalty: no rows of a batch
+            if name not in parameters or other in parameters:
                 continue
             if weight.cut and (stack := _stack(module, module, name, weight.cut)) == 1:
                 continue
             if weight.cut:
                 layout = MatrixLayout(layout.transposed, stack=stack)
-            elif letters and len(parameter_shape(module._parameters[name])) != letters:  # einsum with a stack's entry
+            elif letters and len(parameter_shape(module._parameters[name])) != letters:
+                # einsum with a stack's entry
                 layout = MatrixLayout(layout.transposed)
             if layouts.setdefault(name, layout).first != layout.first:
                 unclear.add(name)  # the code uses the parameter as two different matrices
         return {name: layout for name, layout in layouts.items() if name not in unclear}
-    return {name: layout for name, layout in layouts.items() if module._parameters.get(name) is not None}
+    return {
+        name: layout for name, layout in layouts.items() if module._parameters.get(name) is not None
+    }
 
 
 def _stack(module: nn.Module, holder: nn.Module, name: str, cut: str | int) -> int:
-    """Into how many matrices a module's code, by :attr:`Operand.cut`, cuts the rows of a ``holder``'s parameter."""
-    count, parameter = value_of(module, cut) if isinstance(cut, str) else cut, holder._parameters.get(name)
+    """Into how many matrices a module's code, by :attr:`Operand.cut`, cuts the rows of a
+    ``holder``'s parameter."""
+    count, parameter = (
+        value_of(module, cut) if isinstance(cut, str) else cut,
+        holder._parameters.get(name),
+    )
     shape = () if parameter is None else parameter_shape(parameter)
-    return count if type(count) is int and count > 1 and len(shape) == 2 and shape[0] % count == 0 else 1
+    return (
+        count
+        if type(count) is int and count > 1 and len(shape) == 2 and shape[0] % count == 0
+        else 1
+    )
 
 
 def borrowed_weights(module: nn.Module) -> list[tuple[nn.Module, bool, int]]:
-    """Children whose weights a module's code multiplies, or passes to a function; whether it calls them, too; and into
-    how many matrices of as many rows each it cuts the weight."""
+    """Children whose weights a module's code multiplies, or passes to a function; whether it calls
+    them, too; and into how many matrices of as many rows each it cuts the weight."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [(module.out_proj, False, 1)]
     kind: Any = type(module)
-    if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
+    # deepspeed.moe's
+    if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):
         return [(gate, False, 1)]
     children = [(module._modules.get(name), *how) for name, how in _borrowed(kind).items()]
-    found = [(x, called, _stack(module, x, "weight", cut), cut) for x, called, cut in children if x is not None]
+    found = [
+        (x, called, _stack(module, x, "weight", cut), cut)
+        for x, called, cut in children
+        if x is not None
+    ]
     return [(child, called, stack) for child, called, stack, cut in found if stack > 1 or not cut]
 
 
 def tables(model: nn.Module) -> set[int]:
-    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of its children.
+    """Ids of the parameters in which a module's code looks up rows: its own parameters, or those of
+    its children.
 
-    A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it, or in a codebook,
-    whose product only selects the nearest row and gets no gradient.
+    A table is stepped as an embedding is, even if it is also multiplied: by a head that shares it,
+    or in a codebook, whose product only selects the nearest row and gets no gradient.
     """
     ids = set()
     for module in model.modules():
         kind: Any = type(module)
         for path, dims in _look_ups(kind):
             parameter = _parameter_at(module, path.split("."))
-            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:  # a row or less is left
+            # a row or less is left
+            if parameter is not None and len(parameter_shape(parameter)) - dims < 2:
                 ids.add(id(parameter))
     return ids
 
@@ -134,21 +185,27 @@ def _parameter_at(module: nn.Module, path: list[str]) -> Any:
 
 
 def convolves(module: nn.Module) -> bool:
-    """Whether a convolution with a forward of its own convolves with the weight as it is, e.g. not standardized."""
+    """Whether a convolution with a forward of its own convolves with the weight as it is, e.g. not
+    standardized."""
     kinds = type(module).__mro__
-    torchs = next(place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__)
+    torchs = next(
+        place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__
+    )
     return any(map(_convolves, kinds[:torchs]))
 
 
 class Operand(NamedTuple):
-    """A parameter as an expression names it, maybe viewed or in another dtype: ``self.experts.w[e].T``.
+    """A parameter as an expression names it, maybe viewed or in another dtype:
+    ``self.experts.w[e].T``.
 
     Attributes:
         path: "experts.w".
         transposed: whether it is transposed.
         dims: number of dimensions that indices remove, or pick along.
-        varies: whether it may be rows of a batch: it is looked up, or held by a variable that has other values, too.
-        cut: into how many matrices its rows are viewed, ``self.w.view(self.n, ..)``: "n", or a number; "" if not.
+        varies: whether it may be rows of a batch: it is looked up, or held by a variable that has
+            other values, too.
+        cut: into how many matrices its rows are viewed, ``self.w.view(self.n, ..)``: "n", or a
+            number; "" if not.
     """
 
     path: str
@@ -169,24 +226,40 @@ class Code:
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.name = function.name
-        self.arguments = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        self.arguments = [
+            argument.arg for argument in (*function.args.posonlyargs, *function.args.args)
+        ]
         self._self = self.arguments[0] if self.arguments else ""
         nodes = ast.walk(function)
-        self.nodes = sorted(nodes, key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
-        self.set_here = Counter(x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        self.nodes = sorted(
+            nodes, key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0))
+        )
+        self.set_here = Counter(
+            x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        )
         self.held = dict[str, Operand]()
         others = Counter(x.arg for x in self.nodes if isinstance(x, ast.arg)) + self.set_here
         for node in self.nodes:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            if (
+                isinstance(node, ast.Assign)
+                and len(node.targets) == 1
+                and isinstance(node.targets[0], ast.Name)
+            ):
                 variable = node.targets[0].id
                 if (operand := self.operand(node.value)) is not None:
                     others[variable] -= not operand.varies
                     self.held[variable] = operand
-        self.held = {name: held._replace(varies=others[name] > 0) for name, held in self.held.items()}
+        self.held = {
+            name: held._replace(varies=others[name] > 0) for name, held in self.held.items()
+        }
 
     def attribute(self, node: ast.AST) -> str:
         """NAME of ``self.NAME``, else ""."""
-        of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self
+        of_self = (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == self._self
+        )
         return node.attr if of_self and isinstance(node, ast.Attribute) else ""
 
     def operand(self, node: ast.AST | None) -> Operand | None:
@@ -204,34 +277,62 @@ class Code:
             return None
         if how.attr in TURNS | KEEPS:
             return inner._replace(transposed=inner.transposed != (how.attr in TURNS))
-        if how.attr in ("view", "reshape") and isinstance(node, ast.Call) and not (inner.cut or inner.transposed):
-            sizes = node.args[0].elts if len(node.args) == 1 and isinstance(node.args[0], ast.Tuple) else node.args
+        if (
+            how.attr in ("view", "reshape")
+            and isinstance(node, ast.Call)
+            and not (inner.cut or inner.transposed)
+        ):
+            sizes = (
+                node.args[0].elts
+                if len(node.args) == 1 and isinstance(node.args[0], ast.Tuple)
+                else node.args
+            )
             first = sizes[0] if len(sizes) == 3 else None
-            cut: Any = first.value if isinstance(first, ast.Constant) else first and self.attribute(first)
+            cut: Any = (
+                first.value if isinstance(first, ast.Constant) else first and self.attribute(first)
+            )
             return inner._replace(cut=cut) if cut else None
-        return Operand(f"{inner.path}.{how.attr}") if how is node and inner == Operand(inner.path) else None
+        return (
+            Operand(f"{inner.path}.{how.attr}")
+            if how is node and inner == Operand(inner.path)
+            else None
+        )
 
 
 def codes_of(kind: Any, *, alone: bool = False) -> Iterator[Code]:
-    """Code of the functions of a class and its bases below nn.Module, or of the class ``alone``, where source code is
-    found."""
+    """Code of the functions of a class and its bases below nn.Module, or of the class ``alone``,
+    where source code is found."""
     for base in (kind,) if alone else kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
             named = classes_of(str(inspect.getsourcefile(base)), base.__module__)[base.__qualname__]
             functions = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
-            lines = [code.co_firstlineno for x in functions if (code := getattr(x, "__code__", None)) is not None]
-        except (KeyError, OSError, TypeError, SyntaxError, ValueError):  # made in a shell or by a program; odd wrappers
+            lines = [
+                code.co_firstlineno
+                for x in functions
+                if (code := getattr(x, "__code__", None)) is not None
+            ]
+        except (KeyError, OSError, TypeError, SyntaxError, ValueError):
+            # made in a shell or by a program; odd wrappers
             continue
-        tree = max(named, key=lambda tree: sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines))
-        yield from (Code(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        tree = max(
+            named,
+            key=lambda tree: sum(tree.lineno <= line <= (tree.end_lineno or 0) for line in lines),
+        )
+        yield from (
+            Code(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
 
 
 @lru_cache(maxsize=8)
 def classes_of(file: str, module: str) -> Mapping[str, list[ast.ClassDef]]:
-    """Qualified name -> code of a file's classes of that name, as in if and else. Cached: inspect would read the file
-    again for each class."""
+    """Qualified name -> code of a file's classes of that name, as in if and else. Cached: inspect
+    would read the file again for each class."""
     by_name: dict[str, list[ast.ClassDef]] = {}
-    waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
+    waiting: list[tuple[ast.AST, str]] = [
+        (ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")
+    ]
     while waiting:
         node, path = waiting.pop(0)
         if isinstance(node, ast.ClassDef):
@@ -239,7 +340,11 @@ def classes_of(file: str, module: str) -> Mapping[str, list[ast.ClassDef]]:
             path += f"{node.name}."
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             path += f"{node.name}.<locals>."
-        waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
+        waiting += [
+            (x, path)
+            for x in ast.iter_child_nodes(node)
+            if isinstance(x, ast.stmt | ast.excepthandler)
+        ]
     return by_name
 
 
@@ -281,7 +386,8 @@ def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
                 operands = [node.left, node.right]
             elif isinstance(node, ast.Call):
                 called.add(code.attribute(node.func))
-                if not name_of(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
+                # init.normal_(..), hasattr(..)
+                if not name_of(node.func).endswith(("_", "attr", "isinstance")):
                     operands = given(node)
             for operand in filter(None, map(code.operand, operands)):
                 child, _, name = operand.path.rpartition(".")
@@ -293,37 +399,47 @@ def _borrowed(kind: Any) -> Mapping[str, tuple[bool, str | int]]:
 def _convolves(kind: Any) -> bool:
     for code in codes_of(kind, alone=True):
         # no other variables: what holds a weight may hold a standardized one, too
-        code.held = dict.fromkeys({"weight"} & {*code.arguments} - set(code.set_here), Operand("weight"))
+        code.held = dict.fromkeys(
+            {"weight"} & {*code.arguments} - set(code.set_here), Operand("weight")
+        )
         for node in code.nodes:
             if isinstance(node, ast.Call) and name_of(node.func) == "forward":
                 return True  # super().forward(..)
             if isinstance(node, ast.Call) and "conv" in name_of(node.func):
-                if any(x is not None and x.path == "weight" for x in map(code.operand, given(node))):
+                if any(
+                    x is not None and x.path == "weight" for x in map(code.operand, given(node))
+                ):
                     return True
     return False
 
 
 @cache
 def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
-    """The look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the index removes). In a stack
-    of matrices one dimension leaves a matrix, two leave a row."""
+    """The look-ups in a class's code: ("NAME" or "CHILD.NAME", number of dimensions that the index
+    removes). In a stack of matrices one dimension leaves a matrix, two leave a row."""
     look_ups = set[tuple[str, int]]()
     for code in codes_of(kind):
         for node in () if code.name.startswith(MAKES) else code.nodes:
             operands, removed = list[ast.expr](), 0
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_computed(node):
+            if (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.ctx, ast.Load)
+                and is_computed(node)
+            ):
                 operands = [node]
             elif isinstance(node, ast.Call) and (name := name_of(node.func)) in LOOK_UPS:
                 operands, removed = given(node), 1 if name == "index_select" else 2
                 operands += [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            look_ups.update((x.path, x.dims + removed) for x in map(code.operand, operands) if x is not None)
+            look_ups.update(
+                (x.path, x.dims + removed) for x in map(code.operand, operands) if x is not None
+            )
     return frozenset(look_ups)
 
 
 @cache
 def _products(kind: Any) -> tuple[tuple[Operand, MatrixLayout, str, int], ...]:
-    """Products in a class's code, in its order: (parameter, its layout, the other operand if that is a parameter, too,
-    else "", number of its dimensions in an einsum, else 0)."""
+    """Products in a class's code, in its order: (parameter, its layout, the other operand if that
+    is a parameter, too, else "", number of its dimensions in an einsum, else 0)."""
     return tuple(product for code in codes_of(kind) for product in _products_in(code))
 
 
@@ -340,15 +456,22 @@ def _products_in(code: Code) -> Iterator[tuple[Operand, MatrixLayout, str, int]]
             name, arguments = name_of(node.func), list(node.args)
             if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
                 for place, operand in enumerate(arguments[1:]):
-                    weight, sums = code.operand(operand), contraction(str(arguments[0].value), place)
+                    weight, sums = (
+                        code.operand(operand),
+                        contraction(str(arguments[0].value), place),
+                    )
                     if weight is not None and not weight.transposed and sums is not None:
                         yield weight, sums.layout, other(arguments[2 - place]), sums.dims
-            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
+            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:
+                # x.matmul(w)
                 left, right = node.func.value, arguments[0]
             elif name in LINEAR | RIGHT and len(arguments) > 1:
                 left, right, linear = arguments[0], arguments[1], name in LINEAR
             elif name in LINEAR:
-                right, linear = next((word.value for word in node.keywords if word.arg == "weight"), None), True
+                right, linear = (
+                    next((word.value for word in node.keywords if word.arg == "weight"), None),
+                    True,
+                )
             elif name in ADDED and len(arguments) > 2:
                 left, right = arguments[1:3]
         if (weight := code.operand(right)) is not None:
@@ -358,11 +481,12 @@ def _products_in(code: Code) -> Iterator[tuple[Operand, MatrixLayout, str, int]]
 
 
 class Contraction(NamedTuple):
-    """A product of rows with a matrix, or of rows for each of a stack with that one, written as an einsum.
+    """A product of rows with a matrix, or of rows for each of a stack with that one, written as an
+    einsum.
 
     Attributes:
-        x, output: permutations that bring the other operand into [rows.., I..], with I.. in the matrix's order, and the
-            output into [rows.., O..].
+        x, output: permutations that bring the other operand into [rows.., I..], with I.. in the
+            matrix's order, and the output into [rows.., O..].
         rows: number of dimensions of the rows.
         dims: number of dimensions of the matrix.
         stacked: whether the first dimension of the rows numbers the matrices of a stack.
@@ -378,14 +502,21 @@ class Contraction(NamedTuple):
 
 @cache
 def contraction(equation: str, place: int, dims: int = 0) -> Contraction | None:
-    """The product that an einsum is if its operand ``place`` is the matrix, or a stack; None: it is none. ``dims``: the
-    other operand's dimensions, of which "..." are some; 0: unknown."""
+    """The product that an einsum is if its operand ``place`` is the matrix, or a stack; None: it is
+    none. ``dims``: the other operand's dimensions, of which "..." are some; 0: unknown."""
     operands, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     letters = operands.split(",")
-    if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
+    if (
+        not arrow
+        or len(letters) != 2
+        or any(len(set(part)) < len(part) for part in (*letters, output))
+    ):
         return None
     matrix, x = letters[place], letters[1 - place]
-    x, output = (part.replace(".", "0123456789"[: dims - len(x) + 1] if dims else "0") for part in (x, output))
+    x, output = (
+        part.replace(".", "0123456789"[: dims - len(x) + 1] if dims else "0")
+        for part in (x, output)
+    )
     stack = "".join(letter for letter in matrix if letter in x and letter in output)
     inner = "".join(letter for letter in matrix if letter in x and letter not in stack)
     outer = "".join(letter for letter in matrix if letter not in x)
@@ -396,5 +527,8 @@ def contraction(equation: str, place: int, dims: int = 0) -> Contraction | None:
     if set(output) != set(rows + outer) or not (transposed or matrix == stack + outer + inner):
         return None
     layout = MatrixLayout(transposed, 0 if stack else len(inner if transposed else outer))
-    x_order, output_order = tuple(map(x.index, rows + inner)), tuple(map(output.index, rows + outer))
+    x_order, output_order = (
+        tuple(map(x.index, rows + inner)),
+        tuple(map(output.index, rows + outer)),
+    )
     return Contraction(layout, x_order, output_order, len(rows), len(matrix), bool(stack))

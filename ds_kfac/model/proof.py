@@ -4,19 +4,22 @@ A layer's gradient is dW = sum over rows of g a^T. So for random u and v
 
     t = sum over rows of (u . g) (v . a)  =  u^T dW v
 
-In a step that proves, the hooks add up t for each layer, and the step compares it with the layer's gradient. If rows
-are of another operand or of a stale copy, or some uses of the weight are missed, the numbers differ. t has all rows,
-also those that a mask leaves out of the factors, as they are in the gradient.
+In a step that proves, the hooks add up t for each layer, and the step compares it with the layer's
+gradient. If rows are of another operand or of a stale copy, or some uses of the weight are missed,
+the numbers differ. t has all rows, also those that a mask leaves out of the factors, as they are in
+the gradient.
 
 Cost: a pass over a and g with :data:`PROBES` multiplications for each element.
 
-**Tolerance.** dW is rounded when it is stored, n times if n gradients of micro-batches, calls and ranks are added up.
-With R^2 the sum over rows of ((u . g) (v . a))^2, one rounding to relative accuracy eps changes u^T dW v by about
-0.2 eps R, n of them by at most 0.2 eps R sqrt(n), and fp32 sums over N rows and over sides of O and I by
-0.2 eps_32 R sqrt(N + O + I). With few rows R may be small by chance, as u . g may be, while roundings are not, so |dW|
-is added to R. :data:`SLACK` times that is allowed, as in tests/spread.py.
+**Tolerance.** dW is rounded when it is stored, n times if n gradients of micro-batches, calls and
+ranks are added up. With R^2 the sum over rows of ((u . g) (v . a))^2, one rounding to relative
+accuracy eps changes u^T dW v by about 0.2 eps R, n of them by at most 0.2 eps R sqrt(n), and fp32
+sums over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). With few rows R may be
+small by chance, as u . g may be, while roundings are not, so |dW| is added to R. :data:`SLACK`
+times that is allowed, as in tests/spread.py.
 
-Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
+Shape suffixes: n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L
+layers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,15 +36,16 @@ from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
 
 PROBES = 4
-"""Pairs (u, v) for each layer; one if rows of A are shorter than :data:`NARROW`, as in a depthwise convolution. Layers
-that share an A use the same v, and so have equally many pairs."""
+"""Pairs (u, v) for each layer; one if rows of A are shorter than :data:`NARROW`, as in a depthwise
+convolution. Layers that share an A use the same v, and so have equally many pairs."""
 NARROW = 32
 CHUNK = 1 << 22
 """Most elements converted to fp32 at a time."""
 SLACK = 10 * 0.2
 TF32 = 2.0**-10
-"""Relative accuracy that fp32 products may have on a GPU, and convolutions everywhere: they add up an image's pixels,
-which are alike, so that partial sums exceed R. Of a CPU's, 1.6 times what eps_32 allows was seen (a ResNet's stem)."""
+"""Relative accuracy that fp32 products may have on a GPU, and convolutions everywhere: they add up
+an image's pixels, which are alike, so that partial sums exceed R. Of a CPU's, 1.6 times what eps_32
+allows was seen (a ResNet's stem)."""
 NUMBERS = (
     *(f"t{probe}" for probe in range(PROBES)),
     "squares",
@@ -57,11 +61,12 @@ NUMBERS = (
 """Numbers of a layer, summed over ranks.
 
     t, squares: t, and R^2.
-    others: t and R^2 of other backward passes than the engine's own. The step's gradient has them, unless the user
-        zeroed it.
+    others: t and R^2 of other backward passes than the engine's own. The step's gradient has them,
+        unless the user zeroed it.
     reached: calls that a gradient came to.
     rows: rows of these calls.
-    eps, ranks: accuracy of the gradients' dtype, summed over the ranks that had any; number of these ranks.
+    eps, ranks: accuracy of the gradients' dtype, summed over the ranks that had any; number of
+        these ranks.
     hooked: ranks on which a hook of the user's gets the layer's gradient and may change it.
     left out: ranks on which the layer is not to be judged.
 """
@@ -89,7 +94,8 @@ class RowCheck:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the proof decides anything: with too large a loss scale gradients are not finite."""
+        """Whether the proof decides anything: with too large a loss scale gradients are not
+        finite."""
         return isfinite(self.ratio)
 
     @property
@@ -98,9 +104,15 @@ class RowCheck:
 
     def __str__(self) -> str:
         if not self.reached:
-            text = "no rows were seen: nothing calls it, or a fused kernel, torch.func or autograd.Function multiplies"
+            text = (
+                "no rows were seen: nothing calls it, or a fused kernel, torch.func or "
+                "autograd.Function multiplies"
+            )
         else:
-            text = f"its gradient is not that of the rows of {self.reached} calls: another use was not seen"
+            text = (
+                f"its gradient is not that of the rows of {self.reached} calls: another use "
+                f"was not seen"
+            )
             if self.hooked:
                 text += ", or a hook on its parameters changes the gradient"
         return text + self.uses
@@ -112,7 +124,8 @@ class Proof:
     Args:
         layers: all layers; those without a factor have nothing to prove.
         key: layer -> key of the factor to which its inputs go in this step.
-        number: number of this proof, which seeds the random vectors: new ones each time, the same on every rank.
+        number: number of this proof, which seeds the random vectors: new ones each time, the same
+            on every rank.
 
     Attributes:
         keys: layer name -> ``key(layer)``.
@@ -130,8 +143,11 @@ class Proof:
         self._place = {layer.name: place for place, layer in enumerate(self.layers)}
         self._number = number
         self._device = device
-        self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
-        self._known = [[0.0] * len(NUMBERS) for _ in self.layers]  # the part of the numbers that the host knows
+        self._numbers = torch.zeros(
+            len(self.layers), len(NUMBERS), dtype=torch.float64, device=device
+        )
+        # the part of the numbers that the host knows
+        self._known = [[0.0] * len(NUMBERS) for _ in self.layers]
         self._probes: dict[str, Tensor] = {}
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
@@ -141,8 +157,11 @@ class Proof:
             narrow = layer.A.dim < NARROW * layer.groups
             shape = layer.groups, side.dim // layer.groups, 1 if narrow else PROBES
             generator = torch.Generator().manual_seed(crc32(f"{key} {self._number}".encode()))
-            probes_nDK = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self._device)
-            self._probes[key] = probes_nDK.mT.contiguous().mT  # column-major: a quarter of the time on CPUs
+            probes_nDK = torch.randn(
+                shape, generator=generator, dtype=torch.float32, device="cpu"
+            ).to(self._device)
+            # column-major: a quarter of the time on CPUs
+            self._probes[key] = probes_nDK.mT.contiguous().mT
         return self._probes[key]
 
     def mark(self, layer: LayerSpec, number: int) -> None:
@@ -164,8 +183,8 @@ class Proof:
         if kind.needs_gradients:  # a norm's matrix has one row
             rows = kind.gradient_rows(call.module, x, gradient)
             products = (times(rows, v_nIK[0]) * u_nOK[0]).reshape(-1, probes).double()
-            # a row adds up an image's positions, which may cancel while their roundings do not; the normalized input
-            # has unit variance, so the gradient alone gives the size
+            # a row adds up an image's positions, which may cancel while their roundings do not; the
+            # normalized input has unit variance, so the gradient alone gives the size
             squares = probes * gradient.double().square().sum()
         else:
             of_x, of_gradient = self._probed(call, x, gradient)
@@ -195,7 +214,8 @@ class Proof:
                 rows = rows.narrow(-1, layer.part[0] * layer.G.dim, layer.G.dim)
             of_x, of_gradient = times(x, weights_nIK[0]), times(rows, u_nOK[0])
         bias = call.module._parameters.get("bias")
-        if layer.bias is not None and (bias is None or bias.requires_grad):  # a frozen one has no gradient in dW
+        # a frozen one has no gradient in dW
+        if layer.bias is not None and (bias is None or bias.requires_grad):
             of_x = of_x + v_nIK[:, -1].flatten()
         return of_x, of_gradient
 
@@ -216,18 +236,22 @@ class Proof:
         eps: float | Tensor,
         floor: float | Tensor,
     ) -> Tensor:
-        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are not in ``names``.
+        """Distance between t and u^T dW v, over the tolerance; float64 [L], 0 for layers that are
+        not in ``names``.
 
         Args:
             total_LN: the numbers, summed over all ranks.
-            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by ``divisor``. A mapping; one
-                is read at a time, as it may be a copy.
+            gradients: layer name -> dW, of the layer's shape: the sum over ranks divided by
+                ``divisor``. A mapping; one is read at a time, as it may be a copy.
             names: of layers in it; None: all.
             world: number of ranks.
-            eps: relative accuracy of the coarsest dtype that a gradient was rounded to; of all, or of each.
+            eps: relative accuracy of the coarsest dtype that a gradient was rounded to; of all, or
+                of each.
             floor: size below which values underflow in that dtype.
         """
-        layers = [layer for layer in self.layers if layer.name in (gradients if names is None else names)]
+        layers = [
+            layer for layer in self.layers if layer.name in (gradients if names is None else names)
+        ]
         ratios_L = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if not layers:
             return ratios_L
@@ -240,20 +264,25 @@ class Proof:
                 self.probes(self.keys[layer.name], layer),
             )
             gradient, K = gradients[layer.name], u_nOK.shape[-1]
-            for matrix_OI, u_OK, v_IK in zip(gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True):
+            for matrix_OI, u_OK, v_IK in zip(
+                gradient.reshape(-1, *layer.shape[-2:]), u_nOK, v_nIK, strict=True
+            ):
                 expected_K[:K] += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
             sizes.append(K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32))
             del gradient, matrix_OI  # before the next one
         places = torch.tensor([self._place[layer.name] for layer in layers], device=self._device)
         sides = [(sum(layer.shape[-2:]), layer.numel) for layer in layers]
-        lengths, numels = torch.tensor(sides, dtype=torch.float64, device=self._device).unbind(dim=1)
+        lengths, numels = torch.tensor(sides, dtype=torch.float64, device=self._device).unbind(
+            dim=1
+        )
         total, size = total_LN[places], torch.stack(sizes).double()
         ranks = total[:, RANKS].clamp(min=1)
         n = total[:, REACHED] / ranks + world
         sums = (total[:, ROWS] + lengths).sqrt()
         rounding = (total[:, EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
         engines, others = total[:, T : T + PROBES + 1], total[:, OTHERS : OTHERS + PROBES + 1]
-        t = torch.stack([engines, engines + others])  # without and with gradients of other backward passes
+        # without and with gradients of other backward passes
+        t = torch.stack([engines, engines + others])
         t_K, squares = t[..., :PROBES] / divisor, t[..., PROBES]
         scale = squares.sqrt() / divisor + t_K.norm(dim=-1) + size
         bound = SLACK * (rounding * scale + floor * (n * numels).sqrt())
@@ -264,10 +293,13 @@ class Proof:
 
 
 def row_checks(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[RowCheck]:
-    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: of each weight. Synchronises."""
+    """A check for each layer, from the numbers and ratios of all ranks. ``uses``: of each weight.
+    Synchronises."""
     columns = total[:, [REACHED, HOOKED, LEFT_OUT, SQUARES]].nan_to_num(1.0).tolist()
     checks = []
-    for (reached, hooked, left_out, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+    for (reached, hooked, left_out, squares), ratio, used in zip(
+        columns, ratios.tolist(), uses, strict=True
+    ):
         is_zero = reached > 0 and squares == 0
         checks.append(RowCheck(int(reached), int(hooked), int(left_out), is_zero, ratio, used))
     return checks
@@ -278,8 +310,11 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def accuracy(dtype: torch.dtype, device: torch.device, images: bool = False) -> float:
-    """Relative accuracy of products. cuDNN's convolutions have :data:`TF32` by default; in autocast all round."""
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    """Relative accuracy of products. cuDNN's convolutions have :data:`TF32` by default; in autocast
+    all round."""
+    dtype = (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    )
     return max(eps_of(dtype), TF32 if images or device.type != "cpu" else 0.0)
 
 

@@ -1,9 +1,11 @@
-"""The table of layer types, and norms with the unit-wise Fisher. A new layer type is a class and a line in the table.
+"""The table of layer types, and norms with the unit-wise Fisher. A new layer type is a class and a
+line in the table.
 
-The factor of a norm has a 2 x 2 block per channel: the second moment of (xhat g, g), the gradient of (weight, bias) per
-loss term; RMSNorm, without a bias, has a number per channel. The layer is a matrix of one row, in which a channel's
-weight and bias are neighbours; A has blocks of 2, G is the identity. In norms of images [N, C, ..] the gradient of a
-loss term is the sum over an example's positions.
+The factor of a norm has a 2 x 2 block per channel: the second moment of (xhat g, g), the gradient
+of (weight, bias) per loss term; RMSNorm, without a bias, has a number per channel. The layer is a
+matrix of one row, in which a channel's weight and bias are neighbours; A has blocks of 2, G is the
+identity. In norms of images [N, C, ..] the gradient of a loss term is the sum over an example's
+positions.
 
 Source: SP-NGD, Osawa et al. 2020 (arXiv:2002.06015), sec. 4.2.
 """
@@ -30,7 +32,8 @@ class Norm(layers.LayerType):
         """xhat: the normalized input, before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Gradients per position -> gradients per loss term; both have channels last for rows, second for images."""
+        """Gradients per position -> gradients per loss term; both have channels last for rows,
+        second for images."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -81,13 +84,18 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """nn.RMSNorm, and transformers' (LlamaRMSNorm etc., recognised by their name and ``variance_epsilon``)."""
+    """nn.RMSNorm, and transformers' (LlamaRMSNorm etc., recognised by their name and
+    ``variance_epsilon``)."""
 
     def refusal(self, module: Any) -> str | None:
-        of_transformers = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+        of_transformers = type(module).__name__.endswith("RMSNorm") and hasattr(
+            module, "variance_epsilon"
+        )
         if type(module) is not nn.RMSNorm and not of_transformers:
             return ""
-        return self.unfit(module) or ("it has a bias" if getattr(module, "bias", None) is not None else None)
+        return self.unfit(module) or (
+            "it has a bias" if getattr(module, "bias", None) is not None else None
+        )
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
@@ -106,8 +114,8 @@ class _ImageNorm(Norm):
 
 
 class BatchNorm(_ImageNorm):
-    """nn.BatchNorm1d, 2d, 3d. xhat is computed from the input, not from the output: (y - bias) / weight is 0 / 0 for a
-    weight of zero, as with zero_init_residual."""
+    """nn.BatchNorm1d, 2d, 3d. xhat is computed from the input, not from the output: (y - bias) /
+    weight is 0 / 0 for a weight of zero, as with zero_init_residual."""
 
     kind = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -150,7 +158,9 @@ LAYERS: dict[str, layers.LayerType] = {
 }
 SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
 """Type of a tensor-parallel shard of a Linear -> which side of its matrix [O, I] is cut."""
-MATRICES = tuple(x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS)
+MATRICES = tuple(
+    x for x in LAYERS if isinstance(LAYERS[x], layers.Linear | Convolution) and x not in SHARDS
+)
 """Default of ``kfac.layers.types``: linear maps and convolutions."""
 TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
 

@@ -1,6 +1,8 @@
-"""A call's tensors -> the rows whose second moments are A and G, and the sums of these (docs/capture.md).
+"""A call's tensors -> the rows whose second moments are A and G, and the sums of these
+(docs/capture.md).
 
-Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed triangle.
+Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed
+triangle.
 """
 
 from collections.abc import Callable
@@ -41,7 +43,8 @@ class BatchSum:
 
     Attributes:
         sum_P: fp32, packed.
-        counts: fp32 [3]: the number of rows; on this rank the number of backward passes, K, and the sum of their R_p.
+        counts: fp32 [3]: the number of rows; on this rank the number of backward passes, K, and the
+            sum of their R_p.
         ranks: from how many ranks the rows are.
     """
 
@@ -74,8 +77,8 @@ def have_gradient(kind: LayerType, gradient: Tensor) -> Tensor:
 def kept_rows(x: Tensor, with_gradient: Tensor, mask: Tensor | None) -> Tensor:
     """Which rows of a call count, bool of its leading shape.
 
-    A row is left out if its gradient is zero and the mask leaves it out, or if its input and its gradient are both
-    zero. A call whose gradient is zero in every entry has no row.
+    A row is left out if its gradient is zero and the mask leaves it out, or if its input and its
+    gradient are both zero. A call whose gradient is zero in every entry has no row.
 
     Args:
         x: rows of inputs [.., I].
@@ -99,9 +102,9 @@ class RowSums:
     """Adds rows to sums.
 
     Args:
-        weight_sharing: "expand": every position is a row (a loss per token). "reduce": every example is one, the mean
-            of its inputs and the sum of its output gradients (a loss per sequence or image). Eschenhagen et al. 2023
-            (arXiv:2311.00636).
+        weight_sharing: "expand": every position is a row (a loss per token). "reduce": every
+            example is one, the mean of its inputs and the sum of its output gradients (a loss per
+            sequence or image). Eschenhagen et al. 2023 (arXiv:2311.00636).
         positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
         stage: context in which rows are added, for timings.
 
@@ -144,10 +147,13 @@ class RowSums:
             if isinstance(kind, Convolution):
                 patches = kind.input_patches(call.module, x)
                 if self.weight_sharing == "expand":
-                    patches.add_to_(batch.sum_P, layer.A, self._grid(patches, call), bias=bias, kept=alive)
+                    patches.add_to_(
+                        batch.sum_P, layer.A, self._grid(patches, call), bias=bias, kept=alive
+                    )
                     batch.counts[ROWS].add_(patches.count * alive)
                     return
-                rows = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
+                # the mean of each example
+                rows = patches.sums() * (len(patches.image) / max(1, patches.count))
                 kept, taken = alive.expand(len(rows)), EACH
             elif self.weight_sharing == "reduce":
                 x_NTD = by_example(x)
@@ -179,15 +185,18 @@ class RowSums:
         *,
         stride: int = 1,
     ) -> None:
-        """Add a call's output gradients, divided by ``scale``, to a sum of G, or of A where that is made of them.
+        """Add a call's output gradients, divided by ``scale``, to a sum of G, or of A where that is
+        made of them.
 
-        fp32 rows are divided before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16 bits
-        go as they are, and the square of ``scale`` comes after: fp16 squares stay below 2^32, and bf16 is not scaled.
+        fp32 rows are divided before the product: the square of a gradient scaled by 2^16 may
+        overflow. Rows in 16 bits go as they are, and the square of ``scale`` comes after: fp16
+        squares stay below 2^32, and bf16 is not scaled.
 
         Args:
             x: the call's input, for kinds whose rows are made of both.
             gradient: rows [.., O], or images.
-            alive: bool scalar, whether the gradient is not zero in every entry; else the call has no rows.
+            alive: bool scalar, whether the gradient is not zero in every entry; else the call has
+                no rows.
             stride: of how many rows one is taken.
         """
         layer, kind = call.layer, call.kind
@@ -202,7 +211,8 @@ class RowSums:
                 rows, taken = by_example(rows).sum(dim=1, dtype=torch.float32), EACH
             else:
                 rows = rows.reshape(-1, rows.shape[-1])
-                has_grid = kind.images or kind.needs_gradients  # pixels have a grid, and a norm's rows cost no product
+                # pixels have a grid, and a norm's rows cost no product
+                has_grid = kind.images or kind.needs_gradients
                 taken = EACH if has_grid else self._taken(stride, len(rows))
                 rows = taken.of(rows)
             factor: Tensor | float = float(taken.stride)
@@ -216,7 +226,8 @@ class RowSums:
             batch.counts[ROWS].add_(len(rows) * taken.stride * alive)
 
     def _taken(self, stride: int, rows: int) -> Taken:
-        """One row in ``stride``, from a place that moves with the step, so that every row is as likely to be met."""
+        """One row in ``stride``, from a place that moves with the step, so that every row is as
+        likely to be met."""
         stride = min(stride, rows)
         return EACH if stride <= 1 else Taken(stride, phase(self.turn, stride))
 
@@ -226,8 +237,8 @@ class RowSums:
 
 
 def pairs(call: Call, x: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """A call's inputs [N, T, I], each with the 1 of a bias, and its output gradients [N, T, O], fp32, zero where a row
-    does not count. Of a convolution its patches.
+    """A call's inputs [N, T, I], each with the 1 of a bias, and its output gradients [N, T, O],
+    fp32, zero where a row does not count. Of a convolution its patches.
 
     Args:
         x, gradient, kept: as in :meth:`RowSums.add_inputs`.

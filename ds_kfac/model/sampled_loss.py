@@ -1,8 +1,9 @@
-"""Losses on labels that are drawn from a model's prediction, for a Monte-Carlo Fisher (Kunstner et al. 2019,
-arXiv:1905.12558): :data:`SAMPLERS`.
+"""Losses on labels that are drawn from a model's prediction, for a Monte-Carlo Fisher (Kunstner et
+al. 2019, arXiv:1905.12558): :data:`SAMPLERS`.
 
-A sampler computes the training's loss, a mean over the same terms, with drawn labels in place of the true ones. Which
-terms have a loss follows from the true loss: its gradient with respect to the prediction is not zero there.
+A sampler computes the training's loss, a mean over the same terms, with drawn labels in place of
+the true ones. Which terms have a loss follows from the true loss: its gradient with respect to the
+prediction is not zero there.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
@@ -18,14 +19,14 @@ from torch.nn import functional as F
 Sampler = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 """(prediction, reached, generator) -> scalar loss with gradients to the prediction.
 
-``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. Draw from the generator only,
-so that a resumed run draws the same.
+``reached`` is bool of the prediction's shape: whether the true loss has a gradient there. Draw from
+the generator only, so that a resumed run draws the same.
 """
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in a module's output: a tensor, ``logits`` of a mapping or an object, or of a tuple the first
-    tensor that is no scalar.
+    """The prediction in a module's output: a tensor, ``logits`` of a mapping or an object, or of a
+    tuple the first tensor that is no scalar.
 
     Raises:
         ValueError: there is none, or only a scalar, which is a loss.
@@ -43,7 +44,8 @@ def prediction_tensor(output: Any) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.ndim == 0:
         got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(
-            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
+            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels '
+            f"from (got {got}); name "
             "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
         )
     return tensor
@@ -56,29 +58,37 @@ def mean_of_terms(values: Tensor, reached: Tensor) -> Tensor:
 
 
 def cross_entropy(prediction: Tensor, reached: Tensor, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: mean negative log-likelihood of labels drawn from softmax(logits), for
-    logits [N, C] or [N, T, C], and for images [N, C, H, W]."""
+    """For language models and classifiers: mean negative log-likelihood of labels drawn from
+    softmax(logits), for logits [N, C] or [N, T, C], and for images [N, C, H, W]."""
     dim = 1 if prediction.ndim > 3 else -1
     logits = prediction.movedim(dim, -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
-        uniform = torch.rand(flat.shape, generator=generator, device=flat.device, dtype=torch.float32).clamp_(min=1e-20)
+        uniform = torch.rand(
+            flat.shape, generator=generator, device=flat.device, dtype=torch.float32
+        ).clamp_(min=1e-20)
         drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
     return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), reached.any(dim=dim))
 
 
-def squared_error(prediction: Tensor, reached: Tensor, generator: torch.Generator, *, mean: bool = False) -> Tensor:
-    """For regression with squared errors that are summed over the outputs of predictions [N, C], [N, T, C] or
-    [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as ``F.mse_loss``.
+def squared_error(
+    prediction: Tensor, reached: Tensor, generator: torch.Generator, *, mean: bool = False
+) -> Tensor:
+    """For regression with squared errors that are summed over the outputs of predictions [N, C],
+    [N, T, C] or [N, C, H, W], a mean over predictions; with ``mean`` over outputs, too, as
+    ``F.mse_loss``.
 
-    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood, with variance 1/2,
-    with ``mean`` C/2; targets are drawn from this Gaussian around the prediction.
+    Up to a constant that loss is the mean over predictions of a Gaussian's negative log-likelihood,
+    with variance 1/2, with ``mean`` C/2; targets are drawn from this Gaussian around the
+    prediction.
     """
     dim = 1 if prediction.ndim > 3 else -1
     outputs = prediction.movedim(dim, -1).float()
     variance = outputs.shape[-1] / 2 if mean else 0.5
-    noise = torch.randn(outputs.shape, generator=generator, device=outputs.device, dtype=torch.float32)
+    noise = torch.randn(
+        outputs.shape, generator=generator, device=outputs.device, dtype=torch.float32
+    )
     errors = (outputs - (outputs.detach() + noise * variance**0.5)).square()
     terms = errors.mean(dim=-1) if mean else errors.sum(dim=-1)
     return mean_of_terms(terms, reached.any(dim=dim))

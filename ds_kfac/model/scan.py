@@ -15,15 +15,24 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import MatrixLayout, borrowed_weights, classes_of, convolves, multiplied, tables
+from ds_kfac.model.product_code import (
+    MatrixLayout,
+    borrowed_weights,
+    classes_of,
+    convolves,
+    multiplied,
+    tables,
+)
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
-"""Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short side of each gets a
-factor: the gradient has no higher rank, and a factor of the long side would be thousands of times the matrix's size."""
+"""Names of the two matrices of a low-rank adapter, as PEFT and torchtune give them. Only the short
+side of each gets a factor: the gradient has no higher rank, and a factor of the long side would be
+thousands of times the matrix's size."""
 LONGEST, LONGEST_INPUT = 16384, 65536
-"""Longest side with a block-diagonal factor (half a GB); a longer one, such as a head's vocabulary, has a diagonal.
-LONGEST_INPUT holds where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
+"""Longest side with a block-diagonal factor (half a GB); a longer one, such as a head's vocabulary,
+has a diagonal. LONGEST_INPUT holds where G is the identity: then no side is a vocabulary's, and an
+MLP's inputs stay in blocks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of :func:`scan`: the layers to precondition, and the modules and parameters left alone."""
+    """Result of :func:`scan`: the layers to precondition, and the modules and parameters left
+    alone."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -46,15 +56,17 @@ class Scan:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Which layers are preconditioned, and the structure of their sides. ``include``, ``exclude`` and ``types`` are the
-    config's keys of ``kfac.layers``.
+    """Which layers are preconditioned, and the structure of their sides. ``include``, ``exclude``
+    and ``types`` are the config's keys of ``kfac.layers``.
 
     Attributes:
         dense_max: longest side with a dense factor; None: all sides are dense.
         curvature: whether there are factors at all; without them both sides are identities.
-        gradients: whether statistics of output gradients are collected; without them G is the identity.
+        gradients: whether statistics of output gradients are collected; without them G is the
+            identity.
         shares: whether several layers may share one A.
-        blocks: (regex for the end of a weight's name, maps in its matrix), see :mod:`ds_kfac.model.blocks`.
+        blocks: (regex for the end of a weight's name, maps in its matrix), see
+            :mod:`ds_kfac.model.blocks`.
     """
 
     include: tuple[str, ...] = ()
@@ -68,7 +80,10 @@ class LayerChoice:
 
 
 def scan(
-    model: nn.Module, choice: LayerChoice | None = None, *, optimized: Iterable[nn.Parameter] | None = None
+    model: nn.Module,
+    choice: LayerChoice | None = None,
+    *,
+    optimized: Iterable[nn.Parameter] | None = None,
 ) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
@@ -76,18 +91,22 @@ def scan(
         optimized: the optimizer's parameters; None: all that require a gradient.
 
     Raises:
-        ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not fit, or no layer is
-            left to precondition.
+        ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not
+            fit, or no layer is left to precondition.
     """
     choice = choice or LayerChoice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise ValueError(f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before")
+        raise ValueError(
+            f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before"
+        )
     scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
     for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
-        for pattern in (x for x in patterns if not any(re.search(x, name) for name in scanner.modules)):
+        for pattern in (
+            x for x in patterns if not any(re.search(x, name) for name in scanner.modules)
+        ):
             raise ValueError(
-                f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
-                + ", ".join(list(scanner.modules)[:6])
+                f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names "
+                f"look like: " + ", ".join(list(scanner.modules)[:6])
             )
     layers, skipped = list[LayerSpec](), list[Skipped]()
     for name, module in scanner.modules.items():
@@ -100,9 +119,13 @@ def scan(
     skipped += scanner.skipped_parameters(layers)
     if not layers:
         raise ValueError(
-            f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
+            f"kfac: {type(model).__name__} has no layer to precondition (known types: "
+            f"{', '.join(TYPES)}); "
             "check kfac.layers, or train it by AdamW. Left alone: "
-            + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
+            + (
+                "; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8])
+                or "no module has parameters"
+            )
         )
     modules = dict(model.named_modules())
     layers = [with_blocks(layer, modules, choice.blocks) for layer in _with_head(layers, model)]
@@ -111,11 +134,17 @@ def scan(
 
 
 def _with_head(layers: Sequence[LayerSpec], model: nn.Module) -> Sequence[LayerSpec]:
-    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the last layer, where it has the shape of
-    an embedding. A layer between, as wide as there are positions, is none, nor is the last one of a tied model."""
-    head, tables = layers[-1], [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the last layer, where
+    it has the shape of an embedding. A layer between, as wide as there are positions, is none, nor
+    is the last one of a tied model."""
+    head, tables = (
+        layers[-1],
+        [module for module in model.modules() if isinstance(module, nn.Embedding)],
+    )
     shape = (head.G.dim, head.A.dim - (head.bias is not None))
-    if head.kind not in ("Linear", "Conv1D") or shape not in [(x.num_embeddings, x.embedding_dim) for x in tables]:
+    if head.kind not in ("Linear", "Conv1D") or shape not in [
+        (x.num_embeddings, x.embedding_dim) for x in tables
+    ]:
         return layers
     return [*layers[:-1], replace(head, makes_words=True)]
 
@@ -129,14 +158,18 @@ class _Scanner:
         users: id of a parameter -> names of the modules that hold it.
         trained: ids of the parameters that are trained.
         tied_stages: ids of the parameters that a PipelineModule ties over its stages.
-        borrowed: id of a module whose weight its parent uses directly, as torch's attention does -> whether the module
-            is called, too, and into how many matrices the weight is cut.
+        borrowed: id of a module whose weight its parent uses directly, as torch's attention does ->
+            whether the module is called, too, and into how many matrices the weight is cut.
         tables: ids of the parameters in which rows are looked up.
     """
 
-    def __init__(self, model: nn.Module, choice: LayerChoice, optimized: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, choice: LayerChoice, optimized: Iterable[nn.Parameter]
+    ) -> None:
         self.choice = choice
-        self.modules = {name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+        self.modules = {
+            name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))
+        }
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = {id(p) for p in optimized if p.requires_grad}
         self.users: defaultdict[int, list[str]] = defaultdict(list)
@@ -145,12 +178,17 @@ class _Scanner:
                 self.users[id(parameter)].append(name)
         # DeepSpeed's PipelineModule has them, from its TiedLayerSpecs
         tied = dict(model.named_children()).get("tied_modules")
-        self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
+        self.tied_stages = (
+            {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
+        )
         self.tables = tables(model)
-        self.borrowed = {id(child): how for module in model.modules() for child, *how in borrowed_weights(module)}
+        self.borrowed = {
+            id(child): how for module in model.modules() for child, *how in borrowed_weights(module)
+        }
 
     def layers_of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
-        """The layers of a module, why it is left alone, or None if another module's layer includes it."""
+        """The layers of a module, why it is left alone, or None if another module's layer includes
+        it."""
         kind, why = _kind(module)
         if why is not None:
             return self._products(name, module) or why
@@ -167,7 +205,8 @@ class _Scanner:
         )
         members = users if same_layer else [name]
         others = [user for user in self.users[id(bias)] if user not in members]
-        # a module of no known type, such as RoBERTa's head, holds it only; if it adds it, too, the proof fails
+        # a module of no known type, such as RoBERTa's head, holds it only; if it adds it, too, the
+        # proof fails
         sharing = [user for user in others if _kind(self.modules[user])[1] is None]
         reason = self._refusal(name, "weight", module, sharing, members)
         if reason is not None:
@@ -177,18 +216,32 @@ class _Scanner:
         if ("Linear" if kind in SHARDS else kind) not in choice.types:
             return f"{kind} is not in kfac.layers.types"
         if layer_type.needs_gradients and not choice.gradients:
-            return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'
-        trained_bias = bias is not None and id(bias) in self.trained and layer_type.without_bias is None
+            return (
+                "its factor needs output gradients, which kfac.factor.fisher "
+                '"activations_only" does not collect'
+            )
+        trained_bias = (
+            bias is not None and id(bias) in self.trained and layer_type.without_bias is None
+        )
         if layer_type.needs_gradients and bias is not None and not trained_bias:
             return "only one of its weight and bias is trained"
-        sides = layer_type.structured(*_sides(name, layer_type.sides(module, trained_bias), choice), trained_bias)
+        sides = layer_type.structured(
+            *_sides(name, layer_type.sides(module, trained_bias), choice), trained_bias
+        )
         groups: Any = module.groups if isinstance(layer_type, Convolution) else 1
         A, G = (side.repeated(groups) for side in sides)
-        if isinstance(layer_type, Convolution) and (method := layer_type.overridden(module)) is not None:
+        if (
+            isinstance(layer_type, Convolution)
+            and (method := layer_type.overridden(module)) is not None
+        ):
             product = convolves(module)
             if not product and choice.gradients:
-                return f"{type(module).__name__} overrides {kind}.{method}, and does not convolve with its weight alone"
-            # without A the direction needs the gradient alone, which is right whatever the module computes
+                return (
+                    f"{type(module).__name__} overrides {kind}.{method}, and does not convolve "
+                    f"with its weight alone"
+                )
+            # without A the direction needs the gradient alone, which is right whatever the module
+            # computes
             A = A if product else Side.identity(A.dim)
         if id(module) in self.borrowed:
             if isinstance(module, nn.Linear):
@@ -201,17 +254,22 @@ class _Scanner:
         return [replace(layer, groups=groups, keeps_direction=layer_type.keeps_direction(module))]
 
     def _products(self, name: str, module: nn.Module, borrowed: int = 1) -> list[LayerSpec] | str:
-        """Layers of a module of no known type, from the parameters that its code multiplies rows by.
+        """Layers of a module of no known type, from the parameters that its code multiplies rows
+        by.
 
-        A matrix is a layer; in a stack of matrices [n, .., ..] each matrix is one. If there is no layer: why.
-        ``borrowed``: number of matrices in the weight of a linear layer, if other code multiplies by it.
+        A matrix is a layer; in a stack of matrices [n, .., ..] each matrix is one. If there is no
+        layer: why. ``borrowed``: number of matrices in the weight of a linear layer, if other code
+        multiplies by it.
         """
         layouts = dict(multiplied(module))
         if isinstance(module, nn.Linear) and "weight" in module._parameters:
             layouts.setdefault("weight", MatrixLayout(False))
         if borrowed > 1:
             layouts["weight"] = MatrixLayout(False, stack=borrowed)
-        shapes = {name: layout.shape(parameter_shape(module._parameters[name])) for name, layout in layouts.items()}
+        shapes = {
+            name: layout.shape(parameter_shape(module._parameters[name]))
+            for name, layout in layouts.items()
+        }
         stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
         layers, reason = list[LayerSpec](), ""
         for parameter, shape in shapes.items():
@@ -219,7 +277,10 @@ class _Scanner:
                 continue
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight, transposed = module._parameters[parameter], layouts[parameter].transposed
-            bias, kind = _bias(module, parameter, shape, transposed), "Conv1D" if transposed else "Linear"
+            bias, kind = (
+                _bias(module, parameter, shape, transposed),
+                "Conv1D" if transposed else "Linear",
+            )
             sharing = [user for user in self.users[id(bias)] if user != name]
             reason = self._refusal(place, parameter, module, sharing, [name]) or ""
             if not reason and kind not in self.choice.types:
@@ -234,10 +295,13 @@ class _Scanner:
             if len(shape) == 2:
                 layers.append(layer)
                 continue
-            # All experts share the A of their input: tokens have one distribution, whichever expert takes them. What an
-            # expert computes gets an A per expert, unless that A would be larger than the weight (I > O).
-            # A plan may give more of them their own
-            first = next((other for other in layers if other.part[1] == shape[0] and other.A == layer.A), None)
+            # All experts share the A of their input: tokens have one distribution, whichever expert
+            # takes them. What an expert computes gets an A per expert, unless that A would be
+            # larger than the weight (I > O). A plan may give more of them their own
+            first = next(
+                (other for other in layers if other.part[1] == shape[0] and other.A == layer.A),
+                None,
+            )
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"
             common = self.choice.shares and (entering or I > O) and layer.A.block > 0
@@ -248,12 +312,20 @@ class _Scanner:
         return layers or reason
 
     def _refusal(
-        self, name: str, parameter: str, module: nn.Module, bias_users: Sequence[str], members: Sequence[str]
+        self,
+        name: str,
+        parameter: str,
+        module: nn.Module,
+        bias_users: Sequence[str],
+        members: Sequence[str],
     ) -> str | None:
-        """Why a layer is left alone whose weight is this parameter of a module, or None. ``bias_users``: other layers
-        with its bias; ``members``: the modules whose calls are its calls."""
+        """Why a layer is left alone whose weight is this parameter of a module, or None.
+        ``bias_users``: other layers with its bias; ``members``: the modules whose calls are its
+        calls."""
         weight: Any = module._parameters[parameter]
-        if self.choice.include and not any(re.search(pattern, name) for pattern in self.choice.include):
+        if self.choice.include and not any(
+            re.search(pattern, name) for pattern in self.choice.include
+        ):
             return "not matched by kfac.layers.include"
         for pattern in self.choice.exclude:
             if re.search(pattern, name):
@@ -261,20 +333,31 @@ class _Scanner:
         if not numel(weight):
             return "weight has no elements"
         if not weight.is_floating_point():
-            return f"weight is {str(weight.dtype).removeprefix('torch.')}; factors are of real numbers"
+            return (
+                f"weight is {str(weight.dtype).removeprefix('torch.')}; factors are of real numbers"
+            )
         if not weight.requires_grad:
             return "weight is frozen"
         if id(weight) not in self.trained:
             return "weight is not among the optimizer's parameters"
         if getattr(weight, "_ds_grad_allreduce_registered", False):
-            return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+            return (
+                "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+            )
         if id(weight) in self.tied_stages:
-            return "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other stages have the rows"
+            return (
+                "tied by a TiedLayerSpec: its gradient sums uses in several stages, and other "
+                "stages have the rows"
+            )
         if bias_users:
             return f"bias is shared with {', '.join(bias_users)}"
         if len(users := self.users[id(weight)]) > len(members):
             return f"{parameter} is shared by {', '.join(users)}"
-        return f"rows are looked up in {parameter}: it is a table" if id(weight) in self.tables else None
+        return (
+            f"rows are looked up in {parameter}: it is a table"
+            if id(weight) in self.tables
+            else None
+        )
 
     def skipped_parameters(self, layers: list[LayerSpec]) -> list[Skipped]:
         """Parameters of preconditioned modules that are not part of the layer."""
@@ -283,8 +366,16 @@ class _Scanner:
         for layer in {layer.module: layer for layer in layers}.values():
             for name, parameter in self.modules[layer.module].named_parameters(recurse=False):
                 if self.names[id(parameter)] not in covered:
-                    reason = "is not seen to multiply anything" if layer.product else LAYERS[layer.kind].without_bias
-                    reason = "is frozen" if id(parameter) not in self.trained else reason or "is no part of its matrix"
+                    reason = (
+                        "is not seen to multiply anything"
+                        if layer.product
+                        else LAYERS[layer.kind].without_bias
+                    )
+                    reason = (
+                        "is frozen"
+                        if id(parameter) not in self.trained
+                        else reason or "is no part of its matrix"
+                    )
                     place = f"{layer.module}.{name}".lstrip(".")
                     skipped[Skipped(place, "parameter", numel(parameter), f"it {reason}")] = None
         return list(skipped)
@@ -300,12 +391,18 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
         if reason:
             reasons.append(reason)
     if isinstance(module, ParametrizationList):
-        return "", "it is a parametrization, from which the weight of the module around it is computed"
+        return (
+            "",
+            "it is a parametrization, from which the weight of the module around it is computed",
+        )
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], transposed: bool) -> nn.Parameter | None:
-    """The bias of a module's weight ``parameter``, found by name: [O] of a matrix, [n, O] of a stack; else None."""
+def _bias(
+    module: nn.Module, parameter: str, shape: tuple[int, ...], transposed: bool
+) -> nn.Parameter | None:
+    """The bias of a module's weight ``parameter``, found by name: [O] of a matrix, [n, O] of a
+    stack; else None."""
     outputs = (*shape[:-2], shape[-1] if transposed else shape[-2])
     for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):
         bias = module._parameters.get(name)

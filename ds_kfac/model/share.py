@@ -20,12 +20,14 @@ class Share:
     """Counts of trained parameters.
 
     Attributes:
-        matrices: elements of all matrices, without tables (where rows are looked up) and parameters that are broadcast.
+        matrices: elements of all matrices, without tables (where rows are looked up) and parameters
+            that are broadcast.
         stepped: elements of matrices in K-FAC layers.
         curved: elements of matrices in K-FAC layers with a factor that is more than a diagonal.
         kinds: (kind of layer, number of layers).
         others: elements of all parameters in no K-FAC layer.
-        skipped: ((kind of module, reason), elements of matrices in no K-FAC layer), the largest first.
+        skipped: ((kind of module, reason), elements of matrices in no K-FAC layer), the largest
+            first.
     """
 
     matrices: int
@@ -45,8 +47,10 @@ class Share:
 
     def __str__(self) -> str:
         return (
-            f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of {self.matrices:,}) in "
-            f"{sum(n for _, n in self.kinds)} K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in self.kinds)}), "
+            f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of "
+            f"{self.matrices:,}) in "
+            f"{sum(n for _, n in self.kinds)} K-FAC layers "
+            f"({', '.join(f'{n} {kind}' for kind, n in self.kinds)}), "
             f"{self.curved_fraction:.0%} with curvature"
         )
 
@@ -59,20 +63,25 @@ def share(layers: Sequence[LayerSpec], parameters: int) -> str:
     """Text that says which part of a model's parameters the layers are."""
     ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
     return (
-        f"{parameters:,} parameters, {ours:,} of them ({ours / parameters:.0%}) in {len(layers)} K-FAC layers "
+        f"{parameters:,} parameters, {ours:,} of them ({ours / parameters:.0%}) in {len(layers)} "
+        f"K-FAC layers "
         f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
     )
 
 
 def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Share:
-    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``; the layers ``without``, by name,
-    have lost their curvature."""
+    """The share of a model, or of a pipeline stage, that is in the layers of ``scan``; the layers
+    ``without``, by name, have lost their curvature."""
     ours = {name for layer in scan.layers for name in layer.parameters}
     curved_layers = [layer for layer in scan.layers if max(layer.A.block, layer.G.block) > 1]
-    curved = {name for layer in curved_layers if layer.name not in without for name in layer.parameters}
+    curved = {
+        name for layer in curved_layers if layer.name not in without for name in layer.parameters
+    }
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = other_matrices(model, scan)
-    matrices = {n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))}
+    matrices = {
+        n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))
+    }
     reasons = {each.name: (each.kind, each.reason) for each in scan.skipped}
     skipped: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - ours:
@@ -88,22 +97,30 @@ def share_of(model: nn.Module, scan: Scan, without: Collection[str] = ()) -> Sha
 
 
 def other_matrices(model: nn.Module, scan: Scan) -> set[str]:
-    """Names of the matrices in no K-FAC layer, trained or frozen; tables, such as embeddings, do not count."""
+    """Names of the matrices in no K-FAC layer, trained or frozen; tables, such as embeddings, do
+    not count."""
     ours = {name for layer in scan.layers for name in layer.parameters}
-    table_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    table_ids = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
     table_ids |= tables(model)
     others = set[str]()
     for name, parameter in model.named_parameters():
         if name not in ours and id(parameter) not in table_ids and is_matrix(parameter):
             module = model.get_submodule(name.rpartition(".")[0])
-            shape = parameter_shape(parameter)  # not module.weight's: modules of TorchScript have no parameters by name
+            # not module.weight's: modules of TorchScript have no parameters by name
+            shape = parameter_shape(parameter)
             kernel = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-            if kernel or len(shape) == 2 or 1 not in shape[:-1]:  # with a side of 1 it is made to be broadcast
+            # with a side of 1 it is made to be broadcast
+            if kernel or len(shape) == 2 or 1 not in shape[:-1]:
                 others.add(name)
     return others
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has the shape of a matrix: at least two sides above 1, and several outputs."""
+    """Whether a parameter has the shape of a matrix: at least two sides above 1, and several
+    outputs."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1

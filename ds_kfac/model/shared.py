@@ -1,6 +1,6 @@
-"""Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by tensor identity in the
-first captured step. The rows of an input then count once, when the gradients of all calls with it have arrived, and a
-row has a gradient if it has one in any of these calls.
+"""Layers that see the same input, such as q, k, v or gate, up, share one A. They are found by
+tensor identity in the first captured step. The rows of an input then count once, when the gradients
+of all calls with it have arrived, and a row has a gradient if it has one in any of these calls.
 """
 
 from collections import Counter
@@ -26,8 +26,8 @@ class Input:
     Attributes:
         call: one of the calls that had it.
         x: rows [.., I], or images.
-        with_gradient: bool of the rows' leading shape, whether a row has a gradient in any of the calls; of images a
-            scalar.
+        with_gradient: bool of the rows' leading shape, whether a row has a gradient in any of the
+            calls; of images a scalar.
         alive: bool scalar, whether any row has one.
     """
 
@@ -62,14 +62,17 @@ class SharedInputs:
     def begin_step(self) -> None:
         self._inputs: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}
         self._total = 0
-        # layer -> (number of the input, whether the gradient is not zero) of each call whose gradient arrived
+        # layer -> (number of the input, whether the gradient is not zero) of each call whose
+        # gradient arrived
         self._arrived: dict[str, list[tuple[int, Tensor | None]]] = {}
         self._numbers: dict[str, set[int]] = {}  # layer of a group -> its inputs
         self._calls: Counter[Place] = Counter()
-        self._waiting: dict[Place, tuple[int, Input]] = {}  # (number of gradients that have arrived, the input)
+        # (number of gradients that have arrived, the input)
+        self._waiting: dict[Place, tuple[int, Input]] = {}
 
     def end_pass(self) -> list[Input]:
-        """A backward pass has ended. Returns the inputs that still waited, as not all of their calls got a gradient."""
+        """A backward pass has ended. Returns the inputs that still waited, as not all of their
+        calls got a gradient."""
         waiting = [waiting for _, waiting in self._waiting.values()]
         self._waiting.clear()
         return waiting
@@ -97,14 +100,17 @@ class SharedInputs:
         return number
 
     def arrived(self, layer: str, number: int, alive: Tensor | None) -> None:
-        """A call's gradient has arrived. ``alive``: whether it is not zero, a bool scalar; None: it is not known."""
+        """A call's gradient has arrived. ``alive``: whether it is not zero, a bool scalar; None: it
+        is not known."""
         if self.searching and number != UNWATCHED:
             self._arrived.setdefault(layer, []).append((number, alive))
 
     def found(self) -> dict[str, tuple[tuple[int, bool], ...]]:
-        """Layer -> (number of the input, whether the gradient was not zero) of its calls; layers with equal entries
-        share their inputs. Waits for the device."""
-        flags = [alive for calls in self._arrived.values() for _, alive in calls if alive is not None]
+        """Layer -> (number of the input, whether the gradient was not zero) of its calls; layers
+        with equal entries share their inputs. Waits for the device."""
+        flags = [
+            alive for calls in self._arrived.values() for _, alive in calls if alive is not None
+        ]
         known = dict(zip(map(id, flags), torch.stack(flags).tolist() if flags else (), strict=True))
         return {
             layer: tuple((number, known.get(id(alive), True)) for number, alive in calls)
@@ -114,8 +120,9 @@ class SharedInputs:
     def parted(self) -> set[tuple[str, ...]]:
         """Return the groups whose layers do not share all their inputs.
 
-        These are groups in which each of two layers got a gradient for an input for which the other got none. A layer
-        may get no gradient for an input of its own, so if only one of the two lacks some, nothing is known.
+        These are groups in which each of two layers got a gradient for an input for which the other
+        got none. A layer may get no gradient for an input of its own, so if only one of the two
+        lacks some, nothing is known.
         """
         parted = set()
         for group in set(self._group.values()):
@@ -131,9 +138,11 @@ class SharedInputs:
         return key_of(group[0] if group else layer.shares or layer.name, "A")
 
     def complete(self, arrived: Input) -> Input | None:
-        """The input of a call whose gradient has arrived, if it is the last one with this input; else it waits."""
+        """The input of a call whose gradient has arrived, if it is the last one with this input;
+        else it waits."""
         layer = arrived.call.layer
-        if layer.name not in self._group:  # of the parts of a layer the first gives the rows of their common A
+        # of the parts of a layer the first gives the rows of their common A
+        if layer.name not in self._group:
             return arrived if layer.shares is None else None
         self._numbers.setdefault(layer.name, set()).add(arrived.call.input)
         place = self._place(arrived.call)
@@ -155,12 +164,15 @@ class SharedInputs:
         self.begin_step()
 
 
-def agreed(found: Sequence[Mapping[str, tuple]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+def agreed(
+    found: Sequence[Mapping[str, tuple]], kinds: Mapping[str, object]
+) -> tuple[tuple[str, ...], ...]:
     """Groups of layers that share their inputs on all ranks.
 
     Args:
         found: :meth:`SharedInputs.found` of every rank.
-        kinds: layer -> other properties that must be equal in a group, such as its side; gives the order of layers.
+        kinds: layer -> other properties that must be equal in a group, such as its side; gives the
+            order of layers.
     """
     groups: dict[tuple, list[str]] = {}
     for layer, kind in kinds.items():

@@ -1,8 +1,10 @@
-"""The library of csrc/cuda: nvcc compiles it ahead of time or at first use, to a file per set of sources and flags.
+"""The library of csrc/cuda: nvcc compiles it ahead of time or at first use, to a file per set of
+sources and flags.
 
-It is next to the package (built ahead of time) or in the cache, else it is compiled under a lock, which ends with its
-process; a process that waits too long for the lock compiles without it. A finished library is renamed into place, so
-none is ever read half-written. Standard library only: setup.py must run without torch and DeepSpeed.
+It is next to the package (built ahead of time) or in the cache, else it is compiled under a lock,
+which ends with its process; a process that waits too long for the lock compiles without it. A
+finished library is renamed into place, so none is ever read half-written. Standard library only:
+setup.py must run without torch and DeepSpeed.
 """
 
 import ctypes
@@ -43,14 +45,18 @@ def source_folder() -> Path:
 
 
 def sources(folder: Path | None = None) -> list[Path]:
-    """The files to compile, ``*.cu`` of ``folder``; None: of ``csrc/cuda``. Headers are included by them."""
+    """The files to compile, ``*.cu`` of ``folder``; None: of ``csrc/cuda``. Headers are included by
+    them."""
     return sorted((folder or source_folder()).glob("*.cu"))
 
 
 def folder() -> Path:
-    """The cache: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    """The cache: in ``TORCH_EXTENSIONS_DIR``, as for DeepSpeed's ops, else ``XDG_CACHE_HOME``, else
+    ``~/.cache``."""
     extensions, cache = os.environ.get("TORCH_EXTENSIONS_DIR"), os.environ.get("XDG_CACHE_HOME")
-    return (Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache") / "ds_kfac"
+    return (
+        Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache"
+    ) / "ds_kfac"
 
 
 def library_name(flags: Sequence[str], source: Path | None = None) -> str:
@@ -63,12 +69,17 @@ def library_name(flags: Sequence[str], source: Path | None = None) -> str:
 
 
 def build(
-    compiler: Callable[[], str], flags: Sequence[str], *, source: Path | None = None, into: Path | None = None
+    compiler: Callable[[], str],
+    flags: Sequence[str],
+    *,
+    source: Path | None = None,
+    into: Path | None = None,
 ) -> Path:
     """Path of the shared library; it is compiled if there is none.
 
     Args:
-        compiler: returns a compiler's path; only called to compile: a library built ahead of time needs no compiler.
+        compiler: returns a compiler's path; only called to compile: a library built ahead of time
+            needs no compiler.
         source: folder of the sources; None: ``csrc/cuda``.
         into: folder of the library; None: :data:`BUILT` if it is there, else :func:`folder`.
 
@@ -86,7 +97,10 @@ def build(
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 if into is None:
-                    LOGGER.info("ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 pip install")
+                    LOGGER.info(
+                        "ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 "
+                        "pip install"
+                    )
                 _compile([compiler(), *flags, *map(str, sources(source))], path)
     except OSError as problem:
         raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
@@ -97,19 +111,25 @@ def _compile(command: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as temporary:
         whole = Path(temporary) / path.name
         try:
-            done = subprocess.run([*command, "-o", whole], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            done = subprocess.run(
+                [*command, "-o", whole], capture_output=True, text=True, timeout=COMPILE_SECONDS
+            )
         except (OSError, subprocess.TimeoutExpired) as problem:
             raise BuildError(f"{command[0]} does not run: {problem}") from problem
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-            raise BuildError(f"{command[0]} failed: {lines[0].strip() if lines else f'status {done.returncode}'}")
+            lines = [
+                line for line in done.stderr.splitlines() if "error" in line.lower()
+            ] or done.stderr.splitlines()
+            raise BuildError(
+                f"{command[0]} failed: {lines[0].strip() if lines else f'status {done.returncode}'}"
+            )
         os.replace(whole, path)
 
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold the lock file ``path``. After ``seconds`` (None: LOCK_SECONDS), or on a file system without locks, the body
-    runs without the lock."""
+    """Hold the lock file ``path``. After ``seconds`` (None: LOCK_SECONDS), or on a file system
+    without locks, the body runs without the lock."""
     with path.open("w") as file:
         deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
@@ -124,7 +144,8 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: in ``CUDA_HOME`` or ``CUDA_PATH``, else in PATH, else in /usr/local/cuda; None: nowhere."""
+    """Path of nvcc: in ``CUDA_HOME`` or ``CUDA_PATH``, else in PATH, else in /usr/local/cuda; None:
+    nowhere."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", NVCC]
     return next(filter(None, map(shutil.which, candidates)), None)
@@ -138,15 +159,25 @@ def nvcc() -> str:
 
 
 def nvcc_flags(architectures: Sequence[str]) -> list[str]:
-    """Flags for a shared library that loads without a driver and has machine code for architectures such as ``90a``."""
+    """Flags for a shared library that loads without a driver and has machine code for architectures
+    such as ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
+    return [
+        "-std=c++17",
+        "-O3",
+        "--threads=0",
+        "-shared",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        *targets,
+    ]
 
 
 def installed(architecture: str) -> Path | None:
-    """Path of a library built ahead of time that runs on a GPU ``architecture``, as nvcc names it; None: there is none.
+    """Path of a library built ahead of time that runs on a GPU ``architecture``, as nvcc names it;
+    None: there is none.
 
-    Code for an older GPU of the same generation runs there, too, unless its name ends in a letter, such as "90a".
+    Code for an older GPU of the same generation runs there, too, unless its name ends in a letter,
+    such as "90a".
     """
     names = [architecture]
     if architecture.isdigit():
@@ -157,7 +188,8 @@ def installed(architecture: str) -> Path | None:
 
 
 def load(architecture: str) -> ctypes.CDLL:
-    """The library for a GPU, built ahead of time or now. Raises RuntimeError: why it cannot be built or loaded."""
+    """The library for a GPU, built ahead of time or now. Raises RuntimeError: why it cannot be
+    built or loaded."""
     try:
         return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:
@@ -165,34 +197,42 @@ def load(architecture: str) -> ctypes.CDLL:
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
-    """The architectures in ``TORCH_CUDA_ARCH_LIST``: 80 and 90a for "8.0;9.0+PTX"; [] if it is not set. Raises
-    BuildError for an entry that is no compute capability from 8.0 on."""
+    """The architectures in ``TORCH_CUDA_ARCH_LIST``: 80 and 90a for "8.0;9.0+PTX"; [] if it is not
+    set. Raises BuildError for an entry that is no compute capability from 8.0 on."""
     names: dict[str, None] = {}
     for entry in environment.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
         parts = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
         if parts is None or int(parts[1]) < 8:
             raise BuildError(
-                f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as "8.0;9.0"'
+                f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as '
+                f'"8.0;9.0"'
             )
         names[f"{parts[1]}{parts[2]}{'a' if parts[1] == '9' else parts[3]}"] = None
     return list(names)
 
 
 def supported(compiler: str) -> list[str]:
-    """The entries of ``ARCHITECTURES`` that this nvcc can compile for; all of them if it does not list any."""
+    """The entries of ``ARCHITECTURES`` that this nvcc can compile for; all of them if it does not
+    list any."""
     try:
-        listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True)
+        listed = subprocess.run(
+            [compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return list(ARCHITECTURES)
     codes = listed.stdout.split()
-    return [name for name in ARCHITECTURES if f"sm_{name.rstrip('a')}" in codes] or list(ARCHITECTURES)
+    return [name for name in ARCHITECTURES if f"sm_{name.rstrip('a')}" in codes] or list(
+        ARCHITECTURES
+    )
 
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
-    """Compile what ``pip install`` shall compile, for all architectures that the environment names. Returns the paths.
+    """Compile what ``pip install`` shall compile, for all architectures that the environment names.
+    Returns the paths.
 
-    As with DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: ``DS_KFAC_BUILD_OPS=1`` builds the library if that is
-    possible, ``DS_KFAC_BUILD_CUDA=1`` raises BuildError if it is not, ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
+    As with DeepSpeed's ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: ``DS_KFAC_BUILD_OPS=1`` builds the
+    library if that is possible, ``DS_KFAC_BUILD_CUDA=1`` raises BuildError if it is not,
+    ``DS_KFAC_BUILD_CUDA=0`` builds nothing.
     """
     built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)
@@ -202,7 +242,9 @@ def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
             compiler = nvcc()
         except BuildError as why:
             if wanted:
-                raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: {why}") from None
+                raise BuildError(
+                    f"DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: {why}"
+                ) from None
             print(f" [WARNING]  kfac_cuda: {why}")
         else:
             names = wanted_architectures(environment) or supported(compiler)

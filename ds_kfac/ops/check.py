@@ -1,13 +1,14 @@
 """Whether an implementation may be used: on this GPU, for these arguments, and with right results.
 
-An implementation that does not support its arguments (a dtype, strides, a size) raises ``NotMadeFor`` before it writes
-anything; plain torch, which supports all of them, then runs instead. Wrong arguments, such as shapes that do not fit,
-are a ValueError from either.
+An implementation that does not support its arguments (a dtype, strides, a size) raises
+``NotMadeFor`` before it writes anything; plain torch, which supports all of them, then runs
+instead. Wrong arguments, such as shapes that do not fit, are a ValueError from either.
 
-At first use a compiled op is compared with plain torch on two odd shapes, one that a single program computes and
-one of many tiles, in every dtype of the op. Rows and matrices are small integers, whose products and sums are exact in
-every dtype. The result is stored in the build folder, by sources, versions, driver and GPU; delete the file to check
-again. ``DS_KFAC_CHECK_OPS=0`` switches the check off.
+At first use a compiled op is compared with plain torch on two odd shapes, one that a single program
+computes and one of many tiles, in every dtype of the op. Rows and matrices are small integers,
+whose products and sums are exact in every dtype. The result is stored in the build folder, by
+sources, versions, driver and GPU; delete the file to check again. ``DS_KFAC_CHECK_OPS=0`` switches
+the check off.
 """
 
 import hashlib
@@ -58,21 +59,25 @@ class NotMadeFor(ValueError):
 
 
 def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation``, with plain torch for arguments that it is not made for. Raises RuntimeError if it fails, such
-    as a kernel that does not compile on this machine, and says how to do without it."""
+    """``implementation``, with plain torch for arguments that it is not made for. Raises
+    RuntimeError if it fails, such as a kernel that does not compile on this machine, and says how
+    to do without it."""
 
     @wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return implementation(*args, **kwargs)
         except NotMadeFor:
-            pass  # torch runs below, outside of the handler: else its errors would name this one as their cause
+            # torch runs below, outside of the handler: else its errors would name this one as their
+            # cause
+            pass
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as problem:
             raise RuntimeError(
                 f'{op} by the backend "{backend}" failed: {type(problem).__name__}: {problem}\n'
-                'This is a fault of the backend or of its installation; kfac.ops.backend "torch" does without it.'
+                'This is a fault of the backend or of its installation; kfac.ops.backend "torch" '
+                "does without it."
             ) from problem
         return getattr(functional, op)(*args, **kwargs)
 
@@ -85,17 +90,23 @@ def describe(*tensors: Tensor) -> str:
 
 
 def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> None:
-    """Raise NotMadeFor unless all tensors among ``tensors`` are on one device of the type (None: of any type)."""
+    """Raise NotMadeFor unless all tensors among ``tensors`` are on one device of the type (None: of
+    any type)."""
     devices = {x.device for x in tensors if isinstance(x, Tensor)}
     if len(devices) > 1 or any(device.type != (device_type or device.type) for device in devices):
-        raise NotMadeFor(f"{op}: expected tensors on one {device_type or ''} device, got {sorted(map(str, devices))}")
+        raise NotMadeFor(
+            f"{op}: expected tensors on one {device_type or ''} device, got "
+            f"{sorted(map(str, devices))}"
+        )
 
 
 SIDES = ((65, 63), (33, 648))
-"""(rows, columns) of the arguments; the second is aligned, and wide enough for the tiles of large sides."""
+"""(rows, columns) of the arguments; the second is aligned, and wide enough for the tiles of large
+sides."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALLOWED = 1e-5
-"""Largest difference to plain torch, relative to the largest value: that of fp32 divisions and short sums."""
+"""Largest difference to plain torch, relative to the largest value: that of fp32 divisions and
+short sums."""
 CHECK_SECONDS = 600
 """For how long a process waits for another one's check, most of which is compilation."""
 ENDED = "a process ended while it was checked"
@@ -103,32 +114,57 @@ Call = tuple[tuple, dict[str, Any]]
 
 
 def _whole(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed), device="cpu").float()
+    return torch.randint(
+        -3, 4, shape, generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).float()
 
 
 def probes(op: str, dtype: torch.dtype) -> list[Call]:
     """Arguments, on the CPU, of the calls with which an op is checked."""
     sides = [side for _, side in SIDES]
     numels = [packed_numel(side) for side in sides]
-    squares, starts, end = [(x := _whole(side, side)) + x.T for side in sides], [3, 7 + numels[0]], 9 + sum(numels)
+    squares, starts, end = (
+        [(x := _whole(side, side)) + x.T for side in sides],
+        [3, 7 + numels[0]],
+        9 + sum(numels),
+    )
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))
     fp32: Any = {"dtype": torch.float32, "device": "cpu"}
-    counts, updates = [torch.tensor(3.0, **fp32)] * 2, [torch.tensor(float(k), **fp32) for k in range(2)]
+    counts, updates = (
+        [torch.tensor(3.0, **fp32)] * 2,
+        [torch.tensor(float(k), **fp32) for k in range(2)],
+    )
     calls: dict[str, list[Call]] = {
-        "symmetric_pack_into_": [((torch.zeros(end, dtype=dtype, device="cpu"), starts, squares), {})],
+        "symmetric_pack_into_": [
+            ((torch.zeros(end, dtype=dtype, device="cpu"), starts, squares), {})
+        ],
         "symmetric_unpack_from": [((_whole(end).to(dtype), starts, sides), {})],
         "ema_update_": [((averages, sums, counts, updates, [0.75, 0.5]), {})],
     }
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
-        gradient, moments = x.expand(2, -1, -1).clone(), (torch.stack([first, x]), torch.stack([second, first]).abs())
-        updates_n, flags = torch.tensor([7.0, 3.0], **fp32), torch.tensor([True, False], device="cpu")
+        gradient, moments = (
+            x.expand(2, -1, -1).clone(),
+            (torch.stack([first, x]), torch.stack([second, first]).abs()),
+        )
+        updates_n, flags = (
+            torch.tensor([7.0, 3.0], **fp32),
+            torch.tensor([True, False], device="cpu"),
+        )
         out = torch.zeros(2, rows, side, **fp32)
         apart = torch.zeros(2, rows * side + 8, **fp32)[:, 8:].unflatten(1, (rows, side))
-        norm, size, target, full = torch.tensor([[4.0, 2, 16, 4], [4, 2, 16, 4]], **fp32).T.contiguous()
+        norm, size, target, full = torch.tensor(
+            [[4.0, 2, 16, 4], [4, 2, 16, 4]], **fp32
+        ).T.contiguous()
         of_shape: dict[str, Call] = {
-            "adam_step_": ((out, gradient, *moments, updates_n, flags), {"betas": (0.75, 0.875), "eps": 0.125}),
-            "finish_direction_": ((apart, gradient, norm, size if rows > side else None, target, full, flags), {}),
+            "adam_step_": (
+                (out, gradient, *moments, updates_n, flags),
+                {"betas": (0.75, 0.875), "eps": 0.125},
+            ),
+            "finish_direction_": (
+                (apart, gradient, norm, size if rows > side else None, target, full, flags),
+                {},
+            ),
         }
         for name, call in of_shape.items():
             calls.setdefault(name, []).append(call)
@@ -158,7 +194,9 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
         with torch.device("cpu"):
             made = probes(op, dtype)
         for arguments, options in made:
-            ours, theirs = (moved((arguments, options), place) for place in (device, torch.device("cpu")))
+            ours, theirs = (
+                moved((arguments, options), place) for place in (device, torch.device("cpu"))
+            )
             expected = getattr(functional, op)(*theirs[0], **theirs[1])
             try:
                 actual = moved((implementation(*ours[0], **ours[1]), ours[0]), torch.device("cpu"))
@@ -166,28 +204,37 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
                 raise
             except Exception as problem:
                 return f"fails: {problem}".splitlines()[0]
-            leaves = map(tree_leaves, (actual, (expected, theirs[0])))  # results, and arguments changed in place
+            # results, and arguments changed in place
+            leaves = map(tree_leaves, (actual, (expected, theirs[0])))
             got, wanted = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
             if len(got) != len(wanted):
                 return "is wrong: returns another number of tensors"
             worst = max(map(difference, got, wanted))
             if worst > ALLOWED:
-                return f"is wrong: off by {worst:.1e} of the largest value, in {str(dtype).removeprefix('torch.')}"
+                return (
+                    f"is wrong: off by {worst:.1e} of the largest value, in "
+                    f"{str(dtype).removeprefix('torch.')}"
+                )
     return ""
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; infinite if shapes differ or a value is not finite."""
+    """Largest difference over the largest expected value; infinite if shapes differ or a value is
+    not finite."""
     if actual.shape != expected.shape:
         return float("inf")
     largest = expected.double().abs().max().clamp(min=1e-30)
-    return float(((actual.double() - expected.double()).abs().max() / largest).nan_to_num(nan=float("inf")))
+    return float(
+        ((actual.double() - expected.double()).abs().max() / largest).nan_to_num(nan=float("inf"))
+    )
 
 
-def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device) -> dict[str, str]:
-    """Op -> why its implementation must not be used on a device; ``compiled``: op -> (backend, implementation).
-    Processes of a machine check one after the other. An op is noted before it is checked: one that kills its process is
-    not run again by the next."""
+def faults(
+    compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device
+) -> dict[str, str]:
+    """Op -> why its implementation must not be used on a device; ``compiled``: op -> (backend,
+    implementation). Processes of a machine check one after the other. An op is noted before it is
+    checked: one that kills its process is not run again by the next."""
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
     path = build.folder() / f"checked-{identity(device)}.json"
@@ -198,11 +245,18 @@ def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch
     except OSError:  # the folder cannot be written
         results = _checked(compiled, device, None)
     named = {op: f"{op} by {backend}" for op, (backend, _) in compiled.items()}
-    return {op: f"{name} {results[name]} (noted in {path})" for op, name in named.items() if results[name]}
+    return {
+        op: f"{name} {results[name]} (noted in {path})"
+        for op, name in named.items()
+        if results[name]
+    }
 
 
-def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None) -> dict[str, str]:
-    """``OP by BACKEND`` -> what is wrong, or "". Ops that are not in the file ``path`` are checked and added to it."""
+def _checked(
+    compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None
+) -> dict[str, str]:
+    """``OP by BACKEND`` -> what is wrong, or "". Ops that are not in the file ``path`` are checked
+    and added to it."""
     results: dict[str, str] = {}
     with suppress(OSError, ValueError):
         results = json.loads(path.read_text()) if path else {}
@@ -220,7 +274,9 @@ def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device,
         note(results | {name: ENDED})
         try:
             results[name] = fault(op, implementation, device)
-        finally:  # after an interrupt or out of memory, which are not the op's fault, ENDED must not stay in the file
+        finally:
+            # after an interrupt or out of memory, which are not the op's fault, ENDED must not stay
+            # in the file
             note(results)
         if results[name]:
             check_alive(device)
@@ -228,8 +284,8 @@ def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device,
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise if a kernel has broken the GPU's context: nothing runs in this process any more, and the next one will not
-    use the op. Waits for the device."""
+    """Raise if a kernel has broken the GPU's context: nothing runs in this process any more, and
+    the next one will not use the op. Waits for the device."""
     torch.zeros((), dtype=torch.float32, device=device).item()
 
 
@@ -240,7 +296,11 @@ def identity(device: torch.device) -> str:
         sources += build.source_folder().iterdir()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *sources]):
         digest.update(file.name.encode() + file.read_bytes())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}"
+    )
     facts = [torch.__version__, name]
     with suppress(metadata.PackageNotFoundError):
         facts.append(metadata.version("triton"))

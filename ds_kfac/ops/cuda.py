@@ -1,7 +1,7 @@
 """Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
 
-Work is queued on the current stream; the host does not wait. Every op is deterministic. Tensors that are not fp32,
-contiguous and on one GPU raise NotMadeFor, see ``ops/check.py``.
+Work is queued on the current stream; the host does not wait. Every op is deterministic. Tensors
+that are not fp32, contiguous and on one GPU raise NotMadeFor, see ``ops/check.py``.
 """
 
 import ctypes
@@ -18,7 +18,8 @@ from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
-"""Launcher in csrc/cuda -> types of its arguments, a letter of ``_TYPES`` each; the last one is the stream."""
+"""Launcher in csrc/cuda -> types of its arguments, a letter of ``_TYPES`` each; the last one is the
+stream."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
 
@@ -36,7 +37,8 @@ def integers(values: Sequence[int]) -> ctypes.Array:
 
 
 class CudaOps:
-    """The ops of a loaded library. ``device_type``: "cuda", or "cpu" for the tests' emulation of the kernels."""
+    """The ops of a loaded library. ``device_type``: "cuda", or "cpu" for the tests' emulation of
+    the kernels."""
 
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
@@ -44,68 +46,116 @@ class CudaOps:
         self._library, self.device_type = library, device_type
         for name, signature in _SIGNATURES.items():
             function = self._function(name)
-            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
+            function.argtypes, function.restype = (
+                [_TYPES[letter] for letter in signature],
+                ctypes.c_int,
+            )
         for name in ("error_name", "error_text"):
             function = self._function(name)
             function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
 
-    def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
+    def symmetric_pack_into_(
+        self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors
+    ) -> None:
         """See ``ops/functional.py``. Matrices need contiguous rows, ``out`` must be contiguous."""
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
             if x_DD.shape != (dim, dim):
-                raise ValueError(f"symmetric_pack_into_: expected square matrices, got {describe(x_DD)}")
+                raise ValueError(
+                    f"symmetric_pack_into_: expected square matrices, got {describe(x_DD)}"
+                )
             if x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
                 raise NotMadeFor(
-                    f"symmetric_pack_into_: expected fp32 matrices with contiguous rows, got {describe(x_DD)}"
+                    f"symmetric_pack_into_: expected fp32 matrices with contiguous rows, got "
+                    f"{describe(x_DD)}"
                 )
         strides = integers([x_DD.stride(0) for x_DD in matrices_DD])
         self._launch(
-            "pack", [out, *matrices_DD], out.data_ptr(), KINDS[out.dtype], len(dims), pointers(matrices_DD), strides,
-            integers(starts), integers(dims),
-        )  # fmt: skip
+            "pack",
+            [out, *matrices_DD],
+            out.data_ptr(),
+            KINDS[out.dtype],
+            len(dims),
+            pointers(matrices_DD),
+            strides,
+            integers(starts),
+            integers(dims),
+        )
 
-    def symmetric_unpack_from(self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    def symmetric_unpack_from(
+        self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]
+    ) -> list[Tensor]:
         self._check_flat("symmetric_unpack_from", packed, starts, dims)
-        matrices = [torch.empty(dim, dim, device=packed.device, dtype=torch.float32) for dim in dims]
+        matrices = [
+            torch.empty(dim, dim, device=packed.device, dtype=torch.float32) for dim in dims
+        ]
         self._launch(
-            "unpack", [packed, *matrices], packed.data_ptr(), KINDS[packed.dtype], len(dims), pointers(matrices),
-            integers(dims), integers(starts), integers(dims),
-        )  # fmt: skip
+            "unpack",
+            [packed, *matrices],
+            packed.data_ptr(),
+            KINDS[packed.dtype],
+            len(dims),
+            pointers(matrices),
+            integers(dims),
+            integers(starts),
+            integers(dims),
+        )
         return matrices
 
     def ema_update_(
-        self, averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
+        self,
+        averages_P: Tensors,
+        sums_P: Tensors,
+        counts: Tensors,
+        updates: Tensors,
+        decays: Sequence[float],
     ) -> Tensor:
-        numels, tensors = [average_P.numel() for average_P in averages_P], [*averages_P, *sums_P, *counts, *updates]
+        numels, tensors = (
+            [average_P.numel() for average_P in averages_P],
+            [*averages_P, *sums_P, *counts, *updates],
+        )
         lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
         if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
             raise ValueError(
-                f"ema_update_: averages of {numels} elements, sums of {[sum_P.numel() for sum_P in sums_P]}, "
+                f"ema_update_: averages of {numels} elements, sums of "
+                f"{[sum_P.numel() for sum_P in sums_P]}, "
                 f"{len(counts)} counts, {len(updates)} updates, {len(decays)} decays"
             )
         if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
-            raise ValueError(f"ema_update_: counts and updates are scalars, got {describe(wide[0])}")
+            raise ValueError(
+                f"ema_update_: counts and updates are scalars, got {describe(wide[0])}"
+            )
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise NotMadeFor(f"ema_update_: expected contiguous fp32 tensors, got {describe(tensor)}")
+                raise NotMadeFor(
+                    f"ema_update_: expected contiguous fp32 tensors, got {describe(tensor)}"
+                )
         if not tensors:
             return torch.empty(0, dtype=torch.bool, device=self.device_type)
         used = torch.empty(len(numels), dtype=torch.bool, device=averages_P[0].device)
         weights = torch.empty(len(numels), device=used.device, dtype=torch.float32)
         self._launch(
-            "ema_update", tensors, used.data_ptr(), weights.data_ptr(), len(numels), pointers(averages_P),
-            pointers(sums_P), integers(numels), pointers(counts), pointers(updates),
+            "ema_update",
+            tensors,
+            used.data_ptr(),
+            weights.data_ptr(),
+            len(numels),
+            pointers(averages_P),
+            pointers(sums_P),
+            integers(numels),
+            pointers(counts),
+            pointers(updates),
             (ctypes.c_float * len(decays))(*decays),
-        )  # fmt: skip
+        )
         return used
 
     def _function(self, name: str):
         return getattr(self._library, f"ds_kfac_cuda_{name}")
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
-        """Launch on the current stream of the tensors' device, which must be one. Raises CudaError if that fails."""
+        """Launch on the current stream of the tensors' device, which must be one. Raises CudaError
+        if that fails."""
         check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
             error = self._function(name)(*arguments, None)
@@ -113,21 +163,32 @@ class CudaOps:
             with torch.cuda.device(tensors[0].device):
                 error = self._function(name)(*arguments, torch.cuda.current_stream().cuda_stream)
         if error:
-            code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
+            code, text = (
+                self._function(part)(error).decode() for part in ("error_name", "error_text")
+            )
             raise CudaError(f"{name}: {code} ({error}): {text}")
 
-    def _check_flat(self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
+    def _check_flat(
+        self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]
+    ) -> None:
         if flat.ndim != 1 or not flat.is_contiguous() or flat.dtype not in KINDS:
-            raise NotMadeFor(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {describe(flat)}")
+            raise NotMadeFor(
+                f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got "
+                f"{describe(flat)}"
+            )
         for start, dim in zip(starts, dims, strict=True):
             if dim > MAX_DIM:
                 raise NotMadeFor(f"{op}: expected sides up to {MAX_DIM}, got {dim}")
             if start < 0 or dim < 0 or start + packed_numel(dim) > flat.numel():
-                raise ValueError(f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} elements")
+                raise ValueError(
+                    f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} "
+                    f"elements"
+                )
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation; the library is built at first use. Raises RuntimeError: why it cannot run here."""
+    """Op -> implementation; the library is built at first use. Raises RuntimeError: why it cannot
+    run here."""
     if reason := check.gpu_problem():
         raise RuntimeError(reason)
     ops = _load()

@@ -1,7 +1,9 @@
-"""The ops that the other folders call: each runs on the backend chosen for the device of its tensors.
+"""The ops that the other folders call: each runs on the backend chosen for the device of its
+tensors.
 
-For each device type that is the requested backend, or the best one that can run. The choice holds for the process,
-because callers of ops do not know the config. Contracts are in ``ops/functional.py``.
+For each device type that is the requested backend, or the best one that can run. The choice holds
+for the process, because callers of ops do not know the config. Contracts are in
+``ops/functional.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +19,21 @@ from ds_kfac.ops import cuda, functional, triton
 from ds_kfac.ops.check import faults, guarded
 
 OPS = (
-    "syrk_accumulate_", "block_syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
-    "adam_step_", "finish_direction_",
-)  # fmt: skip
+    "syrk_accumulate_",
+    "block_syrk_accumulate_",
+    "symmetric_pack_into_",
+    "symmetric_unpack_from",
+    "ema_update_",
+    "adam_step_",
+    "finish_direction_",
+)
 Implementation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of implementations. ``device``: the type it is for; None: every type. ``load``: returns op ->
-    implementation, or raises RuntimeError with the reason why the backend cannot run here."""
+    """A set of implementations. ``device``: the type it is for; None: every type. ``load``: returns
+    op -> implementation, or raises RuntimeError with the reason why the backend cannot run here."""
 
     device: str | None
     load: Callable[[], Mapping[str, Implementation]]
@@ -37,7 +44,8 @@ BACKENDS: dict[str, Backend] = {
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""By name, the best first. Triton has products and Adam, CUDA ops over many layers in one launch; they share none."""
+"""By name, the best first. Triton has products and Adam, CUDA ops over many layers in one launch;
+they share none."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,8 @@ class BackendChoice:
     """The implementations chosen for one device type.
 
     Attributes:
-        ops: op -> (backend, implementation); that of a compiled backend is guarded, see :func:`guarded`.
+        ops: op -> (backend, implementation); that of a compiled backend is guarded, see
+            :func:`guarded`.
         missing: backend or op -> why it is not used here; plain torch computes such an op.
     """
 
@@ -60,7 +69,10 @@ class BackendChoice:
     def __str__(self) -> str:
         """For people: the ops of each backend, and why other backends or ops are not used."""
         names = dict.fromkeys(backend for backend, _ in self.ops.values())
-        parts = [f"{name} ({', '.join(op for op in self.ops if self.ops[op][0] == name)})" for name in names]
+        parts = [
+            f"{name} ({', '.join(op for op in self.ops if self.ops[op][0] == name)})"
+            for name in names
+        ]
         return "; ".join([*parts, *(f"not {name}: {why}" for name, why in self.missing.items())])
 
 
@@ -69,7 +81,9 @@ _requested: str | None = None
 _choices: dict[str, BackendChoice] = {}
 
 
-def use(backend: str | None, device: str, without: Mapping[str, str] | None = None) -> BackendChoice:
+def use(
+    backend: str | None, device: str, without: Mapping[str, str] | None = None
+) -> BackendChoice:
     """Choose this process's backends, and build them if necessary.
 
     Args:
@@ -84,7 +98,8 @@ def use(backend: str | None, device: str, without: Mapping[str, str] | None = No
         choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
-                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null chooses one that can'
+                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null '
+                f"chooses one that can"
             )
         _requested = backend
         _choices.clear()
@@ -96,7 +111,9 @@ def chosen(device: str) -> BackendChoice:
     """The choice for a device type, made at the first call."""
     if (choice := _choices.get(device)) is None:
         with _lock:
-            choice = _choices.get(device) or _choices.setdefault(device, _choose(_requested, device, {}))
+            choice = _choices.get(device) or _choices.setdefault(
+                device, _choose(_requested, device, {})
+            )
     return choice
 
 
@@ -119,7 +136,13 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Bac
             continue
         for op, implementation in implementations.items():
             if name == "torch" or op not in without:
-                ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
+                ops.setdefault(
+                    op,
+                    (
+                        name,
+                        implementation if name == "torch" else guarded(name, op, implementation),
+                    ),
+                )
     compiled = {op: entry for op, entry in ops.items() if entry[0] != "torch"}
     for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
         missing[op], ops[op] = why, ("torch", getattr(functional, op))
@@ -135,8 +158,8 @@ def _type_of(device: torch.device) -> str:
 
 
 def _by_device(plain: Op) -> Op:
-    """The op with the name, signature and docstring of ``plain``; it calls the implementation chosen for the device of
-    its first argument, a tensor or a list of tensors."""
+    """The op with the name, signature and docstring of ``plain``; it calls the implementation
+    chosen for the device of its first argument, a tensor or a list of tensors."""
     op = plain.__name__
 
     @wraps(plain)

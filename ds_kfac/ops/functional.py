@@ -1,6 +1,7 @@
 """Backend ``torch``: every op on every device, and what other backends have to compute.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
+Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a
+layer's matrix.
 """
 
 import ctypes
@@ -14,10 +15,12 @@ from torch import Tensor
 Scalar = Tensor | float
 Tensors = Sequence[Tensor]
 BLOCK_ROWS = 128
-"""Rows of the lower triangle computed by one matrix product; blocks above the diagonal are not computed."""
+"""Rows of the lower triangle computed by one matrix product; blocks above the diagonal are not
+computed."""
 NARROW, CHUNK_ROWS = 16, 1024
-"""Below NARROW columns a CPU's library sums row after row: over 200,000 rows an eigenvalue of zero becomes up to 1,000
-eps of the largest. Sums of CHUNK_ROWS rows at a time make it a few eps, for a millisecond more."""
+"""Below NARROW columns a CPU's library sums row after row: over 200,000 rows an eigenvalue of zero
+becomes up to 1,000 eps of the largest. Sums of CHUNK_ROWS rows at a time make it a few eps, for a
+millisecond more."""
 
 
 def packed_numel(dim: int) -> int:
@@ -26,40 +29,58 @@ def packed_numel(dim: int) -> int:
 
 
 def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
-    """left x right, with block-diagonal ``left`` and ``right``, for a matrix x [O, I] or n matrices [n, O, I].
+    """left x right, with block-diagonal ``left`` and ``right``, for a matrix x [O, I] or n matrices
+    [n, O, I].
 
     Args:
-        left, right: a tensor [blocks, b, b] for each run of blocks of one size b, the first matrix's blocks first;
-            empty: the identity.
+        left, right: a tensor [blocks, b, b] for each run of blocks of one size b, the first
+            matrix's blocks first; empty: the identity.
     """
     for matrices, columns in ((left, False), (right, True)):
-        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block per matrix
+        # a block per matrix
+        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):
             # torch.bmm with a batch of one is slower than torch.mm
-            matrix, x = (matrices[0], x_OI) if len(matrices[0]) > 1 else (matrices[0][0], x_OI.view(x_OI.shape[-2:]))
+            matrix, x = (
+                (matrices[0], x_OI)
+                if len(matrices[0]) > 1
+                else (matrices[0][0], x_OI.view(x_OI.shape[-2:]))
+            )
             x_OI = (x @ matrix if columns else matrix @ x).view(x_OI.shape)
         elif matrices:
             transposed = x_OI.mT if columns else x_OI
-            parts = transposed.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
+            parts = transposed.flatten(0, -2).split(
+                [len(blocks) * blocks.shape[-1] for blocks in matrices]
+            )
             products = []
             for blocks, part in zip(matrices, parts, strict=True):
                 blocks = blocks.mT if columns else blocks
                 single = len(blocks) == 1
-                product = blocks[0] @ part if single else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1)
+                product = (
+                    blocks[0] @ part
+                    if single
+                    else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1)
+                )
                 products.append(product)
-            transposed = (products[0] if len(products) == 1 else torch.cat(products)).view(transposed.shape)
+            transposed = (products[0] if len(products) == 1 else torch.cat(products)).view(
+                transposed.shape
+            )
             x_OI = transposed.mT if columns else transposed
     return x_OI
 
 
-@cache  # 8 P bytes per distinct side, shared by all ops; building it in every call would cost as much as the product
+# 8 P bytes per distinct side, shared by all ops; building it in every call would cost as much as
+# the product
+@cache
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
-    """int64: where the entries of rows start..stop of a lower triangle are in their row-major [stop - start, stop]."""
+    """int64: where the entries of rows start..stop of a lower triangle are in their row-major [stop
+    - start, stop]."""
     rows, columns = torch.tril_indices(stop - start, stop, offset=start, device=device)
     return rows * stop + columns
 
 
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
-    """Write the lower triangles of several fp32 matrices into one flat tensor, in its dtype (fp32, bf16, fp16).
+    """Write the lower triangles of several fp32 matrices into one flat tensor, in its dtype (fp32,
+    bf16, fp16).
 
     Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
 
@@ -69,16 +90,23 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
     for start, x_DD in zip(starts, matrices_DD, strict=True):
         dim = len(x_DD)
         if x_DD.shape != (dim, dim):
-            raise ValueError(f"symmetric_pack_into_: expected a square matrix, got shape {tuple(x_DD.shape)}")
+            raise ValueError(
+                f"symmetric_pack_into_: expected a square matrix, got shape {tuple(x_DD.shape)}"
+            )
         for first in range(0, dim, BLOCK_ROWS):
             stop = min(first + BLOCK_ROWS, dim)
             index = _lower_index(first, stop, x_DD.device)
-            out[start : start + len(index)].copy_(x_DD[first:stop, :stop].reshape(-1).index_select(0, index))
+            out[start : start + len(index)].copy_(
+                x_DD[first:stop, :stop].reshape(-1).index_select(0, index)
+            )
             start += len(index)
 
 
-def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype."""
+def symmetric_unpack_from(
+    packed: Tensor, starts: Sequence[int], dims: Sequence[int]
+) -> list[Tensor]:
+    """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating
+    dtype."""
     matrices = []
     for start, dim in zip(starts, dims, strict=True):
         lower_DD = torch.zeros(dim, dim, device=packed.device, dtype=torch.float32)
@@ -100,12 +128,15 @@ def ema_update_(
 
         average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
 
-    A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All tensors are fp32.
+    A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All
+    tensors are fp32.
 
     Returns bool [n]: whether each factor's sum was used.
     """
     used = []
-    for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
+    for average_P, sum_P, count, update, decay in zip(
+        averages_P, sums_P, counts, updates, decays, strict=True
+    ):
         usable = (count > 0) & torch.isfinite(sum_P).all()
         update += usable
         keep = torch.clamp(1 - 1 / update.clamp(min=1), max=decay)
@@ -116,24 +147,31 @@ def ema_update_(
 
 
 def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+    sum_P: Tensor,
+    x_ND: Tensor,
+    *,
+    kept: Tensor | None = None,
+    bias: bool = False,
+    scale: Scalar = 1.0,
 ) -> Tensor:
     """Add a second moment to a packed fp32 sum: ``sum_P += scale * pack(X^T diag(kept) X)``.
 
     X is ``x_ND``, with a column of ones at its end if ``bias``.
 
     Args:
-        kept: bool [N], which rows count; None: all of them. A row that does not count adds nothing to any column, the
-            bias's included, even if it holds NaN or infinity.
+        kept: bool [N], which rows count; None: all of them. A row that does not count adds nothing
+            to any column, the bias's included, even if it holds NaN or infinity.
         bias: whether the layer has a bias, whose input is 1.
-        scale: a number, or a 0-d tensor on the device, so that the host does not wait for its value. It is applied
-            after the product: 16-bit rows are then not rounded again.
+        scale: a number, or a 0-d tensor on the device, so that the host does not wait for its
+            value. It is applied after the product: 16-bit rows are then not rounded again.
 
-    For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under autocast.
+    For large D half the FLOPs of X^T X, and no copy of X with the ones column; in fp32, also under
+    autocast.
     """
     dim = x_ND.shape[1]
     check_syrk(sum_P, x_ND, kept, bias)
-    with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
+    # autocast would run the product in 16 bits
+    with torch.autocast(x_ND.device.type, enabled=False):
         x_ND = _kept_rows(x_ND, kept)
         for start in range(0, dim, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, dim)
@@ -164,7 +202,8 @@ def check_kept(op: str, x_ND: Tensor, kept: Tensor | None) -> None:
     """Raise ValueError unless ``kept`` is None or has a bool for each row of ``x_ND``."""
     if kept is not None and (kept.dtype != torch.bool or kept.shape != x_ND.shape[:1]):
         raise ValueError(
-            f"{op}: kept must be bool of shape ({len(x_ND)},), one for each row, got {kept.dtype} {tuple(kept.shape)}"
+            f"{op}: kept must be bool of shape ({len(x_ND)},), one for each row, got {kept.dtype} "
+            f"{tuple(kept.shape)}"
         )
 
 
@@ -190,8 +229,8 @@ def _times_(x: Tensor, scale: Scalar) -> Tensor:
 def block_syrk_accumulate_(
     sum_P: Tensor, x_ND: Tensor, *, block: int, kept: Tensor | None = None, scale: Scalar = 1.0
 ) -> Tensor:
-    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one after the other.
-    All of them are one batched product; D is a multiple of ``block``.
+    """Add ``scale`` times the diagonal blocks of X^T X to a fp32 sum of their packed triangles, one
+    after the other. All of them are one batched product; D is a multiple of ``block``.
 
     Args:
         kept: bool [N], which rows count, as in :func:`syrk_accumulate_`.
@@ -200,7 +239,8 @@ def block_syrk_accumulate_(
     if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
         raise ValueError(
             f"block_syrk_accumulate_: rows of {dim} in blocks of {block} need a sum of shape "
-            f"({dim // block * packed_numel(block)},) and a whole number of blocks, got {tuple(sum_P.shape)}"
+            f"({dim // block * packed_numel(block)},) and a whole number of blocks, got "
+            f"{tuple(sum_P.shape)}"
         )
     check_kept("block_syrk_accumulate_", x_ND, kept)
     x_ND = _kept_rows(x_ND, kept)
@@ -224,19 +264,23 @@ def adam_step_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Fold n gradients into Adam's moments, in place, and write Adam's direction with Nesterov's momentum.
+    """Fold n gradients into Adam's moments, in place, and write Adam's direction with Nesterov's
+    momentum.
 
         k <- k + 1      m <- b1 m + (1 - b1) x      v <- b2 v + (1 - b2) x^2
-        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
+        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) +
+        eps)
 
     x has the weight that it will have in the next step's m (NAdam, Dozat 2016).
 
     Args:
-        direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be ``x_nOI``.
+        direction_nOI: fp32, overwritten; zeros for a matrix that is not usable. It may be
+            ``x_nOI``.
         x_nOI: fp32, the gradients.
         first_nOI, second_nOI: fp32, the moments m and v, without bias correction.
         updates_n: fp32, k: how many gradients the moments hold.
-        usable_n: bool. Where it is False, x is ignored, even NaN, and the moments and k stay as they are.
+        usable_n: bool. Where it is False, x is ignored, even NaN, and the moments and k stay as
+            they are.
         betas: rounded to fp32 first.
 
     Source: Kingma & Ba 2015 (arXiv:1412.6980).
@@ -249,7 +293,8 @@ def adam_step_(
     of_first = beta1 / (1 - beta1 * power) * usable
     of_x = (1 - beta1) / (1 - power)
     of_second = usable / (1 - beta2**k)
-    added = 1 - usable + eps  # the direction of a matrix that is not usable is 0 / 1, also if eps is 0
+    # the direction of a matrix that is not usable is 0 / 1, also if eps is 0
+    added = 1 - usable + eps
     ignored = usable == 0
     for direction, x, first, second in in_chunks(direction_nOI, x_nOI, first_nOI, second_nOI):
         x = x.masked_fill(ignored, 0.0)
@@ -262,15 +307,18 @@ def adam_step_(
 
 
 SMALLEST = 1e-15
-"""A matrix with a smaller norm is scaled as if it had this one: its squares underflow, and a quotient would blow up."""
+"""A matrix with a smaller norm is scaled as if it had this one: its squares underflow, and a
+quotient would blow up."""
 
 
 def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
-    """The factor that gives an orthogonal matrix the norm ``target``, or less where ``size`` is below ``full``.
+    """The factor that gives an orthogonal matrix the norm ``target``, or less where ``size`` is
+    below ``full``.
 
     Args:
         target: a Frobenius norm.
-        size: norm of the direction that was orthogonalized; a direction of norm 0 gets the factor 0.
+        size: norm of the direction that was orthogonalized; a direction of norm 0 gets the factor
+            0.
         norm: norm of the orthogonal matrix, in any basis.
         full: ``newton_schulz.FULL`` times the square root of the number of entries.
     """
@@ -292,16 +340,20 @@ def finish_direction_(
         out <- scale x   where used and norm is finite, else 0
 
     Args:
-        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI``. Its matrices may lie apart, and each may be
-            several of x, one below the other.
+        out_nOI: overwritten, rounded to its dtype. It may be ``x_nOI``. Its matrices may lie apart,
+            and each may be several of x, one below the other.
         x_nOI: fp32; what is not used may hold anything, also NaN.
         norm_n: fp32, the Frobenius norms of x.
-        size_n: fp32, the norms of the directions before they were orthogonalized; None: they were not.
+        size_n: fp32, the norms of the directions before they were orthogonalized; None: they were
+            not.
         target_n: fp32, the final norms; if ``size_n`` is None, factors.
-        full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if that is None.
+        full_n: fp32, directions with a ``size_n`` of at least this get the whole target; unused if
+            that is None.
         used_n: bool.
     """
-    scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
+    scale = (
+        target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
+    )
     zero = ~(used_n & (norm_n < math.inf))  # NaN is not below infinity
     parts = len(x_nOI) // len(out_nOI)
     if len(out_nOI) == 1:  # equal blocks, or the groups of a convolution, all at once
@@ -310,19 +362,22 @@ def finish_direction_(
         part_scale, part_zero = (of_matrix[part::parts, None, None] for of_matrix in (scale, zero))
         for out, x in in_chunks(out_part, x_nOI[part::parts]):
             in_place = out.dtype is torch.float32
-            scaled = torch.mul(x, part_scale, out=out if in_place else None).masked_fill_(part_zero, 0.0)
+            scaled = torch.mul(x, part_scale, out=out if in_place else None).masked_fill_(
+                part_zero, 0.0
+            )
             if not in_place:
                 out.copy_(scaled)
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
-    """The betas rounded to fp32, in which moments are averaged: bias corrections must use the same numbers."""
+    """The betas rounded to fp32, in which moments are averaged: bias corrections must use the same
+    numbers."""
     return ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value
 
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 22
-"""Elements that a chain of elementwise passes takes at a time: on a CPU as many as a core's cache holds, on other
-devices so many that temporaries take no more than 16 MiB each."""
+"""Elements that a chain of elementwise passes takes at a time: on a CPU as many as a core's cache
+holds, on other devices so many that temporaries take no more than 16 MiB each."""
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

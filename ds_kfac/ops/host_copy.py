@@ -10,7 +10,9 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._event = tensor, None
         if tensor.is_cuda:
-            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record()
 

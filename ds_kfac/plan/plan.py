@@ -1,7 +1,8 @@
-"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made before training.
+"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made
+before training.
 
-What the config leaves open is chosen by predicted cost, each with its reason. What no key says is a constant or a
-function, so that a test can have it otherwise.
+What the config leaves open is chosen by predicted cost, each with its reason. What no key says is a
+constant or a function, so that a test can have it otherwise.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -22,19 +23,22 @@ from ds_kfac.schedule.timetable import Schedule, Timetable
 
 CPU = torch.device("cpu")
 FIRST_BUCKETS = 4
-"""Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
+"""Sums of the first captured batch take as much memory at most, in messages, or come from the eigen
+workers alone."""
 COSTLY_TRAFFIC = 0.02
 """Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
 BUCKET_BYTES = 1 << 28
-"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
+"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at
+a time."""
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What the first captured batch shows, None: not yet. Groups of layers that share their input; layer name -> rows
-    of a rank in a step, in the mean, of a stack's layer those that it takes itself; fewer after :meth:`Plan.seeking`.
+    """What the first captured batch shows, None: not yet. Groups of layers that share their input;
+    layer name -> rows of a rank in a step, in the mean, of a stack's layer those that it takes
+    itself; fewer after :meth:`Plan.seeking`.
     """
 
     groups: tuple[tuple[str, ...], ...] | None = None
@@ -46,9 +50,10 @@ class Plan:
     """See the module's docstring.
 
     Attributes:
-        offsets: factor key -> steps by which its refreshes are displaced, also of factors that layers would have if
-            they did not share one; empty: all at once.
-        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the rule is off.
+        offsets: factor key -> steps by which its refreshes are displaced, also of factors that
+            layers would have if they did not share one; empty: all at once.
+        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the
+            rule is off.
         contributors: which ranks capture a factor's batch, and which of their rows.
         bucket_bytes: most that a rank sends or receives in one message of batch sums.
         wire: dtype of batch sums and eigenvectors on the wire.
@@ -57,7 +62,8 @@ class Plan:
         precision: of the products of a step.
         batched: whether layers of one shape are stepped in one batch.
         answers, reasons: what was chosen, and why; for the report.
-        first: which ranks captured a factor's batch before rows were known; None: they are not known.
+        first: which ranks captured a factor's batch before rows were known; None: they are not
+            known.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -87,7 +93,8 @@ class Plan:
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that get each other's results: together they are gradient workers of every layer once."""
+        """Ranks that get each other's results: together they are gradient workers of every layer
+        once."""
         world, width = self.assignment.world, self.assignment.world // self.workers
         return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
 
@@ -103,12 +110,14 @@ class Plan:
 
     @property
     def counts_terms(self) -> bool:
-        """Whether layers need their number of loss terms: corrected eigenvalues are in units of these."""
+        """Whether layers need their number of loss terms: corrected eigenvalues are in units of
+        these."""
         return self.config.preconditioner.eigenvalues == "corrected"
 
     @cached_property
     def measures(self) -> bool:
-        """Whether contributors, and which of their rows count, depend on how many rows a rank has."""
+        """Whether contributors, and which of their rows count, depend on how many rows a rank
+        has."""
         return self.config.factor.rows != "all"
 
     def with_observations(self, observations: Observations) -> "Plan":
@@ -119,33 +128,41 @@ class Plan:
             return plan
         alone = alone_here(self.layers, factor_specs(self.layers))
         layers = {layer.name: layer for layer in self.layers}
-        rows = {f.key: sum(observations.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
+        rows = {
+            f.key: sum(observations.rows.get(name, 0.0) for name in rows_from(f, layers))
+            for f in alone
+        }
         counts = roles.counted(alone, rows, self.assignment.world, wanted=wanted)
         strides = roles.strides(alone, rows, wanted=wanted, together=self.contributors.sequence)
         known_rows = replace(self.contributors, counts=counts, strides=strides)
         return replace(plan, contributors=known_rows, first=self.first or self.contributors)
 
     def seeking(self, observations: Observations, keys: Collection[str]) -> Observations:
-        """After updates of these factors for which no contributor had a row, though other ranks have used their layers:
-        as if a rank had so few that twice as many contribute."""
+        """After updates of these factors for which no contributor had a row, though other ranks
+        have used their layers: as if a rank had so few that twice as many contribute."""
         layers, wanted = {layer.name: layer for layer in self.layers}, self.config.factor.rows
         rows = dict(observations.rows or {})
         for factor in self.assignment.factors:
             count = self.contributors.counts.get(factor.key)
             if factor.key in keys and count is not None and not isinstance(wanted, str):
                 names = rows_from(factor, layers)
-                here, few = sum(rows.get(name, 0.0) for name in names), roles.needed(factor, wanted) / (2 * count)
+                here, few = (
+                    sum(rows.get(name, 0.0) for name in names),
+                    roles.needed(factor, wanted) / (2 * count),
+                )
                 rows |= {name: rows.get(name, 0.0) * min(1.0, few / here) for name in names}
         return replace(observations, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """With one A for each of these groups of layers alone; its eigen worker is that of the group's first layer."""
+        """With one A for each of these groups of layers alone; its eigen worker is that of the
+        group's first layer."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
 
 def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
-    """Factors of layers that no other tensor-parallel ranks have copies of: those ranks' plans may differ."""
+    """Factors of layers that no other tensor-parallel ranks have copies of: those ranks' plans may
+    differ."""
     copied = {layer.name for layer in layers if layer.copies > 1}
     return [factor for factor in factors if factor.layers[0] not in copied]
 
@@ -160,7 +177,8 @@ class EngineFacts:
 
     Attributes:
         world: ranks of the data-parallel group.
-        held: layer name -> gradient elements on each rank; None where every rank holds every gradient.
+        held: layer name -> gradient elements on each rank; None where every rank holds every
+            gradient.
         parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
         moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: where layers are preconditioned.
@@ -179,13 +197,18 @@ class EngineFacts:
 
 
 def make_plan(
-    layers: Sequence[LayerSpec], facts: EngineFacts, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
+    layers: Sequence[LayerSpec],
+    facts: EngineFacts,
+    config: KFACConfig,
+    costs: CostModel,
+    answers: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may differ from these in
-    ``shares``: the experts of a stack have an A each or one for all, see :mod:`ds_kfac.plan.common`, and one wherever
-    the memory is over the budget else.
+    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Its layers may
+    differ from these in ``shares``: the experts of a stack have an A each or one for all, see
+    :mod:`ds_kfac.plan.common`, and one wherever the memory is over the budget else.
 
-    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
+    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is
+    too small.
     """
     method = METHODS[config.preconditioner.method]
     if method is EIGEN and facts.rotates and costs.ieee_flops:
@@ -205,56 +228,85 @@ def make_plan(
                 raise
         del models[0]
         less = len(factor_specs(found[0])) - len(factor_specs(models[0]))
-        told = (f"one A for all experts of a stack: {less:,} more are over {config.assignment.memory_budget_gb:g} GB",)
+        told = (
+            f"one A for all experts of a stack: {less:,} more are over "
+            f"{config.assignment.memory_budget_gb:g} GB",
+        )
 
 
 def _made(
-    layers: Sequence[LayerSpec], method: Method, facts: EngineFacts, config: KFACConfig, costs: CostModel,
-    answers: tuple[str, ...], told: Sequence[str],
-) -> Plan:  # fmt: skip
+    layers: Sequence[LayerSpec],
+    method: Method,
+    facts: EngineFacts,
+    config: KFACConfig,
+    costs: CostModel,
+    answers: tuple[str, ...],
+    told: Sequence[str],
+) -> Plan:
     """Of layers whose common As are settled. ``told``: why these."""
     schedule, reasons = config.schedule, list(told)
     update, refresh = schedule.intervals(schedule.settled)
     paired, factors = method.paired(config.damping.kind), factor_specs(layers)
-    work = Work(layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method)
+    work = Work(
+        layers, factors, facts.world, facts.held, costs, update, refresh, facts.moments, method
+    )
     assignment = _assignment(work, config, paired, reasons)
     wire = _wire(assignment, facts, config, reasons)
     offsets = _offsets(assignment, config, reasons)
     if paired:
         reasons.append(
             "A and G of a layer are decomposed on one rank, and layers do not share A: with "
-            f'"{config.damping.kind}" a factor\'s damping depends on its partner; "relative" does not need it'
+            f'"{config.damping.kind}" a factor\'s damping depends on its partner; "relative" does '
+            f"not need it"
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
-        reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+        reasons.append(
+            f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}"
+        )
     contributors = _contributors(work, facts, config, reasons)
     return Plan(
-        layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets,
-        adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
+        layers=tuple(layers),
+        schedule=schedule,
+        assignment=assignment,
+        offsets=offsets,
+        adaptive=config.adaptive,
+        contributors=contributors,
+        bucket_bytes=BUCKET_BYTES,
+        wire=wire,
         gradient_dtypes=gradient_dtypes(facts.parameters, facts.gradients),
-        config=config, precision=choose(config.preconditioner.precision, facts.device),
-        batched=batched(facts.device, method), answers=answers,
+        config=config,
+        precision=choose(config.preconditioner.precision, facts.device),
+        batched=batched(facts.device, method),
+        answers=answers,
         reasons=tuple(reasons),
-    )  # fmt: skip
+    )
 
 
-def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> roles.Assignment:
+def _assignment(
+    work: Work, config: KFACConfig, paired: bool, reasons: list[str]
+) -> roles.Assignment:
     """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
     options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
-    counts = roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
+    counts = (
+        roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
+    )
     if work.held is not None:
         if fraction is not None and counts != (1,):
             raise ValueError(
-                f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
-                "several workers would each gather the whole gradient, and one would send the pieces back. Set it to "
+                f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage "
+                f"partitions gradients: "
+                "several workers would each gather the whole gradient, and one would send the "
+                "pieces back. Set it to "
                 "null, or use ZeRO stage 0"
             )
         counts = (1,)
     found, problems = dict[int, roles.Assignment](), list[str]()
     for workers in counts:
         try:
-            found[workers] = roles.assign(work, workers, paired=paired, memory_cap=budget and budget * 1e9)
+            found[workers] = roles.assign(
+                work, workers, paired=paired, memory_cap=budget and budget * 1e9
+            )
         except ValueError as problem:
             problems.append(str(problem))
     if not found:
@@ -262,38 +314,61 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
     most = {workers: (max(made.loads), max(made.memory)) for workers, made in found.items()}
     best = min(most, key=most.__getitem__)
     if len(counts) > 1:
-        tried = ", ".join(f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes" for g, (load, size) in most.items())
+        tried = ", ".join(
+            f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes"
+            for g, (load, size) in most.items()
+        )
         tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
-        reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
+        reasons.append(
+            f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}"
+        )
     return found[best]
 
 
-def _contributors(work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
-    """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
-    memory than later steps may; then the eigen workers alone."""
+def _contributors(
+    work: Work, facts: EngineFacts, config: KFACConfig, reasons: list[str]
+) -> roles.Contributors:
+    """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless
+    that takes more memory than later steps may; then the eigen workers alone."""
     asked, counts = config.factor.rows, dict[str, int]()
     if asked != "all":
-        if work.world > 1 and sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
+        if (
+            work.world > 1
+            and sum(packed_bytes(factor.side) for factor in work.factors)
+            > FIRST_BUCKETS * BUCKET_BYTES
+        ):
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
-        reasons.append(f"in a factor update {need} count (factor.rows), of as few ranks as have them in the first one")
+        reasons.append(
+            f"in a factor update {need} count (factor.rows), of as few ranks as have them in the "
+            f"first one"
+        )
     return roles.Contributors(work.world, work.costs.node_size, counts, facts.sequence)
 
 
-def _wire(assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, reasons: list[str]) -> torch.dtype:
+def _wire(
+    assignment: roles.Assignment, facts: EngineFacts, config: KFACConfig, reasons: list[str]
+) -> torch.dtype:
     """The dtype of batch sums and eigenvectors."""
     work = assignment.work
     if config.communication.dtype is not None:
         return DTYPES[config.communication.dtype]
-    seconds = sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors) / work.update_interval
+    seconds = (
+        sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors)
+        / work.update_interval
+    )
     part = seconds / (seconds + max(assignment.loads)) if facts.world > 1 else 0.0
     if facts.parameters.itemsize > 2 or part <= COSTLY_TRAFFIC:
         return torch.float32
-    reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
+    reasons.append(
+        f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32"
+    )
     return torch.bfloat16
 
 
-def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str]) -> Mapping[str, int]:
+def _offsets(
+    assignment: roles.Assignment, config: KFACConfig, reasons: list[str]
+) -> Mapping[str, int]:
     """Spread over the interval if that is worth it."""
     work, at_once = assignment.work, [0.0] * assignment.world
     longest = EIGEN if work.method is ITERATED else work.method  # one refresh of ten
@@ -302,23 +377,28 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
     free = alone_here(work.layers, work.factors)
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
         return {}
-    offsets, worst = roles.refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
+    offsets, worst = roles.refresh_offsets(
+        free, assignment.eigen_workers, work, alone=config.factor.rows != "all"
+    )
     reasons.append(
-        f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: predicted "
+        f"refreshes spread over {len({*offsets.values()})} of {work.refresh_interval} steps: "
+        f"predicted "
         f"{worst * 1e3:.3g} ms in the worst step instead of {max(at_once) * 1e3:.3g} ms"
     )
     return offsets
 
 
 def batched(device: torch.device, method: Method) -> bool:
-    """Whether layers of one shape, if their gradients are rotated, are stepped in one batch: fewer, larger launches.
-    Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
-    them, and those of a common A for each layer; memory plans do not count that. On a CPU a batched product is slower
-    than its parts."""
+    """Whether layers of one shape, if their gradients are rotated, are stepped in one batch: fewer,
+    larger launches. Their eigenvectors then lie together, at most 256 MiB a rank, which counts
+    twice in a step that refreshes them, and those of a common A for each layer; memory plans do not
+    count that. On a CPU a batched product is slower than its parts."""
     return method.rotates and device.type != "cpu"
 
 
-def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
-    model is in 16 bits (fp16 lacks the range)."""
+def gradient_dtypes(
+    parameters: torch.dtype, gradients: torch.dtype
+) -> tuple[torch.dtype, torch.dtype]:
+    """In which gradients travel to their workers, as they are stored, and preconditioned ones back:
+    in bf16 if the model is in 16 bits (fp16 lacks the range)."""
     return gradients, torch.bfloat16 if parameters.itemsize == 2 else torch.float32

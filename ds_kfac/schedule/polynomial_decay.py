@@ -5,14 +5,15 @@ from typing import Any
 
 
 class PolynomialDecay:
-    """SP-NGD's learning rate (Osawa et al. 2020, arXiv:2002.06015; Osawa et al. 2019, arXiv:1811.12019):
-    ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end": 3000, "power": 3.5}}``.
+    """SP-NGD's learning rate (Osawa et al. 2020, arXiv:2002.06015; Osawa et al. 2019,
+    arXiv:1811.12019): ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end":
+    3000, "power": 3.5}}``.
 
         rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, constant before and after
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
-    The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's does not,
-    W <- W - rate b with b <- m b + g, which is the same.
+    The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's
+    does not, W <- W - rate b with b <- m b + g, which is the same.
 
     Args:
         optimizer: torch's, or DeepSpeed's wrapper of one.
@@ -24,11 +25,18 @@ class PolynomialDecay:
     """
 
     def __init__(
-        self, optimizer: Any, *, end: float, start: float = 0, power: float = 1.0, ties_momentum: bool = False
+        self,
+        optimizer: Any,
+        *,
+        end: float,
+        start: float = 0,
+        power: float = 1.0,
+        ties_momentum: bool = False,
     ) -> None:
         if not 0 <= start < end or power < 0:
             raise ValueError(
-                f"PolynomialDecay: needs 0 <= start < end and power >= 0, got start {start}, end {end}, power {power}"
+                f"PolynomialDecay: needs 0 <= start < end and power >= 0, got start {start}, end "
+                f"{end}, power {power}"
             )
         inner = getattr(optimizer, "optimizer", optimizer)
         self.optimizer, self.start, self.end, self.power = inner, start, end, power
@@ -63,7 +71,8 @@ class PolynomialDecay:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, first = state["steps"], [tuple(pair) for pair in state["first"]]
-        if len(first) == len(self.first):  # else the save has other groups, and the config's rates hold
+        # else the save has other groups, and the config's rates hold
+        if len(first) == len(self.first):
             self.first = first
         self._set()
 

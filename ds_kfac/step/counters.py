@@ -1,4 +1,5 @@
-"""Numbers for logs: all counters for DeepSpeed's monitor, a few of them, by the same names, for a training framework.
+"""Numbers for logs: all counters for DeepSpeed's monitor, a few of them, by the same names, for a
+training framework.
 
 Both read scalars from the device, which waits for it: call them at logged steps only.
 """
@@ -16,9 +17,13 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 PREFIX = "kfac/"
 """Begins every name in logs."""
 FAILURES = (
-    "not_finite_layers", "unpreconditioned_layers", "refresh_failures", "left_out_gradients", "empty_updates",
+    "not_finite_layers",
+    "unpreconditioned_layers",
+    "refresh_failures",
+    "left_out_gradients",
+    "empty_updates",
     "missed_updates",
-)  # fmt: skip
+)
 """Counters that a framework's logs show once they are not zero."""
 COUNTS = (
     "steps",
@@ -37,37 +42,48 @@ KINDS = ("factors", "gradients", "results", "numbers", "proof")
 def counters(job: Job) -> dict[str, float]:
     """Name -> total since attach, on this rank unless said otherwise.
 
-    Names of experts' domains begin with "<domain>/", those of traffic between all domains with "job/".
+    Names of experts' domains begin with "<domain>/", those of traffic between all domains with
+    "job/".
 
     In addition to those of :class:`~ds_kfac.metrics.Metrics`:
 
-    - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other
-      ranks, skipped steps included. Kinds: factors, gradients, eigenvectors, eigenvalues, inverses, results, numbers,
-      proof.
-    - "captures", "captures_skipped": factors captured, and left out by the adaptive rule, on all ranks.
-    - "statistics_fraction": factor elements captured, as a fraction of capturing every factor in every step.
+    - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to
+      and from other ranks, skipped steps included. Kinds: factors, gradients, eigenvectors,
+      eigenvalues, inverses, results, numbers, proof.
+    - "captures", "captures_skipped": factors captured, and left out by the adaptive rule, on all
+      ranks.
+    - "statistics_fraction": factor elements captured, as a fraction of capturing every factor in
+      every step.
 
     All of these are there from attach on, as zeros before the first step.
     """
     values = _of_domain(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
-        values |= {f"{kfac.engine_view.domain.name}/{name}": value for name, value in _of_domain(kfac).items()}
+        values |= {
+            f"{kfac.engine_view.domain.name}/{name}": value
+            for name, value in _of_domain(kfac).items()
+        }
     if job.everywhere:
         values |= {f"job/{name}": value for name, value in _of_channel(job.channel, KINDS).items()}
     return values
 
 
 def selected(job: Job) -> dict[str, float]:
-    """This rank's numbers for a line of a training framework's logs: :func:`health`, kl-clip's while it is on, and
-    those of :data:`FAILURES` that are not zero."""
+    """This rank's numbers for a line of a training framework's logs: :func:`health`, kl-clip's
+    while it is on, and those of :data:`FAILURES` that are not zero."""
     values = counters(job)
     clipped = {name: value for name, value in values.items() if name in ("nu", "kl")}
-    failures = {name: value for name, value in values.items() if value and name.rpartition("/")[2] in FAILURES}
+    failures = {
+        name: value
+        for name, value in values.items()
+        if value and name.rpartition("/")[2] in FAILURES
+    }
     return {**health(job.preconditioners[0]), **clipped, **failures}
 
 
 def constants(job: Job) -> dict[str, float]:
-    """Numbers that hold for a whole run: "lr_<kind>", a kind of parameters' rate over the optimizer's, if not 1."""
+    """Numbers that hold for a whole run: "lr_<kind>", a kind of parameters' rate over the
+    optimizer's, if not 1."""
     kfac = job.preconditioners[0]
     rates = kfac.rule.facts.rates(kfac.plan, getattr(kfac.engine_view.inner, "adam_ratio", 1.0))
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
@@ -76,18 +92,24 @@ def constants(job: Job) -> dict[str, float]:
 def health(kfac: KFACPreconditioner) -> dict[str, float]:
     """Two health numbers, each missing until there is something to measure:
 
-    - "step_to_weight": root mean square of KFACAdamW's last step over that of its layers' weights on this rank.
-    - "eigenvalue_spread": largest eigenvalue of an A over the mean of its eigenvalues, the median over this rank's
-      layers. 1: all input directions are alike, so curvature changes nothing.
+    - "step_to_weight": root mean square of KFACAdamW's last step over that of its layers' weights
+      on this rank.
+    - "eigenvalue_spread": largest eigenvalue of an A over the mean of its eigenvalues, the median
+      over this rank's layers. 1: all input directions are alike, so curvature changes nothing.
     """
     values = {}
     weights = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
-    if kfac.direction.last is not None and weights:  # at ZeRO-3 a rank may have nothing of tiny layers
+    # at ZeRO-3 a rank may have nothing of tiny layers
+    if kfac.direction.last is not None and weights:
         squared, lr = kfac.direction.last
-        weight = sum(norm.double().square() for norm in torch._foreach_norm(weights)) / sum(x.numel() for x in weights)
+        weight = sum(norm.double().square() for norm in torch._foreach_norm(weights)) / sum(
+            x.numel() for x in weights
+        )
         step = squared.double() / sum(layer.numel for layer in kfac.layers)
         values["step_to_weight"] = float(lr) * float((step / weight).sqrt())
-    bases = [state.basis.A for state in kfac.state.values() if state.basis and state.basis.A.vectors]
+    bases = [
+        state.basis.A for state in kfac.state.values() if state.basis and state.basis.A.vectors
+    ]
     if bases:
         spreads = torch.stack([basis.values.max() / basis.values.mean() for basis in bases])
         values["eigenvalue_spread"] = float(spreads.median())
@@ -107,13 +129,20 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
     """The traffic of a channel, with zeros for those of ``kinds`` that have had none."""
     values: dict[str, float] = {}
-    for name, counter in (("calls", channel.calls), ("sent_bytes", channel.sent), ("received_bytes", channel.received)):
-        values |= {f"{name}_{kind}": float(counter[kind]) for kind in dict.fromkeys([*kinds, *counter])}
+    for name, counter in (
+        ("calls", channel.calls),
+        ("sent_bytes", channel.sent),
+        ("received_bytes", channel.received),
+    ):
+        values |= {
+            f"{name}_{kind}": float(counter[kind]) for kind in dict.fromkeys([*kinds, *counter])
+        }
     return values
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """The part of a parameter that a rank holds: all, or at ZeRO-3 its flat chunk without the uninitialised padding."""
+    """The part of a parameter that a rank holds: all, or at ZeRO-3 its flat chunk without the
+    uninitialised padding."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

@@ -1,7 +1,8 @@
 """A rank's factors: averaged, decomposed, delivered to the gradient workers.
 
-The timetable is the same on every rank. Whether a factor could be decomposed only its eigen worker knows; if eigenbases
-travel it tells everyone, so that all ranks agree on what the next message contains.
+The timetable is the same on every rank. Whether a factor could be decomposed only its eigen worker
+knows; if eigenbases travel it tells everyone, so that all ranks agree on what the next message
+contains.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -24,19 +25,29 @@ from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import PASSES, ROWS, TERMS, BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
-from ds_kfac.step.messages import FAILED, FRESH, NONE_UNUSUAL, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
+from ds_kfac.step.messages import (
+    FAILED,
+    FRESH,
+    NONE_UNUSUAL,
+    UNUSABLE,
+    UNUSUAL,
+    Delivery,
+    counting,
+    scalar_names,
+)
 from ds_kfac.step.warner import NAMED
 
 
 @dataclass
 class FactorLog:
-    """What became of factors since this rank started or loaded: for people (``ds_kfac/engine/explain.py``), in no
-    checkpoint. No step decides by it.
+    """What became of factors since this rank started or loaded: for people
+    (``ds_kfac/engine/explain.py``), in no checkpoint. No step decides by it.
 
     Attributes:
-        updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a column for each
-            batch of that step: whether it was scaled down, whether it left the factor as it was, its rows (of G loss
-            terms), the last step whose batch changed the factor (-1: none).
+        updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a
+            column for each batch of that step: whether it was scaled down, whether it left the
+            factor as it was, its rows (of G loss terms), the last step whose batch changed the
+            factor (-1: none).
         tried: key -> step of its last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
         fresh: key -> step of the last refresh that gave a decomposition.
     """
@@ -54,14 +65,18 @@ class FactorStep:
         due: of the factors that exist.
         travels: whether eigenbases ever travel.
         terms: layer name -> number of loss terms in the batch that was averaged.
-        similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to its last value and to
-            the one before (:func:`ds_kfac.curvature.factor.update_`); :data:`NO_BATCH` if it stays as it was.
-        unusual: how many of this rank's batches were of each of :data:`ds_kfac.step.messages.UNUSUAL`.
-        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they had no row.
+        similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to
+            its last value and to the one before (:func:`ds_kfac.curvature.factor.update_`);
+            :data:`NO_BATCH` if it stays as it was.
+        unusual: how many of this rank's batches were of each of
+            :data:`ds_kfac.step.messages.UNUSUAL`.
+        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they
+            had no row.
         arriving: keys of the factors that are decomposed in this step.
-        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after :meth:`FactorUpdates.deliver`
-            of all, if eigenbases travel.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` those made here, then those needed here.
+        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after
+            :meth:`FactorUpdates.deliver` of all, if eigenbases travel.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` those made here, then
+            those needed here.
         scalars: name -> scalar, as exchanged by all ranks.
     """
 
@@ -82,13 +97,14 @@ class FactorUpdates:
 
     Args:
         plan: which rank does what, when and how.
-        averaged_over: ranks whose backward passes a gradient is averaged over, also those of other domains; None: those
-            of the channel.
+        averaged_over: ranks whose backward passes a gradient is averaged over, also those of other
+            domains; None: those of the channel.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed: of all factors if eigenbases travel, else of this rank's.
+        ready: keys of the factors that have been decomposed: of all factors if eigenbases travel,
+            else of this rank's.
         log: what became of factors.
         layer_of: key -> first of the layers that have this factor.
         home: device on which averages lie between steps.
@@ -109,7 +125,9 @@ class FactorUpdates:
         self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
         self.device, self.rank = device, channel.rank
         roles = plan.assignment
-        layout = Layout(roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes)
+        layout = Layout(
+            roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes
+        )
         self.reducer = Reducer(layout, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.timetable = plan.timetable()
@@ -123,10 +141,15 @@ class FactorUpdates:
             self.counted.setdefault(counting(sides), []).append(name)
         self.eigen_workers = roles.eigen_workers
         self.delivery = Delivery(
-            roles.factors, self.eigen_workers, roles.workers,
-            world=channel.world, wire=plan.wire, nbytes=plan.bucket_bytes, method=plan.method,
+            roles.factors,
+            self.eigen_workers,
+            roles.workers,
+            world=channel.world,
+            wire=plan.wire,
+            nbytes=plan.bucket_bytes,
+            method=plan.method,
             copied=[layer.name for layer in plan.layers if layer.copies > 1],
-        )  # fmt: skip
+        )
         self.travels = self.delivery.travels
         self._never = torch.full((4, 1), -1.0, device=device, dtype=torch.float32)
         self.load_state_dict({})
@@ -145,7 +168,8 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Factors missing from it begin empty; those of no layer here are dropped."""
+        """Continue from :meth:`state_dict`. Factors missing from it begin empty; those of no layer
+        here are dropped."""
         saved = state.get("factors", {})
         self.factors = {
             key: saved[key] if key in saved else self._empty(spec)
@@ -158,26 +182,38 @@ class FactorUpdates:
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
         empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-        return replace(empty, history=History.of(spec.side).to(self.home)) if self.plan.adaptive else empty
+        return (
+            replace(empty, history=History.of(spec.side).to(self.home))
+            if self.plan.adaptive
+            else empty
+        )
 
-    def factor(self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None) -> KroneckerFactor:
+    def factor(
+        self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None
+    ) -> KroneckerFactor:
         """A factor of these tensors, with a history of ``values`` where factors have one."""
-        # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read it at every update
+        # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read
+        # it at every update
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
-        # from the device to the host by moved(), which pins the memory: updates copy into it for the rest of the run
-        return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(self.home)
+        # from the device to the host by moved(), which pins the memory: updates copy into it for
+        # the rest of the run
+        return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(
+            self.home
+        )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
         """Keys of the factors that no layer but these has."""
-        return frozenset(key for key, spec in self.specs.items() if all(name in layers for name in spec.layers))
+        return frozenset(
+            key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
+        )
 
     def layers_of(self, keys: Collection[str]) -> set[str]:
         """Names of the layers that have any of these factors."""
         return {name for key in keys for name in self.specs[key].layers}
 
     def decompose_soon(self, layers: Collection[str]) -> None:
-        """Decompose the factors of these layers at their next update. A factor that other layers have used all along
-        would come to these at its next refresh only."""
+        """Decompose the factors of these layers at their next update. A factor that other layers
+        have used all along would come to these at its next refresh only."""
         self.ready -= {spec.key for name in layers for spec in self.of_layer.get(name, {}).values()}
 
     def forget(self, keys: Collection[str]) -> None:
@@ -195,11 +231,18 @@ class FactorUpdates:
             step: number of applied steps before this one.
             due: may name factors that do not exist, as layers share one; these are left out.
         """
-        update = FactorStep(FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()), self.travels)
-        batches = {key: sums[key] for key in self.factors if key in update.due.capture and key in sums}
+        update = FactorStep(
+            FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
+            self.travels,
+        )
+        batches = {
+            key: sums[key] for key in self.factors if key in update.due.capture and key in sums
+        }
         for key, batch in batches.items() if self.plan.counts_terms else ():
             # ranks that did not contribute are assumed to have had as many rows
-            terms = batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
+            terms = (
+                batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
+            )
             update.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
         keys = tuple(batches)
         if not keys:
@@ -215,18 +258,23 @@ class FactorUpdates:
             [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
-            # the adaptive rule may have skipped ordinary updates: the past decays once for each of them
+            # the adaptive rule may have skipped ordinary updates: the past decays once for each of
+            # them
             decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,
             tolerance=self.plan.adaptive,
         )
         update.similar = {
-            keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before) for at, (last, before) in similar.items()
+            keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before)
+            for at, (last, before) in similar.items()
         }
         partial = tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world)
         missed: Tensor | float = 0.0
         if partial:
-            update.missed = partial, torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
+            update.missed = (
+                partial,
+                torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0,
+            )
             missed = update.missed[1].sum()
         update.unusual = *flags.sum(dim=1), missed
         self._note(step, keys, flags, rows)
@@ -244,9 +292,9 @@ class FactorUpdates:
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
     def _scale(self, batch: BatchSum) -> None:
-        """Make the sum over ranks of R_p g g^T, g as it was on its rank, the mean over loss terms: times K, the number
-        of passes on all ranks, for gradients that are averaged over ranks. Those ranks that did not contribute are
-        assumed to have had the same."""
+        """Make the sum over ranks of R_p g g^T, g as it was on its rank, the mean over loss terms:
+        times K, the number of passes on all ranks, for gradients that are averaged over ranks.
+        Those ranks that did not contribute are assumed to have had the same."""
         others = self.channel.world / batch.ranks
         passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(passes * (others / self.averaged_over**2))
@@ -261,40 +309,63 @@ class FactorUpdates:
         """Decompose the factors that are due.
 
         Args:
-            last: a factor's last decomposition on this rank, or None, for methods that iterate from it; without this
-                function every factor is decomposed from scratch.
-            unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor waited for.
+            last: a factor's last decomposition on this rank, or None, for methods that iterate from
+                it; without this function every factor is decomposed from scratch.
+            unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor
+                waited for.
         """
-        # a factor that had no data at the last refresh is decomposed at its next capture: waiting for the next refresh
-        # would leave its layers unpreconditioned for a whole interval
-        waiting = {key for key in update.due.capture - self.ready if self.travels or key in self.factors}
+        # a factor that had no data at the last refresh is decomposed at its next capture: waiting
+        # for the next refresh would leave its layers unpreconditioned for a whole interval
+        waiting = {
+            key for key in update.due.capture - self.ready if self.travels or key in self.factors
+        }
         due = (update.due.refresh | waiting) - set(unproven)
         update.arriving = tuple(key for key in self.specs if key in due)
         able = self._usable(due)
         results = dict(zip(able, self._decomposed(able, step, last), strict=True))
         update.outcomes = {key: UNUSABLE for key in update.arriving if key in self.factors}
-        update.outcomes |= {key: FAILED if result.basis is None else FRESH for key, result in results.items()}
-        update.bases = {key: result.basis for key, result in results.items() if result.basis is not None}
+        update.outcomes |= {
+            key: FAILED if result.basis is None else FRESH for key, result in results.items()
+        }
+        update.bases = {
+            key: result.basis for key, result in results.items() if result.basis is not None
+        }
         counts = self.metrics.counts
         for result in results.values():
             counts["refreshes"] += result.basis is not None
             counts[f"refreshes_{result.how}"] += 1
             counts["refresh_retries"] += result.retries
-        bad = {FAILED: update.outcomes.keys(), UNUSABLE: self.ready}  # what is not ready may have no data yet
-        if stale := [key for key, outcome in update.outcomes.items() if key in bad.get(outcome, ())]:
+        # what is not ready may have no data yet
+        bad = {FAILED: update.outcomes.keys(), UNUSABLE: self.ready}
+        if stale := [
+            key for key, outcome in update.outcomes.items() if key in bad.get(outcome, ())
+        ]:
             logger.warning(
-                f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded ({len(stale)} in step "
+                f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
+                f"({len(stale)} in step "
                 f"{step}); the last one's result stays"
             )
 
-    def _decomposed(self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None) -> list[Refreshed]:
+    def _decomposed(
+        self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None
+    ) -> list[Refreshed]:
         """Decompositions of these factors, in this order."""
-        method, config, device, requests = self.plan.method, self.config, self.device, list[Request]()
+        method, config, device, requests = (
+            self.plan.method,
+            self.config,
+            self.device,
+            list[Request](),
+        )
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
-            if last is not None and method.step_flops and not self.timetable.exact(key, step, method.exact_every):
+            if (
+                last is not None
+                and method.step_flops
+                and not self.timetable.exact(key, step, method.exact_every)
+            ):
                 basis = last(self.specs[key])
-            if method.damps_identity or self.paired:  # the inverse has the damping in it, which depends on both
+            # the inverse has the damping in it, which depends on both
+            if method.damps_identity or self.paired:
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
@@ -307,8 +378,9 @@ class FactorUpdates:
         return method.decompose([request.to(device) for request in requests], **options)
 
     def _usable(self, keys: Collection[str]) -> list[str]:
-        """Keys of this rank's factors that can be decomposed, and of some layer that has them so can the other one, if
-        that is on this rank: of a common A one layer may have no data. One transfer to the host for all."""
+        """Keys of this rank's factors that can be decomposed, and of some layer that has them so
+        can the other one, if that is on this rank: of a common A one layer may have no data. One
+        transfer to the host for all."""
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
             for key, spec in self.specs.items()
@@ -330,12 +402,16 @@ class FactorUpdates:
     # what ranks tell each other
 
     def deliver(self, step: int, update: FactorStep) -> None:
-        """Send new eigenbases or inverses to the gradient workers, in as many messages as these need, and scalars with
-        the first. Collective. Synchronises if eigenbases travel."""
-        names = scalar_names(self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels)
+        """Send new eigenbases or inverses to the gradient workers, in as many messages as these
+        need, and scalars with the first. Collective. Synchronises if eigenbases travel."""
+        names = scalar_names(
+            self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
+        )
         table = Scalars(names, self.rank)
         first, *others = self.delivery.parts(update.arriving, update.bases, self.device) or [()]
-        arrivals = deliver((*first, table.part(self._own_scalars(update), self.device)), self.channel, self.device)
+        arrivals = deliver(
+            (*first, table.part(self._own_scalars(update), self.device)), self.channel, self.device
+        )
         update.scalars = table.read(arrivals.pop())
         bases = self.delivery.received(arrivals)
         for parts in others:
@@ -346,16 +422,24 @@ class FactorUpdates:
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
         """Name -> scalar, of those that this rank sends."""
-        values: dict[Hashable, Tensor | float] = {("terms", name): terms for name, terms in update.terms.items()}
+        values: dict[Hashable, Tensor | float] = {
+            ("terms", name): terms for name, terms in update.terms.items()
+        }
         values |= {("similar", key): code for key, code in update.similar.items()}
-        values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, update.unusual, strict=True)}
+        values |= {
+            (kind, self.rank): number for kind, number in zip(UNUSUAL, update.unusual, strict=True)
+        }
         values |= {("fresh", key): outcome for key, outcome in update.outcomes.items()}
         return values
 
     def _receive(self, step: int, update: FactorStep, bases: Mapping[str, Decomposition]) -> None:
         """Take in the scalars of all ranks, and the decompositions that have arrived."""
         scalars = update.scalars
-        update.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
+        update.terms |= {
+            name[1]: x
+            for name, x in scalars.items()
+            if isinstance(name, tuple) and name[0] == "terms"
+        }
         if self.travels and update.arriving:
             flags = torch.stack([scalars["fresh", key] for key in update.arriving]).tolist()
             update.outcomes = dict(zip(update.arriving, flags, strict=True))
@@ -363,6 +447,7 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        for key in update.bases.keys() & self.delivery.rounded:  # as they were sent: replicas stay bit-identical
+        # as they were sent: replicas stay bit-identical
+        for key in update.bases.keys() & self.delivery.rounded:
             update.bases[key] = update.bases[key].rounded(self.delivery.wire)
         update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

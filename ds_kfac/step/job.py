@@ -1,4 +1,5 @@
-"""K-FAC on one rank: a preconditioner for each of its domains (dense layers, experts), which step as one."""
+"""K-FAC on one rank: a preconditioner for each of its domains (dense layers, experts), which step
+as one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,11 @@ class Job:
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
         self.preconditioners = tuple(preconditioners)
         self.everywhere = bool(self.preconditioners[0].engine_view.domain.name)
-        self.channel = Channel(torch.distributed.group.WORLD) if self.everywhere else self.preconditioners[0].channel
+        self.channel = (
+            Channel(torch.distributed.group.WORLD)
+            if self.everywhere
+            else self.preconditioners[0].channel
+        )
 
     @property
     def steps(self) -> int:
@@ -43,12 +48,15 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one small
-        all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch optimizer is."""
+        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one
+        small all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch
+        optimizer is."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
-            parts = [torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running]
+            parts = [
+                torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
+            ]
             with self.preconditioners[0].metrics.stage("relayout"):
                 sums = self.channel.sum(torch.stack(parts).sum(dim=0))
         for kfac, now in running:
@@ -63,7 +71,8 @@ class Job:
             kfac.resume()
 
     def raised(self, error: Any = True, *_: Any) -> None:
-        """A step or a backward pass raised: drop what its hooks have seen. Local. Also the exit of a context."""
+        """A step or a backward pass raised: drop what its hooks have seen. Local. Also the exit of
+        a context."""
         if error is not None:
             for kfac in self.preconditioners:
                 kfac.resume(whole=False)

@@ -39,7 +39,8 @@ class KFACPreconditioner:
     """Turns the gradients of an engine into K-FAC's just before its inner optimizer steps.
 
     Attributes:
-        steps: applied steps, the clock of every schedule. DeepSpeed's global_steps counts skipped steps, too.
+        steps: applied steps, the clock of every schedule. DeepSpeed's global_steps counts skipped
+            steps, too.
         due: factors that the next step updates, and those that it decomposes.
         curvature: the factors.
         direction: the rule's steps, and what is kept of this rank's layers for them.
@@ -60,15 +61,21 @@ class KFACPreconditioner:
         self.saved = {layer.name for layer in self.layers if layer.copies == 1 or first}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         engine = self.layout.engine
-        self.metrics = Metrics(self.device, engine.timers if engine.wall_clock_breakdown() else None)
+        self.metrics = Metrics(
+            self.device, engine.timers if engine.wall_clock_breakdown() else None
+        )
         self.channel = Channel(self.layout.group)
-        self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
+        self.exchange = GradientExchange(
+            self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes
+        )
         self.owned = self.exchange.owned
         self.rule = engine_view.rule
         self.moments = self.rule.moments(self.config)
         self.direction = self.rule.direction(plan, self.exchange, engine_view.inner, self.metrics)
         self.places = {
-            name: (group, index) for group in self.direction.layer_groups for index, name in enumerate(group.names)
+            name: (group, index)
+            for group in self.direction.layer_groups
+            for index, name in enumerate(group.names)
         }
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
@@ -97,18 +104,22 @@ class KFACPreconditioner:
 
     def _factor_updates(self) -> FactorUpdates:
         averaged_over = self.layout.averaged_over
-        return FactorUpdates(self.plan, self.channel, self.metrics, self.device, averaged_over=averaged_over)
+        return FactorUpdates(
+            self.plan, self.channel, self.metrics, self.device, averaged_over=averaged_over
+        )
 
     @property
     def state(self) -> dict[str, LayerState]:
-        """Layer name -> views of what is kept of the layers that this rank is a gradient worker of."""
+        """Layer name -> views of what is kept of the layers that this rank is a gradient worker
+        of."""
         return {name: group.state(index) for name, (group, index) in self.places.items()}
 
     # a step
 
     def precondition(self) -> Running:
         """The first half: this rank's results. Collective."""
-        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
+        # a user may call engine.step() under autocast
+        with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
             gradients = self._gather()
             verdict = self._judge(gradients)
@@ -128,22 +139,26 @@ class KFACPreconditioner:
             parts = self.exchange.scatter_part(), self.totals.part(running)
             results, received = deliver(parts, self.channel, self.device, self.exchange.sent_off)
             numbers, summary, flags = self.totals.read(received, running)
-            scales = self.direction.finish(context, outcome, (numbers if sums is None else sums).unbind(), flags)
+            scales = self.direction.finish(
+                context, outcome, (numbers if sums is None else sums).unbind(), flags
+            )
             self.exchange.write(results, scales)
         self._record(running, summary)
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
-        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is due, and
-        bring layers into the new eigenbases. What the first batch shows may change the plan, before any of
-        its sums are kept. Collective."""
+        """Reduce this step's batch sums to the factors' owners, average them in, decompose what is
+        due, and bring layers into the new eigenbases. What the first batch shows may change the
+        plan, before any of its sums are kept. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
         with self.metrics.stage("reduce"):
             sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
             measured = self.capture.measured or {}
-            observations = self.sharing.observed(self.observations, self.plan, self.curvature.ready, measured)
+            observations = self.sharing.observed(
+                self.observations, self.plan, self.curvature.ready, measured
+            )
             if observations is not None:
                 self.observe(observations)
             update = self.curvature.update(self.steps, self.due, sums)
@@ -157,8 +172,8 @@ class KFACPreconditioner:
         return update
 
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """The decomposition of a factor that is in use. An eigen worker has it: it is a gradient worker of one of the
-        factor's layers, not always of the first."""
+        """The decomposition of a factor that is in use. An eigen worker has it: it is a gradient
+        worker of one of the factor's layers, not always of the first."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
@@ -171,12 +186,14 @@ class KFACPreconditioner:
             return self.exchange.gathered(arrived)
 
     def _judge(self, gradients: Gradients) -> Verdict | None:
-        """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on without curvature.
-        Collective."""
+        """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on
+        without curvature. Collective."""
         proof, numbers, self._numbers = self.capture.proof, self._numbers, None
         if proof is None or numbers is None:
             return None
-        verdict = self.proving.verdict(proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor)
+        verdict = self.proving.verdict(
+            proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor
+        )
         for name in verdict.unfit.keys() & self.places.keys():
             group, index = self.places[name]
             if group.prepared[index]:
@@ -185,20 +202,25 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms.
-        Layers whose rows failed the last proof get none."""
+        """Bring layers into their new eigenbases, and moments with them; and take in numbers of
+        loss terms. Layers whose rows failed the last proof get none."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
                 group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
             keys = self.curvature.of_layer.get(name, {})
-            bases = {side: update.bases[spec.key] for side, spec in keys.items() if spec.key in update.bases}
+            bases = {
+                side: update.bases[spec.key]
+                for side, spec in keys.items()
+                if spec.key in update.bases
+            }
             if bases and name not in self.proving.unfit:
                 group.rebase(index, **bases)
         update.bases.clear()
 
     def _peak_rates(self) -> dict[int, Tensor | float]:
-        if self.rule.optimizer_type is None:  # now: DeepSpeed's scheduler steps before the next step
+        # now: DeepSpeed's scheduler steps before the next step
+        if self.rule.optimizer_type is None:
             self.peak_lr = peak_rates(self.seam.groups, self.peak_lr)
         return self.peak_lr
 
@@ -216,9 +238,13 @@ class KFACPreconditioner:
         due = update.due
         similar: Any = {}
         if self.plan.adaptive is not None and due.capture:
-            similar = HostCopy(torch.stack([update.scalars["similar", key] for key in sorted(due.capture)])).tolist
+            similar = HostCopy(
+                torch.stack([update.scalars["similar", key] for key in sorted(due.capture)])
+            ).tolist
         self.curvature.timetable.record(self.steps, due, similar)
-        without = [name for name, (group, index) in self.places.items() if not group.prepared[index]]
+        without = [
+            name for name, (group, index) in self.places.items() if not group.prepared[index]
+        ]
         without = [name for name in without if name not in self.proving.unfit]
         frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
         self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
@@ -235,31 +261,43 @@ class KFACPreconditioner:
         self.metrics.counts["skipped_steps"] += 1
 
     def resume(self, *, whole: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective. After a step
-        that raised (``whole`` False) it is local, and drops what that step's hooks have seen."""
+        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective.
+        After a step that raised (``whole`` False) it is local, and drops what that step's hooks
+        have seen."""
         self._numbers = None
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
-            self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
+            self.due = FactorsDue(
+                self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
+            )
         if self.due.capture and whole:
             self.settle()
         self.seam.measuring.discard(self.engine_view.domain.name)
         if self.due.capture or self.capture.active:
-            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            proof = self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole) if self.due.capture else None
+            keys = (
+                self.curvature.reducer.begin(self.due.capture, self.steps)
+                if self.due.capture
+                else None
+            )
+            proof = (
+                self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole)
+                if self.due.capture
+                else None
+            )
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
             if proof is not None:
                 self.seam.measuring.add(self.engine_view.domain.name)
 
     def settle(self) -> None:
-        """Observe what the last applied updates have shown, see :meth:`Sharing.settled`. Collective."""
+        """Observe what the last applied updates have shown, see :meth:`Sharing.settled`.
+        Collective."""
         if (observations := self.sharing.settled(self.observations, self.plan)) is not None:
             self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of what a resumed run needs; factors: see :meth:`FactorUpdates.state_dict`.
-        Tensors change with the next step."""
+        """This rank's part of what a resumed run needs; factors: see
+        :meth:`FactorUpdates.state_dict`. Tensors change with the next step."""
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
@@ -291,7 +329,9 @@ class KFACPreconditioner:
 
     def _decompose_all(self) -> None:
         """Decompose every factor that has data, from scratch. Collective."""
-        update = FactorStep(FactorsDue(frozenset(), frozenset(self.curvature.specs)), self.curvature.travels)
+        update = FactorStep(
+            FactorsDue(frozenset(), frozenset(self.curvature.specs)), self.curvature.travels
+        )
         self.curvature.ready.clear()
         self.curvature.decompose(self.steps, update)
         self.curvature.deliver(self.steps, update)
@@ -303,12 +343,19 @@ class KFACPreconditioner:
         self.channel.close()
 
     def observe(self, observations: Observations) -> None:
-        """Change the plan by these observations, the same on every rank: which layers share an A, a factor's rows."""
+        """Change the plan by these observations, the same on every rank: which layers share an A, a
+        factor's rows."""
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
-        self.observations, before, self.plan = observations, self.plan, self.plan.with_observations(observations)
+        self.observations, before, self.plan = (
+            observations,
+            self.plan,
+            self.plan.with_observations(observations),
+        )
         if self.plan != before:
-            state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
+            # empty, but after a checkpoint that did not know it
+            state = self.curvature.state_dict()
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
-            self.curvature.reducer.begin(self.due.capture, self.steps)  # of a step whose hooks are prepared already
+            # of a step whose hooks are prepared already
+            self.curvature.reducer.begin(self.due.capture, self.steps)

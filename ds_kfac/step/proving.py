@@ -1,5 +1,5 @@
-"""When a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows for a layer whose rows do not make
-up its gradient: it has no curvature until a captured step in which they do.
+"""When a run proves its captured rows (:mod:`ds_kfac.model.proof`), and what follows for a layer
+whose rows do not make up its gradient: it has no curvature until a captured step in which they do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,14 @@ from ds_kfac.zero.exchange import Gradients
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Most captured steps from one proof to the next. The first proofs are close, each twice as far from the last: programs
-change most when they begin."""
+"""Most captured steps from one proof to the next. The first proofs are close, each twice as far
+from the last: programs change most when they begin."""
 FIRST = 4
 """First captured steps in which layers that had no gradient are captured again one step later, see
 :attr:`Proving.again`: a residual block whose last matrices begin with zeros needs as many."""
 QUANTIZED = 1.0
-"""Relative accuracy of gradients that travel in 4 bits: only rows that are missing altogether show."""
+"""Relative accuracy of gradients that travel in 4 bits: only rows that are missing altogether
+show."""
 RAISES = False
 """Set by tests: a layer that does not fit is an error."""
 
@@ -40,7 +41,8 @@ class Verdict:
     Attributes:
         checks: layer name -> its check.
         unfit: name of a layer without curvature from this step on -> why.
-        open: whether the next captured step must prove again: a layer does not fit, or a number was not finite.
+        open: whether the next captured step must prove again: a layer does not fit, or a number was
+            not finite.
     """
 
     checks: Mapping[str, RowCheck]
@@ -53,8 +55,8 @@ class Proving:
 
     Attributes:
         unfit: layer name -> why it is without curvature.
-        again: keys of factors that the next step captures, too: their layers had rows but no gradient, as all layers
-            below a head that begins with zeros.
+        again: keys of factors that the next step captures, too: their layers had rows but no
+            gradient, as all layers below a head that begins with zeros.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
@@ -64,8 +66,9 @@ class Proving:
         self.restart()
 
     def restart(self, *, resumed: bool = False) -> None:
-        """Forget all proofs: the next captured step proves. ``resumed``: from a checkpoint, after which no extra step
-        is captured (:attr:`again`), so that a resumed run equals an unbroken one."""
+        """Forget all proofs: the next captured step proves. ``resumed``: from a checkpoint, after
+        which no extra step is captured (:attr:`again`), so that a resumed run equals an unbroken
+        one."""
         self.unfit: Mapping[str, str] = {}
         self.again: frozenset[str] = frozenset()
         self._number = 0  # proofs so far
@@ -74,13 +77,13 @@ class Proving:
         self._resumed = resumed
 
     def begin(self, step: int, key: Callable[[LayerSpec], str], *, whole: bool) -> Proof | None:
-        """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed skips begins again,
-        and counts once.
+        """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed
+        skips begins again, and counts once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            whole: False after a step or a backward that raised: gradients may stay of rows that were dropped, at ZeRO-2
-                after ``zero_grad``, too. No layer is judged by such a step.
+            whole: False after a step or a backward that raised: gradients may stay of rows that
+                were dropped, at ZeRO-2 after ``zero_grad``, too. No layer is judged by such a step.
         """
         if step != self._begun[0]:
             self._begun, self._wait = (step, self._wait == 0), max(0, self._wait - 1)
@@ -92,7 +95,8 @@ class Proving:
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
-        """Whether a weight was frozen since attach: hooks see its rows no more, though its bias may have a gradient."""
+        """Whether a weight was frozen since attach: hooks see its rows no more, though its bias may
+        have a gradient."""
         return not self._parameters[layer.weight].requires_grad
 
     def hooked(self, layer: LayerSpec) -> bool:
@@ -140,23 +144,32 @@ class Proving:
         own = [name for name in names if workers[name][0] == layout.rank]
         ratios = self.channel.sum(proof.ratios(numbers, gradients, own, **limits), "proof")
         checks = dict(zip(names, row_checks(numbers, ratios, [*map(used, names)]), strict=True))
-        unfit = {name: str(check) for name, check in checks.items() if check.is_finite and not check.fits}
-        for factor in plan.assignment.factors:  # a shared A has the rows of the layer that gives them
+        unfit = {
+            name: str(check) for name, check in checks.items() if check.is_finite and not check.fits
+        }
+        # a shared A has the rows of the layer that gives them
+        for factor in plan.assignment.factors:
             wrong = next((name for name in factor.layers if name in unfit and name in checks), None)
             if wrong is not None:
-                unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if name not in unfit}
+                unfit |= {
+                    name: f"its A is that of {wrong}" for name in factor.layers if name not in unfit
+                }
         if unfit and RAISES:
-            raise RuntimeError(f"ds_kfac: unfit: {[(name, why, checks[name]) for name, why in unfit.items()]}")
+            raise RuntimeError(
+                f"ds_kfac: unfit: {[(name, why, checks[name]) for name, why in unfit.items()]}"
+            )
         return Verdict(checks, unfit, bool(unfit) or not all(x.is_finite for x in checks.values()))
 
     def record(self, verdict: Verdict) -> set[str]:
-        """Remember the verdict of an applied step, and decide when the next proof is. Returns the layers that fit now,
-        and did not before."""
+        """Remember the verdict of an applied step, and decide when the next proof is. Returns the
+        layers that fit now, and did not before."""
         zero = {name for name, check in verdict.checks.items() if check.is_zero}
         self._number += 1
         self.again = frozenset()
         if zero and self._number <= FIRST and not self._resumed:
-            self.again = frozenset(key for layer in self.layers if layer.name in zero for key in layer.keys)
+            self.again = frozenset(
+                key for layer in self.layers if layer.name in zero for key in layer.keys
+            )
         self._wait = 0 if verdict.open or self.again else wait(self._number)
         fit_again, self.unfit = self.unfit.keys() - verdict.unfit.keys(), verdict.unfit
         return set(fit_again)

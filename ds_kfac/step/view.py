@@ -20,7 +20,8 @@ class EngineView:
         layout: where the engine keeps the gradients of the layers' parameters.
         other_params: where it keeps those of all other parameters.
         inner: the innermost optimizer, which DeepSpeed wraps.
-        domain: the part of the job that is preconditioned, such as one expert-parallel group's experts.
+        domain: the part of the job that is preconditioned, such as one expert-parallel group's
+            experts.
         seam: calls K-FAC at the engine's steps.
     """
 

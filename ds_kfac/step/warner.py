@@ -9,32 +9,43 @@ from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
 PATIENCE = 5
-"""Captures of a layer in a row in which it may lack a basis: below a head that begins with zeros it needs four."""
+"""Captures of a layer in a row in which it may lack a basis: below a head that begins with zeros it
+needs four."""
 NAMED = 3
 """Layers that a warning names."""
-WITHOUT = "stepped without curvature, for {} updates of theirs in a row: {}; engine.kfac.explain(name) says why"
+WITHOUT = (
+    "stepped without curvature, for {} updates of theirs in a row: {}; "
+    "engine.kfac.explain(name) says why"
+)
 FROZEN = (
-    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If other steps train "
-    "them, as of two nets that are frozen in turn, choose kfac.factor.update_interval so that it meets all turns"
+    "weights were frozen at the last {} updates, so their factors stay as they are: {}. If other "
+    "steps train "
+    "them, as of two nets that are frozen in turn, choose kfac.factor.update_interval so that it "
+    "meets all turns"
 )
 
 
 @dataclass
 class LayerWarner:
-    """Warns of this rank's layers that have no basis for long, or no update of it, and of those whose gradients were
-    left out because moments could not have held them.
+    """Warns of this rank's layers that have no basis for long, or no update of it, and of those
+    whose gradients were left out because moments could not have held them.
 
     Attributes:
         names: of the layers, in the order of :attr:`Direction.names`.
     """
 
     names: Sequence[str]
-    _rows: dict[str, dict[str, int]] = field(default_factory=dict)  # warning -> layer -> its updates in a row
+    # warning -> layer -> its updates in a row
+    _rows: dict[str, dict[str, int]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _copy: HostCopy | None = None
 
     def step(
-        self, without: Collection[str], frozen: Collection[str], captured: Collection[str], left_out: Tensor | float
+        self,
+        without: Collection[str],
+        frozen: Collection[str],
+        captured: Collection[str],
+        left_out: Tensor | float,
     ) -> None:
         """Call after an applied step that captured.
 
@@ -42,8 +53,9 @@ class LayerWarner:
             without: layers without a basis of which the user does not know.
             frozen: layers whose weight is.
             captured: layers that this step captured.
-            left_out: fp32 [layers], how often the gradient of each was left out so far; 0 where the direction leaves
-                none out. The warning is by those that the last call has copied to the host, if they have arrived.
+            left_out: fp32 [layers], how often the gradient of each was left out so far; 0 where the
+                direction leaves none out. The warning is by those that the last call has copied to
+                the host, if they have arrived.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})
@@ -60,7 +72,9 @@ class LayerWarner:
             if count and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so far: their norm exceeds "
-                    "1e15, which Adam's second moment would not recover from. Its weights were not touched in these "
+                    f"ds_kfac: gradients of {name or '(model)'} were left out, {int(count)} so "
+                    f"far: their norm exceeds "
+                    "1e15, which Adam's second moment would not recover from. Its weights were "
+                    "not touched in these "
                     'steps; "gradient_clipping" in the DeepSpeed config bounds gradients'
                 )

@@ -1,7 +1,8 @@
-"""Layers of one shape that are stepped in one batch, as the launches of a layer cost more than its products: which
-layers are together, in which order, and the tensors that they share.
+"""Layers of one shape that are stepped in one batch, as the launches of a layer cost more than its
+products: which layers are together, in which order, and the tensors that they share.
 
-Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], the matrices of all layers of a group.
+Shape suffixes: O, I the sides of a layer's matrix; nOI stands for [n, O, I], the matrices of all
+layers of a group.
 """
 
 import math
@@ -22,14 +23,15 @@ from ds_kfac.update.state import LayerState, Moments
 S = TypeVar("S", bound=Any)
 
 BATCHED_BYTES = 1 << 28
-"""Of eigenvectors of batched layers on a rank, and beside those that they replace in a step that refreshes them."""
+"""Of eigenvectors of batched layers on a rank, and beside those that they replace in a step that
+refreshes them."""
 
 
 def group_by_shape(
     layers: Sequence[LayerSpec], *, key: Callable[[LayerSpec], Hashable] | None
 ) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Groups that have every layer once, alone or with others of equal shape: as many as :data:`BATCHED_BYTES` hold,
-    the smallest shapes first, as they gain most. Pure.
+    """Groups that have every layer once, alone or with others of equal shape: as many as
+    :data:`BATCHED_BYTES` hold, the smallest shapes first, as they gain most. Pure.
 
     Args:
         key: layers may be together if their keys are equal; None: every layer alone.
@@ -40,11 +42,16 @@ def group_by_shape(
     for layer in layers:
         sides = (layer.G, layer.A)
         whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) for side in sides)
-        of_shape.setdefault((layer.G, layer.A, key(layer)) if whole else layer.name, []).append(layer)
+        of_shape.setdefault((layer.G, layer.A, key(layer)) if whole else layer.name, []).append(
+            layer
+        )
     groups, left = list[tuple[LayerSpec, ...]](), BATCHED_BYTES
     for alike in sorted(of_shape.values(), key=lambda alike: basis_bytes(alike[:1])):
         numel = alike[0].numel
-        room, most = left // max(1, basis_bytes(alike[:1])), chunk_budget(batched=True, numel=numel) // numel
+        room, most = (
+            left // max(1, basis_bytes(alike[:1])),
+            chunk_budget(batched=True, numel=numel) // numel,
+        )
         batched = alike[:room] if min(room, most, len(alike)) > 1 else []
         left -= basis_bytes(batched)
         count = -(-len(batched) // max(1, most))
@@ -59,9 +66,12 @@ def basis_bytes(layers: Sequence[LayerSpec]) -> int:
     return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
 
 
-def chunks(groups: Iterable[Sequence[LayerSpec]], *, batched: bool) -> list[list[Sequence[LayerSpec]]]:
-    """Which groups' directions are in memory at a time: as many elements together as :func:`chunk_budget` has for the
-    largest layer, or one group that has more; in the order of :func:`in_order`. Pure."""
+def chunks(
+    groups: Iterable[Sequence[LayerSpec]], *, batched: bool
+) -> list[list[Sequence[LayerSpec]]]:
+    """Which groups' directions are in memory at a time: as many elements together as
+    :func:`chunk_budget` has for the largest layer, or one group that has more; in the order of
+    :func:`in_order`. Pure."""
     found: list[list[Sequence[LayerSpec]]] = []
     room = 0
     for group in in_order(groups):
@@ -75,8 +85,8 @@ def chunks(groups: Iterable[Sequence[LayerSpec]], *, batched: bool) -> list[list
 
 
 def in_order(groups: Iterable[S]) -> tuple[S, ...]:
-    """The largest matrices first, when no results wait yet; those with the same sides, as they are or transposed, next
-    to each other. Pure."""
+    """The largest matrices first, when no results wait yet; those with the same sides, as they are
+    or transposed, next to each other. Pure."""
 
     def size(group: Sequence[LayerSpec]) -> tuple[int, ...]:
         sides = group[0].shape[-2:]
@@ -88,10 +98,10 @@ def in_order(groups: Iterable[S]) -> tuple[S, ...]:
 class LayerGroup:
     """Layers of one shape, and all that their gradient worker keeps of them.
 
-    The group allocates terms and moments at attach and changes them in place, so that a recorded step finds them where
-    they were. Several layers have one stacked tensor of each kind. Their eigenvectors are allocated when the first
-    layer gets its basis; new ones are copied there. A layer that is alone keeps its decompositions as they came: layers
-    with a common A share it.
+    The group allocates terms and moments at attach and changes them in place, so that a recorded
+    step finds them where they were. Several layers have one stacked tensor of each kind. Their
+    eigenvectors are allocated when the first layer gets its basis; new ones are copied there. A
+    layer that is alone keeps its decompositions as they came: layers with a common A share it.
 
     Args:
         moments: kind of the moments; None if the update rule keeps none.
@@ -101,10 +111,12 @@ class LayerGroup:
         maps: matrices of a layer, n in all: the groups of a grouped convolution, else 1.
         terms: fp32 [layers], loss terms of the last captured batch, see :class:`LayerState`.
         moments: of all matrices, [n, O, I] and [n]; None if the update rule keeps none.
-        rotation: into the eigenbases in use. None until a layer has both sides, and with a method that has none. A
-            layer without a basis, beside others that have one, is rotated by the identity.
-        stays: whether the eigenbases of a layer that is alone must keep their addresses, too, because a recorded step
-            reads them. The group then copies them as those of several layers. Set it before the first refresh.
+        rotation: into the eigenbases in use. None until a layer has both sides, and with a method
+            that has none. A layer without a basis, beside others that have one, is rotated by the
+            identity.
+        stays: whether the eigenbases of a layer that is alone must keep their addresses, too,
+            because a recorded step reads them. The group then copies them as those of several
+            layers. Set it before the first refresh.
     """
 
     def __init__(
@@ -137,13 +149,18 @@ class LayerGroup:
         """Those of each layer."""
         count, shape = len(self.layers), self.layers[0].shape
         shapes = [(count, *(shape if x.ndim > 1 else shape[:-2])) for x in vars(moments).values()]
-        parts = (x.view(shape).unbind() for x, shape in zip(vars(moments).values(), shapes, strict=True))
+        parts = (
+            x.view(shape).unbind() for x, shape in zip(vars(moments).values(), shapes, strict=True)
+        )
         return [type(moments)(*of_layer) for of_layer in zip(*parts, strict=True)]
 
     def _at_attach(self, index: int) -> tuple[Any, Any]:
         """A side that is the identity never gets a decomposition, so it has one from the start."""
         layer = self.layers[index]
-        A, G = (None if side.block else self.method.identity(side, self.device) for side in (layer.A, layer.G))
+        A, G = (
+            None if side.block else self.method.identity(side, self.device)
+            for side in (layer.A, layer.G)
+        )
         return A, G
 
     @property
@@ -152,16 +169,21 @@ class LayerGroup:
         return [A is not None and G is not None for A, G in self._sides]
 
     def state(self, index: int) -> LayerState:
-        """What is kept of a layer: a view, which sees what steps change, but for a decomposition in place of another
-        one. Take it anew after a refresh."""
-        return LayerState(self.terms[index], self.method, *self._sides[index], self._moments_of[index])
+        """What is kept of a layer: a view, which sees what steps change, but for a decomposition in
+        place of another one. Take it anew after a refresh."""
+        return LayerState(
+            self.terms[index], self.method, *self._sides[index], self._moments_of[index]
+        )
 
     def preconditioner(self, index: int) -> Any:
         """Of a layer, see ``Method.of_layer``; None while a side is missing."""
         return self.state(index).preconditioner
 
-    def rebase(self, index: int, A: Decomposition | None = None, G: Decomposition | None = None) -> None:
-        """Use new decompositions of one or both sides of a layer from now on. Its moments are turned into them."""
+    def rebase(
+        self, index: int, A: Decomposition | None = None, G: Decomposition | None = None
+    ) -> None:
+        """Use new decompositions of one or both sides of a layer from now on. Its moments are
+        turned into them."""
         before = self.state(index)
         after = replace(before, A=before.A if A is None else A, G=before.G if G is None else G)
         if before.moments is not None and after.basis is not None:
@@ -169,20 +191,24 @@ class LayerGroup:
         self._keep(index, after.A, after.G)
 
     def leave_basis(self, index: int) -> None:
-        """Let a layer go on without curvature. Its moments leave the eigenbasis, as far as a diagonal can."""
+        """Let a layer go on without curvature. Its moments leave the eigenbasis, as far as a
+        diagonal can."""
         state = self.state(index)
         if state.basis is not None and state.moments is not None:
             _copy_(state.moments, state.moments.unrotated(state.basis))
         self._keep(index, *self._at_attach(index))
 
     def load(self, index: int, state: LayerState | None) -> None:
-        """Continue a layer from a saved state. Terms and moments are copied; moments that it lacks begin at zero.
+        """Continue a layer from a saved state. Terms and moments are copied; moments that it lacks
+        begin at zero.
 
         Args:
             state: None: that of attach.
         """
         A, G = self._at_attach(index)
-        state = LayerState(torch.ones_like(self.terms[index]), self.method) if state is None else state
+        state = (
+            LayerState(torch.ones_like(self.terms[index]), self.method) if state is None else state
+        )
         self.terms[index].copy_(state.terms)
         if self.moments is not None:
             moments = self._moments_of[index]
@@ -204,7 +230,9 @@ class LayerGroup:
             _copy_basis_(place.G, None)
         self._sides[index] = A, G
         if not placed:
-            self.rotation = Rotation.of([LayerBasis(G, A)], self.precision, maps=self.maps) if ready else None
+            self.rotation = (
+                Rotation.of([LayerBasis(G, A)], self.precision, maps=self.maps) if ready else None
+            )
         elif self._stacked is not None:
             self._stacked.follow()
             self.rotation = self._stacked if any(self.prepared) else None
@@ -220,7 +248,11 @@ class LayerGroup:
 
     def matrices(self, parts: Sequence[Tensor]) -> Tensor:
         """[n, ..] of each layer's gradient: of several layers a copy, of one layer a view."""
-        return parts[0].view(self.n, *parts[0].shape[self.maps > 1 :]) if len(parts) == 1 else torch.stack(list(parts))
+        return (
+            parts[0].view(self.n, *parts[0].shape[self.maps > 1 :])
+            if len(parts) == 1
+            else torch.stack(list(parts))
+        )
 
     def by_layer(self, x_nOI: Tensor) -> Sequence[Tensor]:
         """Views, each of its layer's shape."""
@@ -230,7 +262,9 @@ class LayerGroup:
         """Of each matrix, bool [n]; None if all are true."""
         if all(of_layers):
             return None
-        yes, no = (torch.full((), value, dtype=torch.bool, device=device) for value in (True, False))
+        yes, no = (
+            torch.full((), value, dtype=torch.bool, device=device) for value in (True, False)
+        )
         return repeated(torch.stack([yes if on else no for on in of_layers]), self.maps)
 
     def any_map(self, flags_n: Tensor) -> Tensor:
@@ -239,15 +273,21 @@ class LayerGroup:
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """[n, ..] without a copy: contiguous tensors of one shape that begin at equal distances in one memory, as the
-    gradients of equal blocks do at ZeRO-2 and 3. None of others."""
+    """[n, ..] without a copy: contiguous tensors of one shape that begin at equal distances in one
+    memory, as the gradients of equal blocks do at ZeRO-2 and 3. None of others."""
     first, starts = parts[0], [x.storage_offset() for x in parts]
     apart = starts[1] - starts[0] if len(parts) > 1 else first.numel()
-    if apart < first.numel() or starts != [starts[0] + index * apart for index in range(len(parts))]:
+    if apart < first.numel() or starts != [
+        starts[0] + index * apart for index in range(len(parts))
+    ]:
         return None
     memory = first.untyped_storage().data_ptr()
     for x in parts:
-        if not x.is_contiguous() or x.dtype is not first.dtype or x.untyped_storage().data_ptr() != memory:
+        if (
+            not x.is_contiguous()
+            or x.dtype is not first.dtype
+            or x.untyped_storage().data_ptr() != memory
+        ):
             return None
     return first.as_strided((len(parts), *first.shape), (apart, *first.stride()), starts[0])
 
@@ -255,16 +295,21 @@ def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
 def _identity(side: Side, device: torch.device) -> Eigenbasis:
     """With the eigenvectors that a decomposition of the side will have."""
     groups = side.groups if side.block > 1 else ()
-    eyes = (torch.eye(width, device=device, dtype=torch.float32).repeat(count, 1, 1) for count, width in groups)
+    eyes = (
+        torch.eye(width, device=device, dtype=torch.float32).repeat(count, 1, 1)
+        for count, width in groups
+    )
     return Eigenbasis(tuple(eyes), torch.ones(side.dim, device=device, dtype=torch.float32))
 
 
 def _copy_basis_(place: Eigenbasis, new: Eigenbasis | None) -> None:
-    """Overwrite an eigenbasis. None: by the identity, which eigenvectors that are not there stand for, too: a side has
-    none that was the identity when a checkpoint was saved."""
+    """Overwrite an eigenbasis. None: by the identity, which eigenvectors that are not there stand
+    for, too: a side has none that was the identity when a checkpoint was saved."""
     if new is place:
         return
-    eyes = (torch.eye(v.shape[-1], device=v.device, dtype=v.dtype).expand_as(v) for v in place.vectors)
+    eyes = (
+        torch.eye(v.shape[-1], device=v.device, dtype=v.dtype).expand_as(v) for v in place.vectors
+    )
     vectors = new.vectors if new is not None and new.vectors else eyes
     values = torch.ones_like(place.values) if new is None else new.values
     torch._foreach_copy_([*place.vectors, place.values], [*vectors, values])

@@ -1,13 +1,15 @@
 """The orthogonal factor of a direction: all its singular values set to about one, as Muon does.
 
-Two forms of the same iteration, m the shorter and n the longer side. Below n = 1.75 m every step multiplies the matrix;
-from there on only its Gram matrix [m, m] is iterated, and what it comes to multiplies the matrix once, which is cheaper
-(gram-newton-schulz, Dao-AILab). There, what is rounded is lost for the steps that follow: in 16 bits it begins again
-after :data:`RESTART` steps, and bf16 is too coarse at all. So it is fp16, which suits the standard form, too: a matrix
-of norm one needs no large exponents, and fp16 rounds eight times finer than bf16 at the same speed.
+Two forms of the same iteration, m the shorter and n the longer side. Below n = 1.75 m every step
+multiplies the matrix; from there on only its Gram matrix [m, m] is iterated, and what it comes to
+multiplies the matrix once, which is cheaper (gram-newton-schulz, Dao-AILab). There, what is rounded
+is lost for the steps that follow: in 16 bits it begins again after :data:`RESTART` steps, and bf16
+is too coarse at all. So it is fp16, which suits the standard form, too: a matrix of norm one needs
+no large exponents, and fp16 rounds eight times finer than bf16 at the same speed.
 
-It has the same size whatever is left of the direction. Where gradients die out Adam's direction does too, and a layer
-must not walk on along what rounding and old moments make of it: below :data:`FULL` the factor shrinks with it.
+It has the same size whatever is left of the direction. Where gradients die out Adam's direction
+does too, and a layer must not walk on along what rounding and old moments make of it: below
+:data:`FULL` the factor shrinks with it.
 
 Shape suffixes: O, I the sides of a matrix; m, n its shorter and its longer side.
 """
@@ -21,27 +23,32 @@ from ds_kfac.curvature.eigen import HIGHEST, Precision, fp32_products
 from ds_kfac.ops.functional import SMALLEST
 
 STEPS = ((3.4445, -4.7750, 2.0315),) * 5
-"""Of the quintic x (a + b x^2 + c x^4), a row a step: Jordan et al. 2024, tuned to lift small singular values fast, to
-0.7 .. 1.2."""
+"""Of the quintic x (a + b x^2 + c x^4), a row a step: Jordan et al. 2024, tuned to lift small
+singular values fast, to 0.7 .. 1.2."""
 GRAM_FROM = 1.75
-"""n / m from which the Gram form is the cheaper one, by 7 % at least; they are even at 1.5. A fused gate and up with a
-bias, [2 m, m + 1], is a little less than 2."""
+"""n / m from which the Gram form is the cheaper one, by 7 % at least; they are even at 1.5. A fused
+gate and up with a bias, [2 m, m + 1], is a little less than 2."""
 RESTART = 2
 FULL = 0.03
-"""Root mean square of Adam's direction from which on a step has its full size. In ordinary training it is 0.1 to 0.3
-(Adam's steps are signal over noise), in 150 steps of gpt_small and mlm (benchmarks/convergence) never below 0.032."""
+"""Root mean square of Adam's direction from which on a step has its full size. In ordinary training
+it is 0.1 to 0.3 (Adam's steps are signal over noise), in 150 steps of gpt_small and mlm
+(benchmarks/convergence) never below 0.032."""
 
 
 def orthogonal_factors(
-    directions: Sequence[Tensor], whitenings: Sequence[Tensor | None] | None = None, *, precision: Precision = HIGHEST
+    directions: Sequence[Tensor],
+    whitenings: Sequence[Tensor | None] | None = None,
+    *,
+    precision: Precision = HIGHEST,
 ) -> list[Tensor]:
-    """Replace x = U S V^T by U V^T, nearly, of directions [n, O, I] that all have the same longer and the same shorter
-    side: they are iterated together.
+    """Replace x = U S V^T by U V^T, nearly, of directions [n, O, I] that all have the same longer
+    and the same shorter side: they are iterated together.
 
     Args:
-        directions: fp32, overwritten: zero stays zero, and rows and columns of zeros stay so to the bit.
-        whitenings: of each direction s, [2, n, I] as of ``Rotation.whitening``, or None. With s it becomes the factor
-            of x diag(s), times diag(s); a column whose s is 0 is left out.
+        directions: fp32, overwritten: zero stays zero, and rows and columns of zeros stay so to the
+            bit.
+        whitenings: of each direction s, [2, n, I] as of ``Rotation.whitening``, or None. With s it
+            becomes the factor of x diag(s), times diag(s); a column whose s is 0 is left out.
         precision: with TF32 the iteration is in fp16: it rounds as TF32 does, at twice the speed.
 
     Returns the Frobenius norms [n] that the directions had, without columns that are left out.
@@ -50,8 +57,11 @@ def orthogonal_factors(
     dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
     wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]  # the longer side last
     counts, sizes = [*map(len, wide)], []
-    x = torch.empty(sum(counts), *wide[0].shape[-2:], dtype=dtype, device=wide[0].device)  # the only copy
-    for direction, rows, whitening, place in zip(directions, wide, whitenings, x.split(counts), strict=True):
+    # the only copy
+    x = torch.empty(sum(counts), *wide[0].shape[-2:], dtype=dtype, device=wide[0].device)
+    for direction, rows, whitening, place in zip(
+        directions, wide, whitenings, x.split(counts), strict=True
+    ):
         # to norm one, in two passes over a direction with this one
         norm = torch.linalg.vector_norm(direction, dim=(-2, -1) if whitening is None else -2)
         if whitening is None:
@@ -85,11 +95,13 @@ def orthogonal_factors(
 
 
 def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
-    """Of one matrix's products. A step is 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3 in the Gram form."""
+    """Of one matrix's products. A step is 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3
+    in the Gram form."""
     (m, n), steps = sorted((O, I)), len(STEPS)
     if n < GRAM_FROM * m:
         return steps * (4 * m**2 * n + 2 * m**3)
-    # of a step's products r^2, q p, r p and (r p) p a part's first step lacks the second, its last the last two
+    # of a step's products r^2, q p, r p and (r p) p a part's first step lacks the second, its last
+    # the last two
     parts = 2 if half else 1
     return parts * 4 * m**2 * n + (4 * steps - 3 * parts) * 2 * m**3
 
@@ -102,8 +114,8 @@ def workspace(O: int, I: int) -> int:  # noqa: E741
 
 
 def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Tensor:
-    """The product Q of the steps' polynomials p of the Gram matrix r, which is overwritten. r, Q and p commute. Four
-    matrices at a time."""
+    """The product Q of the steps' polynomials p of the Gram matrix r, which is overwritten. r, Q
+    and p commute. Four matrices at a time."""
     q_mm = p_mm = _polynomial(r_mm, rows[0])
     for row in rows[1:]:
         spare_mm = r_mm @ p_mm
@@ -114,7 +126,8 @@ def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Ten
 
 
 def _polynomial(r_mm: Tensor, row: tuple[float, float, float], out: Tensor | None = None) -> Tensor:
-    """a I + b r + c r^2. a goes on the diagonal: as the product's addend, a matrix would be copied first."""
+    """a I + b r + c r^2. a goes on the diagonal: as the product's addend, a matrix would be copied
+    first."""
     a, b, c = row
     plus = torch.addmm if r_mm.ndim == 2 else torch.baddbmm
     p_mm = plus(r_mm, r_mm, r_mm, beta=b, alpha=c, out=out)

@@ -1,10 +1,11 @@
 """Work that is the same in every step, launched as one CUDA graph.
 
-The host needs 10 microseconds for a launch, from Python up to 40, a GPU 2 to 10 for most of a step's kernels: the 600
-of GPT-2 small's layers took the host 40 ms and the device 8 (docs/gpu.md). A graph launches all of them at once.
+The host needs 10 microseconds for a launch, from Python up to 40, a GPU 2 to 10 for most of a
+step's kernels: the 600 of GPT-2 small's layers took the host 40 ms and the device 8 (docs/gpu.md).
+A graph launches all of them at once.
 
-What is recorded reads and writes tensors in fixed places and decides nothing on the host. Its temporaries and results
-lie in memory that the graph keeps.
+What is recorded reads and writes tensors in fixed places and decides nothing on the host. Its
+temporaries and results lie in memory that the graph keeps.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +15,21 @@ import torch
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Of a function: what repeats it, and its result, which each repetition overwrites. The first has not happened yet."""
+"""Of a function: what repeats it, and its result, which each repetition overwrites. The first has
+not happened yet."""
 
 STEADY = 2
-"""Calls with the same key that run as they are before one is recorded: they compile kernels and fill caches."""
+"""Calls with the same key that run as they are before one is recorded: they compile kernels and
+fill caches."""
 ATTEMPTS = 8
-"""Recordings after which keys change too often for it: a schedule of betas changes them in every step."""
+"""Recordings after which keys change too often for it: a schedule of betas changes them in every
+step."""
 RECORDED_NUMEL = 1 << 27
-"""Elements of a rank's layers up to which their steps are recorded: with more the device has work for longer than
-launches take, and the memory that a graph keeps would be more than a GiB."""
+"""Elements of a rank's layers up to which their steps are recorded: with more the device has work
+for longer than launches take, and the memory that a graph keeps would be more than a GiB."""
 RECORDED_LAYER = 1 << 24
-"""Elements of a layer, in the mean of a rank's, from which on that is so however few layers there are."""
+"""Elements of a layer, in the mean of a rank's, from which on that is so however few layers there
+are."""
 
 
 def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -35,8 +40,8 @@ def cuda_graph(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = function()
     finally:
-        # where the end of a capture raises torch stays in the capture's stream, and training would go on there, not
-        # ordered with what DeepSpeed runs in the default stream
+        # where the end of a capture raises torch stays in the capture's stream, and training would
+        # go on there, not ordered with what DeepSpeed runs in the default stream
         torch.cuda.set_stream(stream)
     return graph.replay, result
 
@@ -89,7 +94,8 @@ class Recorded(Generic[T]):
                 self._left = 0
                 why = (str(problem) or type(problem).__name__).splitlines()[0]
                 self.warn(
-                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by kernel, which is "
+                    "ds_kfac: a step cannot be recorded as a CUDA graph and is launched kernel by "
+                    "kernel, which is "
                     f"slower: {why}"
                 )
                 return function()

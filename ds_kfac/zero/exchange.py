@@ -1,7 +1,8 @@
 """Gradients of whole layers to their gradient workers, and the results back to every shard.
 
-ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. So a layer's pieces travel to its
-gradient workers, who put them together as [O, I], and the results travel back to whoever holds a slice.
+ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. So a layer's pieces
+travel to its gradient workers, who put them together as [O, I], and the results travel back to
+whoever holds a slice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,16 +32,20 @@ class ExchangePlan:
         of_parameter: parameter -> workers.
     """
 
-    def __init__(self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self.of_layer = of_layers(layers)
-        self.of_parameter = {param: workers[name] for name, params in self.of_layer.items() for param in params}
+        self.of_parameter = {
+            param: workers[name] for name, params in self.of_layer.items() for param in params
+        }
         self.gather = plan_gather(shards, self.of_parameter)
         self.scatter = plan_scatter(shards, self.of_parameter)
 
 
 class Gradients:
-    """Whole gradients of a rank's layers, layer name -> fp32 [O, I] as they will be applied. Each is taken once: a step
-    holds a layer's gradient or its result.
+    """Whole gradients of a rank's layers, layer name -> fp32 [O, I] as they will be applied. Each
+    is taken once: a step holds a layer's gradient or its result.
 
     A tensor may be DeepSpeed's own memory, which only the exchange may write to.
 
@@ -49,7 +54,9 @@ class Gradients:
         joined: names of layers whose matrices were put together from pieces.
     """
 
-    def __init__(self, held: Mapping[str, tuple[Tensor, Tensor | None]], joined: Collection[str] = ()) -> None:
+    def __init__(
+        self, held: Mapping[str, tuple[Tensor, Tensor | None]], joined: Collection[str] = ()
+    ) -> None:
         self._held = dict(held)
         self._joined = joined
 
@@ -72,10 +79,11 @@ class Gradients:
 
 
 class GradientExchange:
-    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers, and results back.
+    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers, and
+    results back.
 
-    A step calls :meth:`begin`, sends :attr:`gather_part`, takes the :meth:`gathered` gradients, puts a result for each,
-    sends :attr:`scatter_part`, and writes what arrived.
+    A step calls :meth:`begin`, sends :attr:`gather_part`, takes the :meth:`gathered` gradients,
+    puts a result for each, sends :attr:`scatter_part`, and writes what arrived.
 
     Args:
         dtypes: on the wire: of gradients to the workers, and of results back.
@@ -85,7 +93,8 @@ class GradientExchange:
         params: layer name -> its parameters.
         shards: parameter -> the slices of it that this rank holds.
         sent: parameter -> the slices of its result that this rank sends to others.
-        gradients: this rank's shards -> views of their gradients, and of their results once they are there.
+        gradients: this rank's shards -> views of their gradients, and of their results once they
+            are there.
     """
 
     def __init__(
@@ -99,7 +108,9 @@ class GradientExchange:
         self.plan = ExchangePlan(layout.shards, layers, workers)
         gather_dtype, self.scatter_dtype = dtypes
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
-        self.params = {name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()}
+        self.params = {
+            name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()
+        }
         self.gradients: dict[Shard, Tensor] = {}
         self._here = {(shard.param, shard.start): shard for shard in layout.own}
         self.shards: dict[int, list[Shard]] = {}
@@ -127,7 +138,10 @@ class GradientExchange:
         layout, gradient = self.layout, self.gradients[shard]
         if layout.seam.factor is None or layout.raw(shard) == layout.sends_raw:
             return gradient
-        return times(gradient.to(self.device), layout.seam.inverse if layout.sends_raw else layout.seam.factor)
+        return times(
+            gradient.to(self.device),
+            layout.seam.inverse if layout.sends_raw else layout.seam.factor,
+        )
 
     def gathered(self, received: Arrivals) -> Gradients:
         """Whole gradients of :attr:`owned`."""
@@ -152,33 +166,41 @@ class GradientExchange:
         held = {}
         for layer in self.owned:
             params = self.plan.of_layer[layer.name]
-            if not raw.issuperset(params):  # a weight and its bias may be in groups that DeepSpeed treats in turn
+            # a weight and its bias may be in groups that DeepSpeed treats in turn
+            if not raw.issuperset(params):
                 flats |= {param: times(flats[param], factor) for param in raw.intersection(params)}
             weight, *bias = (flats.pop(param) for param in params)
             # with a bias the matrix is a copy
             matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
             if any(map(layout.lacks, self.params[layer.name])):
-                matrix_OI = torch.zeros_like(matrix_OI)  # a layer is stepped as a whole or stands still
+                # a layer is stepped as a whole or stands still
+                matrix_OI = torch.zeros_like(matrix_OI)
             held[layer.name] = matrix_OI, factor if raw.issuperset(params) else None
-        return Gradients(held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])])
+        return Gradients(
+            held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])]
+        )
 
     # results to their shards
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Take results in, of each layer a matrix of its shape. What belongs to shards on this rank is written there;
-        what other ranks get waits until it is in a message, in the dtype in which it travels. A parameter that was
-        frozen since attach gets zeros."""
+        """Take results in, of each layer a matrix of its shape. What belongs to shards on this rank
+        is written there; what other ranks get waits until it is in a message, in the dtype in which
+        it travels. A parameter that was frozen since attach gets zeros."""
         shards, values = list[Shard](), list[Tensor]()
         for layer, matrix_OI in zip(layers, matrices, strict=True):
             indices, parameters = self.plan.of_layer[layer.name], self.params[layer.name]
-            for param, parameter, flat in zip(indices, parameters, self.parts(layer, matrix_OI), strict=True):
+            for param, parameter, flat in zip(
+                indices, parameters, self.parts(layer, matrix_OI), strict=True
+            ):
                 if not parameter.requires_grad:
                     flat = torch.zeros_like(flat)
                 for span in self.sent.get(param, ()):
                     self._outbox[param, span] = _cut_out(flat, span, self.scatter_dtype)
-                # rounded as it arrives elsewhere: else replicas, and the copies of a layer that other tensor-parallel
-                # ranks work for, would drift apart
-                if (self.layout.replicated and param in self.sent) or (layer.copies > 1 and self.layout.world > 1):
+                # rounded as it arrives elsewhere: else replicas, and the copies of a layer that
+                # other tensor-parallel ranks work for, would drift apart
+                if (self.layout.replicated and param in self.sent) or (
+                    layer.copies > 1 and self.layout.world > 1
+                ):
                     flat = flat.to(self.scatter_dtype)
                 for shard in self.shards.get(param, ()):
                     shards.append(shard)
@@ -186,13 +208,20 @@ class GradientExchange:
         self._write(shards, values)
 
     def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their results to in place
-        of putting them. None where it is not one tensor, or not all of where the results belong."""
+        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their
+        results to in place of putting them. None where it is not one tensor, or not all of where
+        the results belong."""
         views = []
         for layer in layers:
             param, *bias = self.plan.of_layer[layer.name]
             shards = self.shards.get(param, [])
-            if bias or len(shards) != 1 or param in self.sent or layer.copies > 1 or self.layout.raw(shards[0]):
+            if (
+                bias
+                or len(shards) != 1
+                or param in self.sent
+                or layer.copies > 1
+                or self.layout.raw(shards[0])
+            ):
                 return None
             if shards[0].numel < self.layout.shards.numels[param]:
                 return None
@@ -200,7 +229,11 @@ class GradientExchange:
                 return None
             views.append(LAYERS[layer.kind].matrix(self.gradients[shards[0]], None, layer.shape))
         together = evenly_spaced(views)
-        if together is None or together.dtype is not torch.float32 or together.device != self.device:
+        if (
+            together is None
+            or together.dtype is not torch.float32
+            or together.device != self.device
+        ):
             return None
         return together.flatten(1, -2)
 
@@ -208,7 +241,10 @@ class GradientExchange:
         """What other ranks get."""
         outbox = self._outbox
         return MessagePart(
-            "results", self.plan.scatter, lambda m: outbox[m.param, (m.start, m.numel)], self.scatter_dtype
+            "results",
+            self.plan.scatter,
+            lambda m: outbox[m.param, (m.start, m.numel)],
+            self.scatter_dtype,
         )
 
     def sent_off(self) -> None:
@@ -221,19 +257,32 @@ class GradientExchange:
         Args:
             scales: layer name -> scalar to multiply its result by, of all layers.
         """
-        self._write([self._here[move.param, move.start] for move, _ in received], [values for _, values in received])
+        self._write(
+            [self._here[move.param, move.start] for move, _ in received],
+            [values for _, values in received],
+        )
         if scales is not None and self.gradients:
-            layer_of = {param: name for name, params in self.plan.of_layer.items() for param in params}
+            layer_of = {
+                param: name for name, params in self.plan.of_layer.items() for param in params
+            }
             stacked = torch.stack([*scales.values()])
             # with offload gradients may lie on the host, or some of them
-            on = {device: stacked.to(device).unbind() for device in {x.device for x in self.gradients.values()}}
-            on_device = {device: dict(zip(scales, values, strict=True)) for device, values in on.items()}
-            factors = [on_device[x.device][layer_of[shard.param]] for shard, x in self.gradients.items()]
+            on = {
+                device: stacked.to(device).unbind()
+                for device in {x.device for x in self.gradients.values()}
+            }
+            on_device = {
+                device: dict(zip(scales, values, strict=True)) for device, values in on.items()
+            }
+            factors = [
+                on_device[x.device][layer_of[shard.param]] for shard, x in self.gradients.items()
+            ]
             torch._foreach_mul_([*self.gradients.values()], factors)
         self.gradients = {}  # DeepSpeed's step frees what they are of
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
-        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply them by."""
+        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply
+        them by."""
         if not shards:
             return
         for index, shard in enumerate(shards):
@@ -258,6 +307,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """A slice that does not keep the whole tensor in memory: a copy, unless it is all of it and of that dtype."""
+    """A slice that does not keep the whole tensor in memory: a copy, unless it is all of it and of
+    that dtype."""
     part = flat.narrow(0, *span)
     return part.to(dtype, copy=len(part) < len(flat))

@@ -22,8 +22,8 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 
 class ShardLayout(ABC):
-    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves, fp32 copies
-    of them, or flat tensors of many. A shard is a piece of a master.
+    """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves,
+    fp32 copies of them, or flat tensors of many. A shard is a piece of a master.
 
     Args:
         engine: a DeepSpeedEngine.
@@ -57,14 +57,17 @@ class ShardLayout(ABC):
     ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.seam = Seam(engine) if seam is None else seam
-        self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
+        # Any: DeepSpeed adds ds_shape and others to parameters
+        self.params: tuple[Any, ...] = tuple(params)
         self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         if engine.sequence_parallel_size > 1 and not averages_sequence:
             self.faults += (
-                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence instead of averaging: "
-                "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
+                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence "
+                f"instead of averaging: "
+                "right for a loss that is a mean over the whole sequence, that many times too "
+                "large for one over a "
                 "rank's own tokens",
             )
         if engine.pipeline_parallelism:
@@ -74,9 +77,17 @@ class ShardLayout(ABC):
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
         self.divisor = self.averaged_over / summed
         self.groups = parameter_groups(self.optimizer)
-        self.position = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
-        self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
-        self.pieces = tuple(ParamPart(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
+        self.position = {
+            id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)
+        }
+        self.whole = ShardMap(
+            self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards())
+        )
+        self.pieces = (
+            tuple(ParamPart(index) for index in range(len(self.params)))
+            if pieces is None
+            else tuple(pieces)
+        )
         self.shards = self.whole.cut(self.pieces)
         self.own = self.shards.on(self.rank)
 
@@ -98,13 +109,13 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def master(self, shard: Shard) -> Any:
-        """The tensor that the inner optimizer steps, of which this rank's shard is the elements from ``shard.offset``
-        on. A shard of :attr:`shards`."""
+        """The tensor that the inner optimizer steps, of which this rank's shard is the elements
+        from ``shard.offset`` on. A shard of :attr:`shards`."""
 
     def gradients(self) -> dict[Shard, Tensor]:
-        """This rank's shards -> views of their gradients, flat, fp32 or bf16, where they lie now: in a master's
-        ``grad``, or where DeepSpeed will take it from. Those that are :meth:`raw` will be multiplied by the seam's
-        factor."""
+        """This rank's shards -> views of their gradients, flat, fp32 or bf16, where they lie now:
+        in a master's ``grad``, or where DeepSpeed will take it from. Those that are :meth:`raw`
+        will be multiplied by the seam's factor."""
         return {shard: self._gradient(shard) for shard in self.own}
 
     def _gradient(self, shard: Shard) -> Tensor:
@@ -115,7 +126,8 @@ class ShardLayout(ABC):
         return False
 
     def lacks(self, param: Any) -> bool:
-        """Whether DeepSpeed will not step a parameter in this step, as its gradient was taken away."""
+        """Whether DeepSpeed will not step a parameter in this step, as its gradient was taken
+        away."""
         return False
 
     sends_raw = False
@@ -141,9 +153,13 @@ class ShardLayout(ABC):
 
     @property
     def rounded_to(self) -> set[torch.dtype]:
-        """dtypes that gradients may be rounded to before they are stored. With torch_autocast ZeRO sends a Linear's
-        gradient in 16 bits, even if the model runs it in fp32."""
-        dtypes = {self.dtype, *(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}
+        """dtypes that gradients may be rounded to before they are stored. With torch_autocast ZeRO
+        sends a Linear's gradient in 16 bits, even if the model runs it in fp32."""
+        dtypes = {
+            self.dtype,
+            *(p.dtype for p in self.params),
+            *map(deepspeed_versions.sent_in, self.params),
+        }
         return dtypes | deepspeed_versions.reduced_in(self.engine)
 
     @property
@@ -162,23 +178,28 @@ class ShardLayout(ABC):
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
 
     def backward_scale(self, announced: bool) -> Tensor | float:
-        """The loss scale in a backward pass: of ``engine.backward``, or of a plain one, which only newer versions of
-        DeepSpeed scale."""
+        """The loss scale in a backward pass: of ``engine.backward``, or of a plain one, which only
+        newer versions of DeepSpeed scale."""
         scales = announced or deepspeed_versions.manual_backward(self.engine)
         return self.loss_scale() if scales else 1.0
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        """Whether this rank has a gradient that waits for a step, which the self-test would overwrite."""
+        """Whether this rank has a gradient that waits for a step, which the self-test would
+        overwrite."""
         gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
-        return any(bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None)
+        return any(
+            bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None
+        )
 
     def guard_states(self, refuse: Callable[[str], Any]) -> None:
-        """Make DeepSpeed's ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state`` call ``refuse`` with
-        the state's name, which raises on every rank: the optimizer has no states of these parameters. DeepSpeed alone
-        would fail on ranks that hold a part of the parameter, while the others wait for ever."""
+        """Make DeepSpeed's ``safe_get_full_optimizer_state`` and ``safe_set_full_optimizer_state``
+        call ``refuse`` with the state's name, which raises on every rank: the optimizer has no
+        states of these parameters. DeepSpeed alone would fail on ranks that hold a part of the
+        parameter, while the others wait for ever."""
         for param in self.params:
-            for name in ("get_full_hp_param", "set_full_hp_param"):  # of ZeRO-1/2 and BF16_Optimizer
+            # of ZeRO-1/2 and BF16_Optimizer
+            for name in ("get_full_hp_param", "set_full_hp_param"):
                 if isinstance(plain := getattr(param, name, None), MethodType):
                     setattr(param, name, partial(_guarded, plain, refuse))
 
@@ -186,27 +207,33 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def install(self, known: KnownGradient) -> None:
-        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` were the averaged gradients."""
+        """Fill DeepSpeed's gradient buffers as its reduction would if ``known`` were the averaged
+        gradients."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Reset the gradient buffers to their state before a first backward; they stay the same objects."""
+        """Reset the gradient buffers to their state before a first backward; they stay the same
+        objects."""
 
 
-def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
+def _guarded(
+    plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any
+) -> Any:
     key = inspect.signature(plain).bind(*args, **kwargs).arguments.get("optim_state_key")
     return plain(*args, **kwargs) if key is None else refuse(key)
 
 
 def flat_gradient(master: Any) -> Tensor:
-    """A view of a master's gradient, which is made contiguous if it is not, as that of a weight in channels_last."""
+    """A view of a master's gradient, which is made contiguous if it is not, as that of a weight in
+    channels_last."""
     if not master.grad.is_contiguous():
         master.grad.data = master.grad.contiguous()
     return master.grad.view(-1)
 
 
 def parameter_groups(optimizer: Any) -> list[list[Any]]:
-    """The model's parameters by optimizer group; ZeRO's param_groups hold flat slices in their place."""
+    """The model's parameters by optimizer group; ZeRO's param_groups hold flat slices in their
+    place."""
     for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if (groups := getattr(optimizer, attribute, None)) is not None:
             return groups
@@ -220,7 +247,8 @@ def scaler_scale(scaler: Any) -> Tensor | float:
 
 
 class Replicated(ShardLayout):
-    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the parameters."""
+    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the
+    parameters."""
 
     replicated = True
 
@@ -229,9 +257,16 @@ class Replicated(ShardLayout):
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
         self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
-            self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
-        if engine.gradient_clipping() and any(getattr(m, "sparse", None) is True for m in engine.module.modules()):
-            self.faults += ("it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",)
+            self.faults += (
+                "at stage 0 it clips every pipeline stage by the norm of the first one's "
+                "gradients alone",
+            )
+        if engine.gradient_clipping() and any(
+            getattr(m, "sparse", None) is True for m in engine.module.modules()
+        ):
+            self.faults += (
+                "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
+            )
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -262,14 +297,15 @@ class Replicated(ShardLayout):
 
 
 class ReplicatedHalf(Replicated):
-    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat ones of a group each,
-    or one for each parameter."""
+    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat
+    ones of a group each, or one for each parameter."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         if deepspeed_versions.lacks_loss_scale(self.optimizer):
             self.faults += (
-                "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
+                "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by "
+                "(deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )
 
@@ -293,7 +329,8 @@ class ReplicatedHalf(Replicated):
         return ShardLayout._gradient(self, shard)
 
     def end(self) -> None:
-        self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them
+        # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them
+        self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:
         scale = deepspeed_versions.loss_scale(self.optimizer)
@@ -301,8 +338,12 @@ class ReplicatedHalf(Replicated):
 
 
 def is_hooked(parameter: Any) -> bool:
-    """Whether a hook that is neither DeepSpeed's nor ours gets a parameter's gradient: it may change it."""
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+    """Whether a hook that is neither DeepSpeed's nor ours gets a parameter's gradient: it may
+    change it."""
+    for hooks in (
+        parameter._backward_hooks,
+        getattr(parameter, "_post_accumulate_grad_hooks", None),
+    ):
         for hook in (hooks or {}).values():
             while isinstance(hook, partial):
                 hook = hook.func

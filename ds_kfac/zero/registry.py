@@ -1,7 +1,8 @@
 """An engine's domains, and the layout of its gradients.
 
-A domain is a group of ranks and the parameters whose gradients are averaged over it. Its layers are assigned, reduced
-and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints span all domains.
+A domain is a group of ranks and the parameters whose gradients are averaged over it. Its layers are
+assigned, reduced and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints
+span all domains.
 
     parallelism       group                        domains of a rank        layers of other ranks
     none, Ulysses     sequence x data              one                      the same
@@ -47,7 +48,8 @@ class Domain:
         names: their names in the engine's module.
         group: DeepSpeed's process group that averages their gradients.
         shard: (rank, size) among the ranks that hold shards of one weight.
-        first_experts: name of a list or stack of experts on this rank -> number of its first expert in the mixture.
+        first_experts: name of a list or stack of experts on this rank -> number of its first expert
+            in the mixture.
     """
 
     name: str
@@ -69,10 +71,12 @@ class Domain:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not at the first save."""
+    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not at the
+    first save."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(
-            f"ds_kfac cannot attach: checkpoints would hold two layers under one name, {twice[0]!r}; rename one of the "
+            f"ds_kfac cannot attach: checkpoints would hold two layers under one name, "
+            f"{twice[0]!r}; rename one of the "
             "modules, or exclude it (kfac.layers.exclude)"
         )
 
@@ -80,10 +84,13 @@ def check_names(names: Sequence[str]) -> None:
 def tensor_shard(engine: Any) -> tuple[int, int]:
     """(rank, size) among the ranks that hold shards of one weight."""
     mpu = engine.mpu
-    # a pipeline's grid counts stages as model parallel, DeepSpeed's sequence parallel state sequence groups
+    # a pipeline's grid counts stages as model parallel, DeepSpeed's sequence parallel state
+    # sequence groups
     if mpu is None or isinstance(engine, PipelineEngine):
         return 0, 1
-    if hasattr(mpu, "initialize_sequence_parallel") and not hasattr(mpu, "get_tensor_model_parallel_world_size"):
+    if hasattr(mpu, "initialize_sequence_parallel") and not hasattr(
+        mpu, "get_tensor_model_parallel_world_size"
+    ):
         return 0, 1
     return int(bwc_tensor_model_parallel_rank(mpu)), int(bwc_tensor_model_parallel_world_size(mpu))
 
@@ -104,14 +111,22 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     names = {id(p): parameter for parameter, p in engine.module.named_parameters()}
 
     def make(name: str, params: Sequence[nn.Parameter], group: Any, **options: Any) -> Domain:
-        return Domain(name, tuple(params), frozenset(names[id(p)] for p in params if id(p) in names), group, **options)
+        return Domain(
+            name,
+            tuple(params),
+            frozenset(names[id(p)] for p in params if id(p) in names),
+            group,
+            **options,
+        )
 
     dense = [p for p in trained if not is_moe_param(p)]
     every_domain = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
     for mixture, experts in mixtures.items():
         rank, group = expert_parallel_rank(mixture), expert_data_parallel_group(mixture)
         first = _first_experts(engine.module, {id(p) for p in experts}, rank)
-        every_domain.append(make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first))
+        every_domain.append(
+            make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first)
+        )
     return tuple(every_domain)
 
 
@@ -156,12 +171,18 @@ def shard_layout(
 ) -> ShardLayout:
     """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
     optimizer, wrapper = engine.optimizer, type(engine.optimizer)
-    bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, DeepSpeedOptimizer)
-    layout = SHARD_LAYOUTS.get(wrapper, Replicated if bare and not engine.zero_optimization() else None)
+    bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
+        optimizer, DeepSpeedOptimizer
+    )
+    layout = SHARD_LAYOUTS.get(
+        wrapper, Replicated if bare and not engine.zero_optimization() else None
+    )
     if layout is None:
         raise ValueError(
-            f"ds_kfac: DeepSpeed wrapped the optimizer in {wrapper.__module__}.{wrapper.__name__}, which ds_kfac does "
-            f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
+            f"ds_kfac: DeepSpeed wrapped the optimizer in "
+            f"{wrapper.__module__}.{wrapper.__name__}, which ds_kfac does "
+            f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare "
+            f"torch optimizers at "
             "ZeRO stage 0"
         )
     return layout(engine, params, group, pieces, seam)

@@ -1,18 +1,19 @@
-"""Where K-FAC runs: at the first step of DeepSpeed's inner optimizer, which is called only when a step is certain.
+"""Where K-FAC runs: at the first step of DeepSpeed's inner optimizer, which is called only when a
+step is certain.
 
-The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and may skip
-the step; only then does it call the *inner* optimizer, the user's, once or once for each parameter group.
-torch calls a public hook before an optimizer's step (``register_step_pre_hook``). So an outer step begins a
-step, and the first inner step in it runs K-FAC. At stage 0 in fp32 there is no outer optimizer: every inner
-step that has gradients is a step.
+The *outer* optimizer is DeepSpeed's wrapper. Its ``step`` looks for overflow, takes the norm, and
+may skip the step; only then does it call the *inner* optimizer, the user's, once or once for each
+parameter group. torch calls a public hook before an optimizer's step (``register_step_pre_hook``).
+So an outer step begins a step, and the first inner step in it runs K-FAC. At stage 0 in fp32 there
+is no outer optimizer: every inner step that has gradients is a step.
 
     mode                        inner steps             gradients at the first one
     stage 0, 16-bit wrappers    one                     as they will be applied
     ZeRO 1, 2                   one for each group      group 0 as it will be applied, others raw
     ZeRO 3                      one for each sub-group  the same
 
-Raw gradients are still to be multiplied by :attr:`Seam.factor`. DeepSpeed's own view of gradients, in its overflow
-check, its norm and its clipping, is that of training without K-FAC.
+Raw gradients are still to be multiplied by :attr:`Seam.factor`. DeepSpeed's own view of gradients,
+in its overflow check, its norm and its clipping, is that of training without K-FAC.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +28,19 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.deepspeed_versions import replaced, restore
 
 NO_HOOKS = (
-    "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's register_step_pre_hook. Let "
+    "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's "
+    "register_step_pre_hook. Let "
     "the class call torch.optim.Optimizer.__init__, or give DeepSpeed the optimizer that it wraps"
 )
 CLOSURE = (
-    "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are there, so it takes "
+    "ds_kfac: the optimizer's step got an argument. K-FAC works with the gradients that are "
+    "there, so it takes "
     "no closure"
 )
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
-"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes change what a
-step makes, and tensors made in inference mode could not be changed there."""
+"""A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes
+change what a step makes, and tensors made in inference mode could not be changed there."""
 
 
 class Steps(Protocol):
@@ -65,12 +68,15 @@ class Seam:
 
     Attributes:
         inner: the user's optimizer.
-        outer: what decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a GradScaler; None: nothing.
-        groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a time.
-        factor: what DeepSpeed multiplies this step's gradients by, a scalar on the device; None: by nothing.
+        outer: what decides whether a step is applied: DeepSpeed's wrapper, or at stage 0 a
+            GradScaler; None: nothing.
+        groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a
+            time.
+        factor: what DeepSpeed multiplies this step's gradients by, a scalar on the device; None: by
+            nothing.
         prepared: how many masters' gradients it has multiplied already.
-        measuring: domains that need the factor even if all gradients are prepared, for a proof of rows. At stage 0
-            DeepSpeed does not tell how it clips.
+        measuring: domains that need the factor even if all gradients are prepared, for a proof of
+            rows. At stage 0 DeepSpeed does not tell how it clips.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -92,7 +98,8 @@ class Seam:
         self._active = False
         self._removals: list[Callable[[], None]] = []
         self._inside = False  # an outer step
-        self._depth = 0  # of nested inner steps: torch runs the hooks of a class and of the one it is derived from
+        # of nested inner steps: torch runs the hooks of a class and of the one it is derived from
+        self._depth = 0
         self._ran = False
 
     def open(self, steps: Steps) -> None:
@@ -113,7 +120,8 @@ class Seam:
         self._remove()
 
     def forget(self) -> None:
-        """No step is going on. One that has not ended was interrupted, and the next inner step begins a new one."""
+        """No step is going on. One that has not ended was interrupted, and the next inner step
+        begins a new one."""
         if self._depth:
             self._interrupted()
 
@@ -140,12 +148,20 @@ class Seam:
 
     @contextmanager
     def _whole_groups(self) -> Iterator[None]:
-        """Wraps an outer step. DeepSpeed takes groups out of the inner optimizer while it steps one of them, and puts
-        them back unless the step raises: every later step would fail."""
-        self.groups, self.prepared, self._ran, self._inside = self.inner.param_groups, 0, False, True
+        """Wraps an outer step. DeepSpeed takes groups out of the inner optimizer while it steps one
+        of them, and puts them back unless the step raises: every later step would fail."""
+        self.groups, self.prepared, self._ran, self._inside = (
+            self.inner.param_groups,
+            0,
+            False,
+            True,
+        )
         if not self._is_bare:  # else it is what was clipped by before the step
             self.factor = None
-        whole = [(x, x.param_groups, [group["params"] for group in x.param_groups]) for x in self._optimizers]
+        whole = [
+            (x, x.param_groups, [group["params"] for group in x.param_groups])
+            for x in self._optimizers
+        ]
         try:
             yield
         except BaseException:
@@ -157,8 +173,11 @@ class Seam:
         finally:
             self._inside = False
 
-    def _before_inner(self, optimizer: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        if any(x is not None for x in (*arguments[1:], *keywords.values())):  # the first is the optimizer
+    def _before_inner(
+        self, optimizer: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> None:
+        # the first is the optimizer
+        if any(x is not None for x in (*arguments[1:], *keywords.values())):
             raise ValueError(CLOSURE)
         if self.outer is not None:
             if self._inside and not self._ran:
@@ -166,7 +185,9 @@ class Seam:
             return
         self._depth += 1
         self.groups = self.inner.param_groups
-        if self._depth == 1 and any(p.grad is not None for group in self.groups for p in group["params"]):
+        if self._depth == 1 and any(
+            p.grad is not None for group in self.groups for p in group["params"]
+        ):
             try:
                 self._steps.begin()
                 self._run()
@@ -192,15 +213,15 @@ class Seam:
 
     @property
     def inverse(self) -> Tensor | None:
-        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0 if that is
-        0, as where a norm is infinite: nothing moves then."""
+        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0
+        if that is 0, as where a norm is infinite: nothing moves then."""
         if self.factor is not None and self._inverse is None:
             self._inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
         return self._inverse
 
     def complete_factor(self) -> None:
-        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method of its
-        own for it."""
+        """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method
+        of its own for it."""
         self._inverse = None
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
@@ -225,7 +246,8 @@ class Seam:
         if not self.measuring:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # which DeepSpeed does not clip
+        # which DeepSpeed does not clip
+        gradients = [gradient for gradient in gradients if not gradient.is_sparse]
         if not gradients:
             return original()
         before = torch.stack(torch._foreach_norm(gradients)).norm()
@@ -257,13 +279,21 @@ class Seam:
 
     @contextmanager
     def stubbed(self, stub: Callable[[], None]) -> Iterator[Callable[[], Any]]:
-        """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's, which takes a step with
-        the gradients that lie where DeepSpeed keeps them, and moves no weight."""
+        """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's,
+        which takes a step with the gradients that lie where DeepSpeed keeps them, and moves no
+        weight."""
         installed, self._active = len(self._removals), True
-        groups = [(x, x["params"], [master.grad for master in x["params"]]) for x in self.inner.param_groups]
+        groups = [
+            (x, x["params"], [master.grad for master in x["params"]])
+            for x in self.inner.param_groups
+        ]
         self._watch_factor()
         try:
-            with deepspeed_versions.unchanged(self.engine.optimizer), self._whole_groups(), ExitStack() as stack:
+            with (
+                deepspeed_versions.unchanged(self.engine.optimizer),
+                self._whole_groups(),
+                ExitStack() as stack,
+            ):
                 for optimizer in self._optimizers:
                     stack.enter_context(replaced(optimizer, "step", lambda *_, **__: stub()))
                 yield self.engine.optimizer.step
@@ -277,8 +307,11 @@ class Seam:
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """The optimizer, or the one that it wraps if it has no hooks of its own, as timm's Lookahead."""
+    """The optimizer, or the one that it wraps if it has no hooks of its own, as timm's
+    Lookahead."""
     for candidate in (optimizer, *vars(optimizer).values()):
-        if isinstance(candidate, torch.optim.Optimizer) and hasattr(candidate, "_optimizer_step_pre_hooks"):
+        if isinstance(candidate, torch.optim.Optimizer) and hasattr(
+            candidate, "_optimizer_step_pre_hooks"
+        ):
             return candidate
     raise ValueError(NO_HOOKS.format(name=type(optimizer).__name__))

@@ -1,5 +1,5 @@
-"""Plans of gradients: which rank holds which elements, which layer they belong to, and what moves to the layer's worker
-and back. Pure, the same on every rank; ``comm/message.py`` executes them."""
+"""Plans of gradients: which rank holds which elements, which layer they belong to, and what moves
+to the layer's worker and back. Pure, the same on every rank; ``comm/message.py`` executes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamPart:
-    """One of ``count`` equal parts of a flattened parameter, such as one expert's of a stack that is one parameter."""
+    """One of ``count`` equal parts of a flattened parameter, such as one expert's of a stack that
+    is one parameter."""
 
     param: int
     index: int = 0
@@ -49,7 +50,8 @@ class ParamPart:
 class ShardMap:
     """All shards of the preconditioned parameters, or of parts of them.
 
-    Each element of each parameter is on exactly one rank if gradients are partitioned, on all if they are replicated.
+    Each element of each parameter is on exactly one rank if gradients are partitioned, on all if
+    they are replicated.
     """
 
     world: int
@@ -61,10 +63,15 @@ class ShardMap:
             end = 0
             for start, stop in sorted({(s.start, s.start + s.numel) for s in self.of_param[param]}):
                 if start != end:
-                    raise ValueError(f"shard map: parameter {param} has a gap or overlap at element {min(start, end)}")
+                    raise ValueError(
+                        f"shard map: parameter {param} has a gap or overlap at element "
+                        f"{min(start, end)}"
+                    )
                 end = stop
             if end != numel:
-                raise ValueError(f"shard map: parameter {param} is covered up to {end} of {numel} elements")
+                raise ValueError(
+                    f"shard map: parameter {param} is covered up to {end} of {numel} elements"
+                )
 
     @cached_property
     def of_param(self) -> tuple[tuple[Shard, ...], ...]:
@@ -87,7 +94,8 @@ class ShardMap:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, pieces: Sequence[ParamPart]) -> "ShardMap":
-        """The map of some parts: ``Shard.param`` is then the part's number. A shard that spans several parts is cut."""
+        """The map of some parts: ``Shard.param`` is then the part's number. A shard that spans
+        several parts is cut."""
         shards, numels = [], []
         for number, piece in enumerate(pieces):
             first, numel = piece.span(self.numels[piece.param])
@@ -96,17 +104,24 @@ class ShardMap:
                 start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
                 if start < stop:
                     offset = shard.offset + start - shard.start
-                    shards.append(Shard(number, start - first, stop - start, shard.rank, shard.group, offset))
+                    shards.append(
+                        Shard(number, start - first, stop - start, shard.rank, shard.group, offset)
+                    )
         return ShardMap(self.world, tuple(numels), tuple(shards))
 
 
-def partition_flat(numel: int, param: int, group: int, offset: int, size: int, world: int) -> list[Shard]:
-    """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a rank (ZeRO-1/2)."""
+def partition_flat(
+    numel: int, param: int, group: int, offset: int, size: int, world: int
+) -> list[Shard]:
+    """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a
+    rank (ZeRO-1/2)."""
     shards = []
     for rank in range(world):
         start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
         if start < stop:
-            shards.append(Shard(param, start - offset, stop - start, rank, group, start - rank * size))
+            shards.append(
+                Shard(param, start - offset, stop - start, rank, group, start - rank * size)
+            )
     return shards
 
 
@@ -128,7 +143,9 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
 def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
     """The layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    return tuple(ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters)
+    return tuple(
+        ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters
+    )
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
@@ -141,13 +158,19 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> number of its gradient's elements on each rank. ``shards``: of :func:`pieces_of`."""
+    """Layer name -> number of its gradient's elements on each rank. ``shards``: of
+    :func:`pieces_of`."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring partitioned gradients to their workers, one each. ``workers``: ``Shard.param`` -> ranks."""
-    in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == workers[shard.param][0]}
+    """Moves that bring partitioned gradients to their workers, one each. ``workers``:
+    ``Shard.param`` -> ranks."""
+    in_place = {
+        (shard.param, shard.start)
+        for shard in shards.shards
+        if shard.rank == workers[shard.param][0]
+    }
     moves = [
         Move(shard.param, shard.start, shard.numel, shard.rank, workers[shard.param][0])
         for shard in shards.shards
@@ -157,7 +180,8 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring results to every rank that holds a shard: for partitioned gradients the gather's inverse."""
+    """Moves that bring results to every rank that holds a shard: for partitioned gradients the
+    gather's inverse."""
     moves = []
     for shard in shards.shards:
         worker = source(workers[shard.param], shard.rank, shards.world)
@@ -167,7 +191,8 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
 
 
 def source(workers: Sequence[int], rank: int, world: int) -> int:
-    """The worker from which a rank gets a result: the one in its group of consecutive ranks, maybe itself."""
+    """The worker from which a rank gets a result: the one in its group of consecutive ranks, maybe
+    itself."""
     return workers[rank // (world // len(workers))]
 
 
@@ -182,9 +207,10 @@ def planned_shards(
     """Where DeepSpeed will put the layers' gradients, predicted without an engine.
 
     Args:
-        groups: the optimizer's parameter groups: (name, elements) of trained parameters, in its order.
-        stage: ZeRO's; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group`` and ``offset``, which
-            depend on its sub-groups, are 0.
+        groups: the optimizer's parameter groups: (name, elements) of trained parameters, in its
+            order.
+        stage: ZeRO's; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group`` and
+            ``offset``, which depend on its sub-groups, are 0.
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}
@@ -192,9 +218,17 @@ def planned_shards(
     for index, group in enumerate(groups):
         params = [(place[name], numel) for name, numel in group if name in place]
         if stage == 0:
-            shards += [Shard(param, 0, numel, rank, index, 0) for param, numel in params for rank in range(world)]
+            shards += [
+                Shard(param, 0, numel, rank, index, 0)
+                for param, numel in params
+                for rank in range(world)
+            ]
         elif stage == 3:
-            shards += [shard for param, numel in params for shard in partition_chunks(numel, param, 0, 0, world)]
+            shards += [
+                shard
+                for param, numel in params
+                for shard in partition_chunks(numel, param, 0, 0, world)
+            ]
         else:
             step = world if round_robin else 1
             order = [entry for first in range(step) for entry in group[first::step]]
@@ -203,4 +237,6 @@ def planned_shards(
             for (name, numel), offset in zip(order, offsets, strict=True):
                 if name in place:
                     shards += partition_flat(numel, place[name], index, offset, size, world)
-    return ShardMap(world, tuple(numels[name] for name in place), tuple(shards)).cut(pieces_of(layers))
+    return ShardMap(world, tuple(numels[name] for name in place), tuple(shards)).cut(
+        pieces_of(layers)
+    )

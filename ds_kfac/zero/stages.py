@@ -1,13 +1,14 @@
-"""The modes in which a rank holds a part of the gradients, in flat masters. ZeRO steps them one after the other.
+"""The modes in which a rank holds a part of the gradients, in flat masters. ZeRO steps them one
+after the other.
 
-ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of
-its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded, and a master is a sub-group's
-chunks on this rank.
+ZeRO-1/2 and BF16_Optimizer: every parameter group is one flat buffer, cut in equal slices; a rank
+holds the gradient of its slice. ZeRO-3: every parameter is cut in ``world`` equal chunks, the last
+ones padded, and a master is a sub-group's chunks on this rank.
 
-When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced: without
-offload as lists of tensors, of which DeepSpeed will make the flat gradient, with offload in the masters'
-``grad``. A result that fp16 does not hold lies there in fp32: DeepSpeed's concatenation promotes types and
-keeps it so.
+When ZeRO's first master is stepped, the others' gradients are still raw, as they were reduced:
+without offload as lists of tensors, of which DeepSpeed will make the flat gradient, with offload in
+the masters' ``grad``. A result that fp16 does not hold lies there in fp32: DeepSpeed's
+concatenation promotes types and keeps it so.
 """
 
 from abc import abstractmethod
@@ -23,12 +24,14 @@ from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import KnownGradient, ShardLayout
 from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
 
-NO_GRADIENTS = "ds_kfac: engine.step() has no gradients: call engine.backward(loss) between two steps"
+NO_GRADIENTS = (
+    "ds_kfac: engine.step() has no gradients: call engine.backward(loss) between two steps"
+)
 
 
 class BF16(ShardLayout):
-    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient, but steps
-    its slice."""
+    """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient,
+    but steps its slice."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -45,7 +48,9 @@ class BF16(ShardLayout):
             offsets = accumulate((param.numel() for param in params), initial=0)
             for param, offset in zip(params, offsets, strict=False):
                 if id(param) in index:
-                    shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
+                    shards += partition_flat(
+                        param.numel(), index[id(param)], group, offset, size, self.world
+                    )
         return shards
 
     def master(self, shard: Shard) -> Any:
@@ -53,7 +58,9 @@ class BF16(ShardLayout):
 
     def install(self, known: KnownGradient) -> None:
         for group, params in enumerate(self.groups):
-            for param, gradient in zip(params, self.optimizer.fp32_groups_gradients[group], strict=True):
+            for param, gradient in zip(
+                params, self.optimizer.fp32_groups_gradients[group], strict=True
+            ):
                 gradient.view(-1).copy_(known(param))
         self._mark(True)
 
@@ -69,7 +76,8 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # p.grad does not tell: it stays until the next backward, though it was added to fp32_groups_gradients long ago
+        # p.grad does not tell: it stays until the next backward, though it was added to
+        # fp32_groups_gradients long ago
         return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
@@ -87,18 +95,26 @@ class ZeroLayout(ShardLayout):
         super().__init__(engine, *values, **named)
         self.offloads = self.offloaded(self.optimizer)
         inner, scheduler = engine.basic_optimizer, engine.lr_scheduler
-        if isinstance(inner, torch.optim.Adagrad) and getattr(scheduler, "optimizer", None) is inner:
+        if (
+            isinstance(inner, torch.optim.Adagrad)
+            and getattr(scheduler, "optimizer", None) is inner
+        ):
             self.faults += (
-                "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a scheduler in "
+                "it steps with an Adagrad of its own, whose rate your scheduler does not change: "
+                "name a scheduler in "
                 "the config, or use ZeRO stage 0 or another optimizer",
             )
         if deepspeed_versions.has_dynamic_scale(self.optimizer):
             self.faults += (
-                "in a step in which the loss scale grows it divides by the new scale: that step is half as long, "
+                "in a step in which the loss scale grows it divides by the new scale: that step "
+                "is half as long, "
                 "unless it is clipped",
             )
         if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
+            self.faults += (
+                "with torch_autocast fp16 it clips the gradient while it carries the GradScaler's "
+                "scale",
+            )
 
     @classmethod
     def offloaded(cls, optimizer: Any) -> bool:
@@ -111,7 +127,9 @@ class ZeroLayout(ShardLayout):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        dtype = deepspeed_versions.master_dtype if self.offloads else deepspeed_versions.gradient_dtype
+        dtype = (
+            deepspeed_versions.master_dtype if self.offloads else deepspeed_versions.gradient_dtype
+        )
         return dtype(self.optimizer)
 
     def loss_scale(self) -> Tensor | float:
@@ -119,9 +137,10 @@ class ZeroLayout(ShardLayout):
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """With offload DeepSpeed does not clear the buffer of a parameter that this step did not use: our last result
-        in it would be preconditioned again. DeepSpeed's cached norms show which parameters had a gradient. Without
-        offload nothing is there after a step, until the next backward: ranks without layers would wait for others."""
+        """With offload DeepSpeed does not clear the buffer of a parameter that this step did not
+        use: our last result in it would be preconditioned again. DeepSpeed's cached norms show
+        which parameters had a gradient. Without offload nothing is there after a step, until the
+        next backward: ranks without layers would wait for others."""
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
                 raise RuntimeError(NO_GRADIENTS)
@@ -158,11 +177,14 @@ class ZeroLayout(ShardLayout):
 
     def _note_norm(self, param: Any, known: KnownGradient) -> None:
         """As DeepSpeed does with offload in a backward pass: it clips by these norms."""
-        self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = known(param).double().norm()
+        self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = (
+            known(param).double().norm()
+        )
 
     def clear(self) -> None:
         if not self.offloads:
-            self.optimizer.averaged_gradients.clear()  # the dict itself: DeepSpeed has linked parameters to it
+            # the dict itself: DeepSpeed has linked parameters to it
+            self.optimizer.averaged_gradients.clear()
             return
         self.optimizer.norm_for_param_grads.clear()
         for flat in self.masters:
@@ -170,7 +192,8 @@ class ZeroLayout(ShardLayout):
 
 
 class Stage12(ZeroLayout):
-    """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
+    """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every
+    rank."""
 
     OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
 
@@ -181,7 +204,8 @@ class Stage12(ZeroLayout):
         self._starts: dict[int, list[int]] = {}
         if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (
-                "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
+                "with round_robin_gradients safe_get_full_* and universal checkpoints read other "
+                "parameters",
             )
         micro_batches = engine.gradient_accumulation_steps()
         if self.averaged_over > 1:
@@ -191,17 +215,25 @@ class Stage12(ZeroLayout):
         else:
             self.faults += deepspeed_versions.accumulation_faults(optimizer, micro_batches)
         if deepspeed_versions.applies_nonfinite(optimizer):
-            self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
+            self.faults += (
+                "in bf16 it applies gradients that are not finite, unless "
+                "bf16.check_grad_overflow is set",
+            )
 
     def _shards(self) -> list[Shard]:
         optimizer, shards = self.optimizer, list[Shard]()
         index = {id(param): number for number, param in enumerate(self.params)}
-        # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
+        # round_robin_bit16_* hold the order in the flat buffer, whether or not
+        # round_robin_gradients is on
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
             size = int(optimizer.partition_size[group])
-            for param, offset in zip(params, deepspeed_versions.offsets(optimizer, group), strict=True):
+            for param, offset in zip(
+                params, deepspeed_versions.offsets(optimizer, group), strict=True
+            ):
                 if id(param) in index:
-                    shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
+                    shards += partition_flat(
+                        param.numel(), index[id(param)], group, offset, size, self.world
+                    )
         return shards
 
     def begin(self) -> None:
@@ -209,8 +241,8 @@ class Stage12(ZeroLayout):
         super().begin()
 
     def end(self) -> None:
-        """Link parameters to their optimizer states again: in its first step DeepSpeed does so when only the first
-        group has been stepped, and the others have no states yet."""
+        """Link parameters to their optimizer states again: in its first step DeepSpeed does so when
+        only the first group has been stepped, and the others have no states yet."""
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
@@ -225,8 +257,10 @@ class Stage12(ZeroLayout):
         place = bisect_right(starts, shard.offset) - 1
         if place >= len(starts) - 1 or shard.offset + shard.numel > starts[place + 1]:
             raise RuntimeError(
-                f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {group} has no gradient of "
-                f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
+                f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {group} has no "
+                f"gradient of "
+                f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients "
+                f"out differently, "
                 "use a version that docs/supported.md names"
             )
         return gradients[group], place, shard.offset - starts[place]
@@ -237,7 +271,11 @@ class Stage12(ZeroLayout):
             if self.offloads:
                 attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
                 for param in params:
-                    setattr(param, attribute, known(param).view(param.shape).to(param.device, param.dtype))
+                    setattr(
+                        param,
+                        attribute,
+                        known(param).view(param.shape).to(param.device, param.dtype),
+                    )
                     optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
                     self._note_norm(param, known)
                 deepspeed_versions.wait_for_offload(optimizer)
@@ -245,7 +283,9 @@ class Stage12(ZeroLayout):
                 self._install_compact(group, known, buffer)
             else:
                 gradients = [known(p).view(p.shape).to(p.device, self.dtype) for p in params]
-                optimizer.averaged_gradients[group] = deepspeed_versions.flat_partition(optimizer, group, gradients)
+                optimizer.averaged_gradients[group] = deepspeed_versions.flat_partition(
+                    optimizer, group, gradients
+                )
 
     def _install_compact(self, group: int, known: KnownGradient, buffer: Any) -> None:
         optimizer = self.optimizer
@@ -267,14 +307,19 @@ class Stage12(ZeroLayout):
     def is_waiting(cls, engine: Any) -> bool:
         optimizer = engine.optimizer
         if cls.offloaded(optimizer):
-            waits = bool(optimizer.norm_for_param_grads) or deepspeed_versions.accumulated_on_host(optimizer)
+            waits = bool(optimizer.norm_for_param_grads) or deepspeed_versions.accumulated_on_host(
+                optimizer
+            )
         else:
-            waits = any(gradient is not None for gradient in deepspeed_versions.accumulated(optimizer))
+            waits = any(
+                gradient is not None for gradient in deepspeed_versions.accumulated(optimizer)
+            )
         return waits or super().is_waiting(engine)
 
 
 class Stage3(ZeroLayout):
-    """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every rank."""
+    """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every
+    rank."""
 
     OFFLOADS, MASTERS = "offload_optimizer", "fp32_partitioned_groups_flat"
 
@@ -284,14 +329,17 @@ class Stage3(ZeroLayout):
         self.faults += deepspeed_versions.gather_faults(torch.distributed.get_backend(self.group))
         if not self.offloads:
             self.faults += (
-                "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",
+                "a parameter outside of K-FAC layers that a step does not use is stepped with its "
+                "last gradient again",
             )
 
     def _shards(self) -> list[Shard]:
         shards = []
         for index, param in enumerate(self.params):
             offset = self._chunk_start(param)
-            shards += partition_chunks(param.ds_numel, index, self.position[id(param)][0], offset, self.world)
+            shards += partition_chunks(
+                param.ds_numel, index, self.position[id(param)][0], offset, self.world
+            )
         return shards
 
     def _chunk_start(self, param: Any) -> int:
@@ -308,7 +356,8 @@ class Stage3(ZeroLayout):
         self._chunks = [] if self.offloads else [gradients[group][place] for group, place in own]
 
     def end(self) -> None:
-        """Clear gradients: DeepSpeed would step a parameter that the next step does not use with its old one."""
+        """Clear gradients: DeepSpeed would step a parameter that the next step does not use with
+        its old one."""
         while self._chunks:
             self._chunks.pop().zero_()
 
@@ -319,7 +368,8 @@ class Stage3(ZeroLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        # its buffers do not tell: they keep the last step's gradient until the next backward overwrites it
+        # its buffers do not tell: they keep the last step's gradient until the next backward
+        # overwrites it
         return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def install(self, known: KnownGradient) -> None:

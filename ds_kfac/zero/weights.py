@@ -1,10 +1,11 @@
-"""Rescales weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), for layers before a norm, where the size
-of a weight only acts as a learning rate:
+"""Rescales weights after a step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), for layers before a
+norm, where the size of a weight only acts as a learning rate:
 
     w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O the first dimension of w: outputs
 
-DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same factor. Every rank
-computes it from the norm of the whole weight, which at stage 3 is summed over the chunks of all ranks.
+DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same
+factor. Every rank computes it from the norm of the whole weight, which at stage 3 is summed over
+the chunks of all ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,18 +63,21 @@ class WeightRescaling:
         return squares.sqrt()
 
     def _masters(self, piece: int) -> Iterator[Tensor]:
-        """Views of this rank's masters of a weight. None where the inner optimizer steps the parameter itself."""
+        """Views of this rank's masters of a weight. None where the inner optimizer steps the
+        parameter itself."""
         layout = self.layout
         for shard in layout.shards.of_param[piece]:
             if shard.rank != layout.rank or layout.master(shard) is layout.param_of(piece):
                 continue
             master = layout.master(shard).data
-            # a master of the weight alone may be stored in another order than its shape, as in channels_last
+            # a master of the weight alone may be stored in another order than its shape, as in
+            # channels_last
             whole = shard.numel == master.numel()
             yield master if whole else master.view(-1).narrow(0, shard.offset, shard.numel)
 
     def _computed_with(self, piece: int) -> list[Tensor]:
-        """What the model computes with on this rank: at stage 3 a chunk, and the whole weight while it is gathered."""
+        """What the model computes with on this rank: at stage 3 a chunk, and the whole weight while
+        it is gathered."""
         param = self.layout.param_of(piece)
         if not isinstance(self.layout, Stage3):
             return [param.data]

@@ -1,4 +1,5 @@
-"""What the three examples share: texts of Python's own library, training of a tiny byte GPT, options, figures."""
+"""What the three examples share: texts of Python's own library, training of a tiny byte GPT,
+options, figures."""
 
 import argparse
 import pydoc_data.topics
@@ -24,7 +25,9 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 def options(description: str, argv: Sequence[str] | None, **more: int) -> argparse.Namespace:
     """--out and --seed, and sizes with their defaults."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/factors"), help="folder for the figure and factors")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/factors"), help="folder for the figure and factors"
+    )
     parser.add_argument("--seed", type=int, default=0)
     for name, value in more.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -35,25 +38,39 @@ def options(description: str, argv: Sequence[str] | None, **more: int) -> argpar
 
 
 def texts() -> dict[str, Corpus]:
-    """Three kinds: English prose about Python, the same with capitals and small letters exchanged (of another half of
-    it), and tables of character sets. A tenth of each is held out, cut from 20 places."""
+    """Three kinds: English prose about Python, the same with capitals and small letters exchanged
+    (of another half of it), and tables of character sets. A tenth of each is held out, cut from 20
+    places."""
     prose = "\n".join(pydoc_data.topics.topics.values())
     half = len(prose) // 2
     tables = b"\n".join(file.read_bytes() for file in sorted((STDLIB / "encodings").glob("*.py")))
     code = b"\n".join(file.read_bytes() for file in sorted(STDLIB.glob("*.py")))
-    raw = {"prose": prose[:half].encode(), "swapped": prose[half:].swapcase().encode(), "tables": tables, "code": code}
+    raw = {
+        "prose": prose[:half].encode(),
+        "swapped": prose[half:].swapcase().encode(),
+        "tables": tables,
+        "code": code,
+    }
     found = {}
     for name, data in raw.items():
-        stretches = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // 20 * 20].view(20, -1)
+        stretches = torch.frombuffer(bytearray(data), dtype=torch.uint8)[
+            : len(data) // 20 * 20
+        ].view(20, -1)
         held = stretches.shape[1] // 10
         found[name] = Corpus(name, stretches[:, held:].reshape(-1), stretches[:, :held].reshape(-1))
     return found
 
 
 def train(
-    model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], lr: float, *,
-    warmup: int = 20, decay: bool = True, every: int | None = None, watch: Callable[[nn.Module], float] | None = None,
-) -> list[float]:  # fmt: skip
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    lr: float,
+    *,
+    warmup: int = 20,
+    decay: bool = True,
+    every: int | None = None,
+    watch: Callable[[nn.Module], float] | None = None,
+) -> list[float]:
     """AdamW over inputs and targets, at a rate that falls to zero or stays.
 
     Returns what ``watch`` says at the start and after every so many steps.
@@ -63,7 +80,9 @@ def train(
     seen = [watch(model)] if watch else []
     for step, (x, y) in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / warmup) * (1 - step / len(batches) if decay else 1)
+            group["lr"] = (
+                lr * min(1, (step + 1) / warmup) * (1 - step / len(batches) if decay else 1)
+            )
         loss = model(x, y)
         optimizer.zero_grad()
         loss.backward()

@@ -19,18 +19,23 @@ def main(argv: Sequence[str] | None = None) -> tuple[Any, dict[str, float]]:
     """Returns the engine and what was logged last."""
     options = tiny.options(argv)
     PartialState(cpu=tiny.ON_CPU)
-    config = tiny.ds_config(options.deepspeed, train_micro_batch_size_per_gpu=4, gradient_clipping=1.0)
+    config = tiny.ds_config(
+        options.deepspeed, train_micro_batch_size_per_gpu=4, gradient_clipping=1.0
+    )
     config.pop("optimizer")
     plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=2)
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = tiny.model()
     optimizer = ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, torch_adam=True)
-    steps = options.steps * accelerator.num_processes  # Accelerate steps a scheduler once for each process
+    # Accelerate steps a scheduler once for each process
+    steps = options.steps * accelerator.num_processes
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     collate = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
     loader = DataLoader(tiny.tokens(), batch_size=4, collate_fn=collate)
     held_out = DataLoader(tiny.tokens(16), batch_size=4, collate_fn=collate)
-    engine, optimizer, scheduler, loader, held_out = accelerator.prepare(model, optimizer, scheduler, loader, held_out)
+    engine, optimizer, scheduler, loader, held_out = accelerator.prepare(
+        model, optimizer, scheduler, loader, held_out
+    )
     step, logged = 0, {}
     if options.resume:
         accelerator.load_state(str(options.resume))
@@ -46,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> tuple[Any, dict[str, float]]:
             if not accelerator.sync_gradients:
                 continue
             step += 1
-            logged = {"loss": float(loss), "lr": scheduler.get_last_lr()[0], **engine.kfac.log_line()}
+            logged = {
+                "loss": float(loss),
+                "lr": scheduler.get_last_lr()[0],
+                **engine.kfac.log_line(),
+            }
             accelerator.print({"step": step, **logged})
             if step == options.steps // 2:
                 accelerator.save_state(str(options.out / f"step-{step}"))

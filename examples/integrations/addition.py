@@ -1,4 +1,5 @@
-"""A task for learning from rewards: sums of two numbers, and a model that was taught a little of it."""
+"""A task for learning from rewards: sums of two numbers, and a model that was taught a little of
+it."""
 
 import random
 
@@ -14,18 +15,29 @@ LARGEST, STEPS = 50, 200
 def sums(seed: int, count: int) -> Dataset:
     source = random.Random(seed)
     pairs = [(source.randrange(LARGEST), source.randrange(LARGEST)) for _ in range(count)]
-    return Dataset.from_list([{"prompt": f"{a:02}+{b:02}=", "answer": str(a + b)} for a, b in pairs])
+    return Dataset.from_list(
+        [{"prompt": f"{a:02}+{b:02}=", "answer": str(a + b)} for a, b in pairs]
+    )
 
 
 def rewards(completions: list[str], answer: list[str], **_) -> list[float]:
-    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+    return [
+        float(completion == right) for completion, right in zip(completions, answer, strict=True)
+    ]
 
 
 def taught(steps: int = STEPS) -> LlamaForCausalLM:
     """A model after so many supervised steps: in a script of your own this is a checkpoint."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=32, pad_token_id=257, **sizes))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=258, max_position_embeddings=32, pad_token_id=257, **sizes)
+    )
     model.generation_config.eos_token_id = model.config.eos_token_id = 256
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)

@@ -1,4 +1,5 @@
-"""transformers' Trainer. Nothing here is about K-FAC: it is in the DeepSpeed config, and enabled by the launcher.
+"""transformers' Trainer. Nothing here is about K-FAC: it is in the DeepSpeed config, and enabled by
+the launcher.
 
 python -m ds_kfac run --module examples.integrations.hf_trainer
 """

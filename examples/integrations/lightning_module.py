@@ -34,7 +34,10 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = ds_kfac.KFACAdamW(self.parameters(), lr=2e-3, torch_adam=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class OnCPU(DeepSpeedStrategy):
@@ -53,11 +56,14 @@ class OnCPU(DeepSpeedStrategy):
 def main(argv: Sequence[str] | None = None) -> pl.Trainer:
     options = tiny.options(argv)
     config = tiny.ds_config(options.deepspeed, train_micro_batch_size_per_gpu=4)
-    for name in ("optimizer", "gradient_clipping", "gradient_accumulation_steps"):  # Lightning has its own
+    # Lightning has its own
+    for name in ("optimizer", "gradient_clipping", "gradient_accumulation_steps"):
         config.pop(name)
     strategy = (OnCPU if tiny.ON_CPU else DeepSpeedStrategy)(config=config)
     half = max(1, options.steps // 2)
-    saving = pl.callbacks.ModelCheckpoint(options.out, filename="{step}", every_n_train_steps=half, save_top_k=-1)
+    saving = pl.callbacks.ModelCheckpoint(
+        options.out, filename="{step}", every_n_train_steps=half, save_top_k=-1
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu" if tiny.ON_CPU else "gpu",

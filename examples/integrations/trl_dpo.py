@@ -1,4 +1,5 @@
-"""TRL's DPOTrainer: the reference model is in an engine without an optimizer, which ds_kfac leaves alone.
+"""TRL's DPOTrainer: the reference model is in an engine without an optimizer, which ds_kfac leaves
+alone.
 
 python -m ds_kfac run --module examples.integrations.trl_dpo
 """
@@ -13,7 +14,10 @@ from examples.integrations import tiny
 
 def pairs(count: int = 64) -> Dataset:
     """The right sum and a wrong one."""
-    rows = [{"prompt": f"{i} + {i}", "chosen": f" = {2 * i}.", "rejected": f" = {3 * i + 1}."} for i in range(count)]
+    rows = [
+        {"prompt": f"{i} + {i}", "chosen": f" = {2 * i}.", "rejected": f" = {3 * i + 1}."}
+        for i in range(count)
+    ]
     return Dataset.from_list(rows)
 
 

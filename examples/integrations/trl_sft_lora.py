@@ -1,4 +1,5 @@
-"""TRL's SFTTrainer with LoRA by peft; K-FAC as an optimizer object, so that the DeepSpeed config says nothing of it.
+"""TRL's SFTTrainer with LoRA by peft; K-FAC as an optimizer object, so that the DeepSpeed config
+says nothing of it.
 
 deepspeed --module examples.integrations.trl_sft_lora
 """

@@ -1,4 +1,5 @@
-"""Simpler assignments, to compare with. Whole layers; a shared factor goes with the first layer that has it."""
+"""Simpler assignments, to compare with. Whole layers; a shared factor goes with the first layer
+that has it."""
 
 from ds_kfac.assignment.assign import Assignment, column
 from ds_kfac.assignment.costs import Work
@@ -16,9 +17,12 @@ def round_robin(work: Work, workers: int = 1) -> Assignment:
 
 
 def kaisa_greedy(work: Work, workers: int = 1) -> Assignment:
-    """KAISA's (Pauloski et al. 2021): layers in descending n_A^3 + n_G^3 to the column with the least of it, their
-    factors to its least loaded rank. Preconditioning, and where gradients are, do not count."""
-    columns = [column(index, world=work.world, workers=workers) for index in range(work.world // workers)]
+    """KAISA's (Pauloski et al. 2021): layers in descending n_A^3 + n_G^3 to the column with the
+    least of it, their factors to its least loaded rank. Preconditioning, and where gradients are,
+    do not count."""
+    columns = [
+        column(index, world=work.world, workers=workers) for index in range(work.world // workers)
+    ]
     cubes = [0] * work.world
     homes = {}
 
@@ -34,7 +38,9 @@ def kaisa_greedy(work: Work, workers: int = 1) -> Assignment:
     return _whole_layers(work, homes, order)
 
 
-def _whole_layers(work: Work, homes: dict[str, tuple[tuple[int, ...], int]], order: list[LayerSpec]) -> Assignment:
+def _whole_layers(
+    work: Work, homes: dict[str, tuple[tuple[int, ...], int]], order: list[LayerSpec]
+) -> Assignment:
     eigen_workers: dict[str, int] = {}
     for layer in order:
         for factor in work.used[layer.name]:

@@ -1,4 +1,5 @@
-"""Who does what: where the gradient is, unless that overloads a rank; the KAISA grid. Arithmetic, no ranks."""
+"""Who does what: where the gradient is, unless that overloads a rank; the KAISA grid. Arithmetic,
+no ranks."""
 
 import itertools
 import random
@@ -30,7 +31,17 @@ def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
     return [linear_layer(f"l{i}", a, g) for i, (a, g) in enumerate(shapes)]
 
 
-def place(specs, world, *, factors=None, workers=1, load_tolerance=0.1, paired=False, memory_cap=None, **options):
+def place(
+    specs,
+    world,
+    *,
+    factors=None,
+    workers=1,
+    load_tolerance=0.1,
+    paired=False,
+    memory_cap=None,
+    **options,
+):
     factors = factor_specs(specs) if factors is None else factors
     work = Work(specs, factors, world, **{"held": None, "costs": COSTS, **INTERVALS, **options})
     with mock.patch("ds_kfac.assignment.assign.LOAD_TOLERANCE", load_tolerance):
@@ -61,15 +72,20 @@ def test_an_overloaded_rank_gives_to_the_least_loaded():
 
 def test_what_a_gradient_costs_to_move_is_paid_by_both_ends():
     specs = layers((8, 8))
-    here, there = (place(specs, 2, held={"l0": held}, load_tolerance=5.0) for held in ([64, 0], [44, 20]))
+    here, there = (
+        place(specs, 2, held={"l0": held}, load_tolerance=5.0) for held in ([64, 0], [44, 20])
+    )
     seconds = 2 * 4 * 20 / COSTS.link_bytes
     close(list(there.loads), [here.loads[0] + seconds, seconds])
 
 
 def test_a_rank_that_sends_a_wide_result_to_all_others_gets_less_else():
-    """Replicated, one worker a layer. By work alone the wide one, of whose sides one is not decomposed, comes
-    last."""
-    specs = [replace(linear_layer("l0", 1000, 40), A=Side.identity(1000)), *layers(*[(60, 60)] * 4)[1:]]
+    """Replicated, one worker a layer. By work alone the wide one, of whose sides one is not
+    decomposed, comes last."""
+    specs = [
+        replace(linear_layer("l0", 1000, 40), A=Side.identity(1000)),
+        *layers(*[(60, 60)] * 4)[1:],
+    ]
     slow = replace(COSTS, link_bytes=COSTS.link_bytes / 100)
     found = owners(place(specs, 2, costs=slow))
     assert list(found.values()).count(found["l0"]) == 1, found
@@ -90,8 +106,12 @@ def test_near_equal_holders_share_by_load():
 
 def test_no_rank_is_idle_when_there_are_enough_layers():
     specs = layers(*[(8, 8)] * 9)
-    held = {spec.name: [64 if rank == 1 + i % 7 else 0 for rank in range(8)] for i, spec in enumerate(specs)}
-    assignment = place(specs, 8, held=held, load_tolerance=5.0)  # nothing is overloaded, rank 0 holds nothing
+    held = {
+        spec.name: [64 if rank == 1 + i % 7 else 0 for rank in range(8)]
+        for i, spec in enumerate(specs)
+    }
+    # nothing is overloaded, rank 0 holds nothing
+    assignment = place(specs, 8, held=held, load_tolerance=5.0)
     assert set(owners(assignment).values()) == set(range(8))
 
 
@@ -111,11 +131,19 @@ def test_replicated_gradients_are_balanced_heaviest_first():
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
     for rank in (0, 1):
         sent, received = (
-            COSTS.transfer(4 * sum(spec.numel for spec in specs if (owners(assignment)[spec.name] == rank) == own))
+            COSTS.transfer(
+                4
+                * sum(
+                    spec.numel for spec in specs if (owners(assignment)[spec.name] == rank) == own
+                )
+            )
             for own in (True, False)
         )
         mine = [spec.name for spec in specs if owners(assignment)[spec.name] == rank]
-        expected = sum(work.precondition[name] + work.factor[f"{name}/A"] + work.factor[f"{name}/G"] for name in mine)
+        expected = sum(
+            work.precondition[name] + work.factor[f"{name}/A"] + work.factor[f"{name}/G"]
+            for name in mine
+        )
         close(assignment.loads[rank], expected + max(sent, received))
 
 
@@ -128,7 +156,9 @@ def test_whole_layers_stay_within_grahams_bound_of_the_best_placement():
         best = float("inf")
         for ranks in itertools.product(range(3), repeat=len(specs)):
             workers = {spec.name: (rank,) for spec, rank in zip(specs, ranks, strict=True)}
-            best = min(best, max(work.loads(workers, {f.key: workers[f.layers[0]][0] for f in factors})))
+            best = min(
+                best, max(work.loads(workers, {f.key: workers[f.layers[0]][0] for f in factors}))
+            )
         assert max(place(specs, 3, costs=FREE_LINKS).loads) <= 4 / 3 * best
 
 
@@ -142,7 +172,9 @@ def test_no_busier_than_round_robin_or_kaisa(table, world, device, zero):
     work = Work(specs, factors, world, held, BUILTIN[device], **INTERVALS)
     for workers in (1,) if zero else (1, 2, world):
         others = [round_robin(work, workers), kaisa_greedy(work, workers)]
-        ours = place(specs, world, factors=factors, workers=workers, held=held, costs=BUILTIN[device])
+        ours = place(
+            specs, world, factors=factors, workers=workers, held=held, costs=BUILTIN[device]
+        )
         assert max(ours.loads) <= CLOSE * min(max(other.loads) for other in others)
         if not zero:  # there the others move more gradients: their mean load is larger, too
             assert ours.imbalance <= CLOSE * min(other.imbalance for other in others)
@@ -158,7 +190,8 @@ def test_large_models_are_balanced_where_there_is_enough_to_share():
 def test_kaisa_balances_cubes_alone():
     specs = layers((8, 8), (4, 4), (4, 4), (4, 4))
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
-    assert owners(kaisa_greedy(work)) == {"l0": 0, "l1": 1, "l2": 1, "l3": 1}  # 1024 against 3 x 128
+    # 1024 against 3 x 128
+    assert owners(kaisa_greedy(work)) == {"l0": 0, "l1": 1, "l2": 1, "l3": 1}
     assert owners(round_robin(work)) == {"l0": 0, "l1": 1, "l2": 0, "l3": 1}
 
 
@@ -170,7 +203,8 @@ def test_a_result_is_paid_for_by_its_sender_for_every_copy_and_by_link():
     alone = work.precondition["l0"]
     mem_opt = work.loads({"l0": (3,)}, {})
     close(mem_opt[3], alone + fast + 6 * slow)
-    close([mem_opt[0], mem_opt[2]], [(fast + 6 * slow) / 7] * 2)  # of a node mate or not, on average
+    # of a node mate or not, on average
+    close([mem_opt[0], mem_opt[2]], [(fast + 6 * slow) / 7] * 2)
     hybrid = work.loads({"l0": (0, 2, 4, 6)}, {})  # rows are nodes
     close(list(hybrid), [alone + fast, fast] * 4)
     close(list(work.loads({"l0": tuple(range(8))}, {})), [alone] * 8)
@@ -180,7 +214,10 @@ def test_fast_links_within_a_node_make_rows_of_a_node_the_best():
     specs = layers(*[(1024, 1024)] * 16)
     nodes = replace(BUILTIN["cuda"], link_bytes=1e9, node_size=4, node_bytes=1e12)
     flat, by_node = (
-        {count: max(place(specs, 16, workers=count, costs=costs).loads) for count in worker_counts(16)}
+        {
+            count: max(place(specs, 16, workers=count, costs=costs).loads)
+            for count in worker_counts(16)
+        }
         for costs in (replace(nodes, node_size=1, node_bytes=0.0), nodes)
     )
     assert min(by_node, key=by_node.get) == 4 and by_node[4] < flat[4] and by_node[1] < flat[1]
@@ -217,7 +254,9 @@ def test_comm_opt_spreads_the_decompositions_over_all_ranks():
 
 
 def test_small_factors_are_spread_around_a_large_one():
-    eigen_workers = place(layers((1000, 64), (64, 64), (64, 64), (64, 64)), 4, workers=4).eigen_workers
+    eigen_workers = place(
+        layers((1000, 64), (64, 64), (64, 64), (64, 64)), 4, workers=4
+    ).eigen_workers
     ranks = Counter(eigen_workers.values())
     assert sorted(ranks.values()) == [1, 2, 2, 3]
     assert ranks[eigen_workers["l0/A"]] == 1
@@ -233,17 +272,25 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
     none, found = work.loads(workers, {}), work.loads(workers, {"l0/A": 0, "l0/G": 3})
     to_A, to_G = (4 * (n * n + n) / COSTS.link_bytes / 100 for n in (5, 3))
     expected = [work.factor["l0/A"] + to_A + to_G, 0, to_A + to_G, work.factor["l0/G"] + 2 * to_G]
-    close([after - before for before, after in zip(none, found, strict=True)], expected, scale=max(found))
+    close(
+        [after - before for before, after in zip(none, found, strict=True)],
+        expected,
+        scale=max(found),
+    )
 
 
 def test_without_splitting_the_only_worker_decomposes_both():
     assignment = place(layers((64, 32), (16, 48), (8, 8)), 2)
-    assert all(assignment.eigen_workers[f.key] == owners(assignment)[f.layers[0]] for f in assignment.factors)
+    assert all(
+        assignment.eigen_workers[f.key] == owners(assignment)[f.layers[0]]
+        for f in assignment.factors
+    )
 
 
 def test_a_large_layers_factors_part_if_that_pays():
     specs = layers((512, 512))
-    costs = replace(COSTS, gemm_flops=float("inf"), copy_bytes=float("inf"))  # decomposing is all there is to do
+    # decomposing is all there is to do
+    costs = replace(COSTS, gemm_flops=float("inf"), copy_bytes=float("inf"))
     assignment = place(specs, 2, workers=2, costs=costs)
     assert set(assignment.eigen_workers.values()) == {0, 1}
     assert max(assignment.loads) < max(place(specs, 2, workers=2, costs=costs, paired=True).loads)

@@ -23,7 +23,11 @@ def test_as_many_as_asked_each_once(count):
     for owner in (0, 5, 15):
         for step in STEPS[:50]:
             ranks = contributors.of("x/A", owner, step)
-            assert list(ranks) == sorted(set(ranks)) and len(ranks) == count and set(ranks) <= set(range(16))
+            assert (
+                list(ranks) == sorted(set(ranks))
+                and len(ranks) == count
+                and set(ranks) <= set(range(16))
+            )
             assert owner in ranks
 
 
@@ -59,7 +63,9 @@ def test_the_parts_of_a_sequence_contribute_together(count, expected):
         assert len(ranks) == expected and {4, 5} <= set(ranks) and ranks == sorted(set(ranks))
         assert all(rank ^ 1 in ranks for rank in ranks), "two ranks have a sequence"
         seen.update(ranks)
-    assert set(seen) == ({4, 5} if expected == 2 else {4, 5, 6, 7} if expected == 4 else set(range(8)))
+    assert set(seen) == (
+        {4, 5} if expected == 2 else {4, 5, 6, 7} if expected == 4 else set(range(8))
+    )
 
 
 def test_a_sequence_over_several_nodes_contributes_together():
@@ -72,11 +78,22 @@ def test_counts_are_as_many_as_have_the_rows():
     factors = factor_specs(layers)
     rows = dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 500.0)
     need = ROWS_PER_COLUMN * 1000 / 500
-    assert counted(factors, rows, 64, wanted=None) == {"wide/A": need, "wide/G": 1, "narrow/A": 1, "narrow/G": 1}
-    assert counted(factors, rows, 4, wanted=None) == {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}, "the others have all"
-    assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 3)
+    assert counted(factors, rows, 64, wanted=None) == {
+        "wide/A": need,
+        "wide/G": 1,
+        "narrow/A": 1,
+        "narrow/G": 1,
+    }
+    assert counted(factors, rows, 4, wanted=None) == {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}, (
+        "the others have all"
+    )
+    assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(
+        ["wide/A", "wide/G", "narrow/A", "narrow/G"], 3
+    )
     assert counted(factors, {"narrow/A": 500.0}, 64, wanted=None).keys() == {"narrow/A"}
-    assert counted(factors, {"wide/A": 0.0, "narrow/A": 0.01}, 64, wanted=None) == {}, "few rows: all ranks"
+    assert counted(factors, {"wide/A": 0.0, "narrow/A": 0.01}, 64, wanted=None) == {}, (
+        "few rows: all ranks"
+    )
 
 
 def test_strides_leave_the_rows_of_an_update_and_less_than_twice_as_many():
@@ -84,8 +101,13 @@ def test_strides_leave_the_rows_of_an_update_and_less_than_twice_as_many():
     rows = {"wide/A": 500.0, "wide/G": 500.0, "narrow/A": 500.0, "narrow/G": 30.0}
     found = strides(factors, rows, wanted=None)
     assert found == {"wide/G": 500 // (3 * ROWS_PER_COLUMN), "narrow/A": 12, "narrow/G": 2}
-    assert strides(factors, rows, wanted=400) == {} and strides(factors, rows, wanted=250)["narrow/A"] == 2
-    assert strides(factors, rows, wanted=400, together=2)["narrow/A"] == 2, "two ranks have the parts of a sequence"
+    assert (
+        strides(factors, rows, wanted=400) == {}
+        and strides(factors, rows, wanted=250)["narrow/A"] == 2
+    )
+    assert strides(factors, rows, wanted=400, together=2)["narrow/A"] == 2, (
+        "two ranks have the parts of a sequence"
+    )
 
 
 def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():

@@ -17,7 +17,9 @@ UNIT = CostModel(((10, 1.0), (20, 4.0)), ((10, 0.5), (20, 1.0)), 2.0, 3.0, 5.0, 
 
 
 @pytest.mark.parametrize(
-    ("n", "expected"), [(2, 1.0), (10, 1.0), (14, 1.96), (20, 4.0), (40, 32.0)], ids=["floor", "at", "in", "end", "n^3"]
+    ("n", "expected"),
+    [(2, 1.0), (10, 1.0), (14, 1.96), (20, 4.0), (40, 32.0)],
+    ids=["floor", "at", "in", "end", "n^3"],
 )
 def test_eigh_goes_through_its_table_and_on_as_n_cubed(n, expected):
     close(UNIT.decompose(Side.dense(n)), expected)
@@ -43,14 +45,20 @@ def test_a_step_from_the_last_basis_is_products_and_a_third_of_two_inverses_and_
     close(costs.step(20), step)
     close(replace(costs, gemm_flops=500.0).step(20), 2 * step - 2 / 3 * 1.0)  # TF32 is no slower
     dear = replace(costs, eigh_seconds=((20, 1000.0),))
-    close(dear.decompose(Side(45, 20), ITERATED), (2 * (1000.0 + 9 * step) + (1000.0 + 9 * costs.step(5))) / 10)
-    close(costs.decompose(Side.dense(20), ITERATED), 4.0)  # where eigh is the faster one it is all there is
+    close(
+        dear.decompose(Side(45, 20), ITERATED),
+        (2 * (1000.0 + 9 * step) + (1000.0 + 9 * costs.step(5))) / 10,
+    )
+    # where eigh is the faster one it is all there is
+    close(costs.decompose(Side.dense(20), ITERATED), 4.0)
     assert BUILTIN["cpu"].ieee_flops == 0
 
 
 def test_what_48_factors_of_gpt2_small_take_on_an_h100():
     sides = [Side.dense(768)] * 36 + [Side.dense(3072)] * 12
-    eigh, iterated = (sum(map(partial(BUILTIN["cuda"].decompose, method=own), sides)) for own in (EIGEN, ITERATED))
+    eigh, iterated = (
+        sum(map(partial(BUILTIN["cuda"].decompose, method=own), sides)) for own in (EIGEN, ITERATED)
+    )
     step = sum(BUILTIN["cuda"].step(side.dim) for side in sides)
     assert eigh > 1.0 and step < 0.15
     close(iterated, (eigh + 9 * step) / 10)
@@ -63,7 +71,10 @@ def test_inverses_take_half_the_products_and_their_own_table():
     close(UNIT.decompose(Side.dense(40), METHODS["inverse"]), 8 * 1.0)
     assert UNIT.decompose(Side.identity(45), METHODS["inverse"]) == 0
     for kind in BUILTIN.values():
-        assert kind.decompose(Side.dense(4096), METHODS["inverse"]) < kind.decompose(Side.dense(4096)) / 3
+        assert (
+            kind.decompose(Side.dense(4096), METHODS["inverse"])
+            < kind.decompose(Side.dense(4096)) / 3
+        )
 
 
 def test_structure_makes_a_side_cheaper():

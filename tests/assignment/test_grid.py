@@ -13,7 +13,15 @@ def test_worker_counts_divide_the_world():
 
 @pytest.mark.parametrize(
     ("fraction", "world", "expected"),
-    [(1.0, 8, 8), (0.5, 8, 4), (0.125, 8, 1), (0.01, 8, 1), (0.33, 3, 1), (1 / 3, 9, 3), (0.5, 1, 1)],
+    [
+        (1.0, 8, 8),
+        (0.5, 8, 4),
+        (0.125, 8, 1),
+        (0.01, 8, 1),
+        (0.33, 3, 1),
+        (1 / 3, 9, 3),
+        (0.5, 1, 1),
+    ],
 )
 def test_a_fraction_is_a_number_of_workers(fraction, world, expected):
     assert workers_for(fraction, world) == expected

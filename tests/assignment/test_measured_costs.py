@@ -11,7 +11,11 @@ from ds_kfac.assignment.costs import BUILTIN, measured
 from ds_kfac.curvature.factor import Side
 from tests.close import close
 
-FILE = {"machine": "a card", "eigh_seconds": [[8, 1.0], [16, 8.0]], "product_flops": [[8, 1.0], [32, 16.0]]}
+FILE = {
+    "machine": "a card",
+    "eigh_seconds": [[8, 1.0], [16, 8.0]],
+    "product_flops": [[8, 1.0], [32, 16.0]],
+}
 
 
 def written(tmp_path, content) -> str:
@@ -34,8 +38,17 @@ def test_builtin_rates_of_a_gpu_are_those_that_one_showed():
     found, builtin = measured(BUILTIN["cuda"], str(file)), BUILTIN["cuda"]
     for name in found.measured:
         shown, taken = getattr(found, name), getattr(builtin, name)
-        for theirs, ours in zip(shown, taken, strict=True) if isinstance(shown, tuple) else [((0, shown), (0, taken))]:
-            assert theirs[0] == ours[0] and abs(ours[1] / theirs[1] - 1) < 0.06, (name, theirs, ours)  # two digits
+        for theirs, ours in (
+            zip(shown, taken, strict=True)
+            if isinstance(shown, tuple)
+            else [((0, shown), (0, taken))]
+        ):
+            # two digits
+            assert theirs[0] == ours[0] and abs(ours[1] / theirs[1] - 1) < 0.06, (
+                name,
+                theirs,
+                ours,
+            )
 
 
 def test_products_have_the_rate_of_their_size(tmp_path):

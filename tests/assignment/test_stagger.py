@@ -1,4 +1,5 @@
-"""Offsets: the slowest step is as short as it can be, captures are spread, what belongs together stays together."""
+"""Offsets: the slowest step is as short as it can be, captures are spread, what belongs together
+stays together."""
 
 import random
 from collections import Counter
@@ -37,7 +38,10 @@ def slowest(factors, eigen_workers, offsets, steps) -> list[float]:
     busy = Counter()
     for factor in factors:
         busy[offsets[factor.key], eigen_workers[factor.key]] += COSTS.decompose(factor.side)
-    return [max((seconds for (at, _), seconds in busy.items() if at == step), default=0.0) for step in range(steps)]
+    return [
+        max((seconds for (at, _), seconds in busy.items() if at == step), default=0.0)
+        for step in range(steps)
+    ]
 
 
 def test_equal_factors_are_spread_evenly():
@@ -88,7 +92,9 @@ def test_captures_of_one_interval_are_spread_over_it():
     assert Counter(offsets[factor.key] % 5 for factor in factors) == dict.fromkeys(range(5), 4)
 
 
-@pytest.mark.parametrize(("update", "refresh", "last"), [(3, 10, 9), (10, 4, 4), (1, 1, 1), (5, 5, 5)])
+@pytest.mark.parametrize(
+    ("update", "refresh", "last"), [(3, 10, 9), (10, 4, 4), (1, 1, 1), (5, 5, 5)]
+)
 def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, refresh, last):
     _, offsets, _ = stagger([100] * 40, [0] * 40, update=update, refresh=refresh)
     assert set(offsets.values()) == set(range(last))
@@ -129,6 +135,7 @@ def test_on_a_gpu_all_captures_are_in_the_same_steps_and_refreshes_at_some_of_th
     offsets, worst = refresh_offsets(factors, home, times(10, 43, costs), alone=alone)
     assert Counter(offsets.values()) == {0: 4, 10: 4, 20: 2, 30: 2}
     close(worst, 2 * costs.decompose(factors[0].side))
-    # an interval of one update has one step for them all, so they are spread over its steps as elsewhere
+    # an interval of one update has one step for them all, so they are spread over its steps as
+    # elsewhere
     offsets, _ = refresh_offsets(factors, home, times(10, 10, costs), alone=alone)
     assert len(set(offsets.values())) == (6 if alone else 10)

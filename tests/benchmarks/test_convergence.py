@@ -1,4 +1,5 @@
-"""The convergence benchmark: the whole command on a tiny model, and its numbers on curves made by hand."""
+"""The convergence benchmark: the whole command on a tiny model, and its numbers on curves made by
+hand."""
 
 import csv
 import itertools
@@ -15,7 +16,16 @@ from benchmarks.convergence import report as convergence_report
 from benchmarks.convergence import run as convergence_run
 from benchmarks.convergence.bases import FOLDER
 from benchmarks.convergence.methods import CLIENT, METHODS, RATES, deepspeed_config
-from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, pack, read, read_all, write
+from benchmarks.convergence.results import (
+    COLUMNS,
+    Job,
+    check_settings,
+    next_rate,
+    pack,
+    read,
+    read_all,
+    write,
+)
 from benchmarks.convergence.tasks import IGNORED, MASK, TASKS, FineTuning
 from examples.gpt import GPTConfig
 from examples.text import STRETCHES, Corpus, load
@@ -34,30 +44,67 @@ def pool():
 @pytest.fixture
 def corpus(tmp_path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
+    path.write_text(
+        "\n".join(
+            f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)
+        )
+    )
     return path
 
 
 @pytest.mark.distributed
-def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, corpus, pool, capsys):
+def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(
+    tmp_path, corpus, pool, capsys
+):
     out = tmp_path / "results"
-    argv = ["--tasks", "tiny", "--methods", "adamw", "muon", "kfac_adamw", "--rates", "0.004", "1e30", "--seeds", "0",
-            "1", "--data", str(corpus), "--out", str(out)]  # fmt: skip
+    argv = [
+        "--tasks",
+        "tiny",
+        "--methods",
+        "adamw",
+        "muon",
+        "kfac_adamw",
+        "--rates",
+        "0.004",
+        "1e30",
+        "--seeds",
+        "0",
+        "1",
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+    ]
     (out / "runs/tiny").mkdir(parents=True)
-    (out / "runs/tiny/adamw_lr0.004_seed0.partial").write_text("step,seconds\n1,")  # of a killed run
+    # of a killed run
+    (out / "runs/tiny/adamw_lr0.004_seed0.partial").write_text("step,seconds\n1,")
     assert convergence.main(argv, pool) == 0
     runs = {run.job: run for run in read_all(out)}
     for method in ("adamw", "muon", "kfac_adamw"):
         first = runs[Job("tiny", method, 0.004, 0)]
-        assert first.rows[0]["loss"] == runs[Job("tiny", "adamw", 0.004, 0)].rows[0]["loss"], "another initialisation"
+        assert first.rows[0]["loss"] == runs[Job("tiny", "adamw", 0.004, 0)].rows[0]["loss"], (
+            "another initialisation"
+        )
         assert [row["step"] for row in first.rows] == [1, 2, 3] and 4 < first.final < 6
         seconds = sum(first.step_seconds)
         near(first.rows[-1]["seconds"], seconds, 1e-4 * seconds, "five digits are written")
-        assert runs[Job("tiny", method, 1e30, 0)].diverged and len(runs[Job("tiny", method, 1e30, 0)].rows) == 3
-        assert Job("tiny", method, 0.002, 0) in runs, "the best rate was the lowest and nothing below was tried"
+        assert (
+            runs[Job("tiny", method, 1e30, 0)].diverged
+            and len(runs[Job("tiny", method, 1e30, 0)].rows) == 3
+        )
+        assert Job("tiny", method, 0.002, 0) in runs, (
+            "the best rate was the lowest and nothing below was tried"
+        )
         assert {job.seed for job in runs if job.method == method and job.final} == {0, 1}
         assert {job.seed for job in runs if job.method == method and not job.final} == {0}
-    for file in ("summary.csv", "tiny.csv", "settings.json", "tiny_loss.png", "../results.md", "runs/tiny/muon.json"):
+    for file in (
+        "summary.csv",
+        "tiny.csv",
+        "settings.json",
+        "tiny_loss.png",
+        "../results.md",
+        "runs/tiny/muon.json",
+    ):
         assert (out / file).stat().st_size > 0
     assert not list(out.rglob("*.partial"))
     page = capsys.readouterr().out.split("# Convergence")[1]
@@ -65,7 +112,10 @@ def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, c
     assert convergence.main(argv, pool) == 0, "runs that are packed were made again"
     said, again = capsys.readouterr().out.split("# Convergence")
     assert again == page and "sweep: 0 runs to make" in said and "final: 0 runs to make" in said
-    assert convergence.main(["draw", "--out", str(out)]) == 0 and (out / "runs/tiny_rates.png").stat().st_size > 0
+    assert (
+        convergence.main(["draw", "--out", str(out)]) == 0
+        and (out / "runs/tiny_rates.png").stat().st_size > 0
+    )
     assert convergence.main([*argv, "--steps", "5"], pool) == 2
     assert "other settings (config at rate 1)" in capsys.readouterr().err
 
@@ -73,9 +123,27 @@ def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, c
 @pytest.mark.distributed
 def test_a_ramp_takes_the_same_bytes_in_fewer_steps(tmp_path, corpus, pool):
     """Of 30 batches 6 by themselves, 3 pairs, and 4 and a half fours."""
-    argv = ["sweep", "--tasks", "tiny", "--methods", "adamw", "adamw_ramp", "--rates", "0.004", "--extensions", "0"]
-    assert convergence.main([*argv, "--steps", "30", "--data", str(corpus), "--out", str(tmp_path)], pool) == 0
-    constant, ramp = (read(Job("tiny", method, 0.004, 0), tmp_path) for method in ("adamw", "adamw_ramp"))
+    argv = [
+        "sweep",
+        "--tasks",
+        "tiny",
+        "--methods",
+        "adamw",
+        "adamw_ramp",
+        "--rates",
+        "0.004",
+        "--extensions",
+        "0",
+    ]
+    assert (
+        convergence.main(
+            [*argv, "--steps", "30", "--data", str(corpus), "--out", str(tmp_path)], pool
+        )
+        == 0
+    )
+    constant, ramp = (
+        read(Job("tiny", method, 0.004, 0), tmp_path) for method in ("adamw", "adamw_ramp")
+    )
     steps = [row["step"] for row in ramp.rows]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) == 14 and len(constant.rows) == 30
     assert [row["loss"] for row in ramp.rows[:6]] == [row["loss"] for row in constant.rows[:6]]
@@ -86,8 +154,25 @@ def test_a_ramp_takes_the_same_bytes_in_fewer_steps(tmp_path, corpus, pool):
 @pytest.mark.distributed
 def test_optimizers_of_another_package_take_the_rates_of_the_schedule(tmp_path, corpus, pool):
     pytest.importorskip("pytorch_optimizer")
-    argv = ["sweep", "--tasks", "tiny", "--methods", "soap", "shampoo", "--rates", "0.004", "1e-9", "--extensions", "0"]
-    assert convergence.main([*argv, "--steps", "12", "--data", str(corpus), "--out", str(tmp_path)], pool) == 0
+    argv = [
+        "sweep",
+        "--tasks",
+        "tiny",
+        "--methods",
+        "soap",
+        "shampoo",
+        "--rates",
+        "0.004",
+        "1e-9",
+        "--extensions",
+        "0",
+    ]
+    assert (
+        convergence.main(
+            [*argv, "--steps", "12", "--data", str(corpus), "--out", str(tmp_path)], pool
+        )
+        == 0
+    )
     for method in ("soap", "shampoo"):
         high, low = (read(Job("tiny", method, rate, 0), tmp_path) for rate in (0.004, 1e-9))
         assert high.rows[0]["loss"] == low.rows[0]["loss"] and high.final < low.final - 0.01
@@ -95,11 +180,15 @@ def test_optimizers_of_another_package_take_the_rates_of_the_schedule(tmp_path, 
 
 def test_fine_tuning_begins_with_one_base_whatever_the_seed(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    task = FineTuning(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=1, base_steps=3)
+    task = FineTuning(
+        GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=1, base_steps=3
+    )
     first, second = (task.build(seed).state_dict() for seed in (0, 1))
     exact(first, second)
     begun = super(FineTuning, task).build(0).state_dict()
-    assert all(not torch.equal(first[name], begun[name]) for name in first if name.endswith("weight"))
+    assert all(
+        not torch.equal(first[name], begun[name]) for name in first if name.endswith("weight")
+    )
     assert task.corpus(str(corpus)).name.endswith("after 3 steps on Python's standard library")
     assert len(list((tmp_path / FOLDER).glob("python_*.pt"))) == 1
 
@@ -121,14 +210,21 @@ def muon_step() -> dict[str, list[float]]:
     """Singular values of every matrix's first update over the learning rate."""
     rate, task = 0.02, TASKS["tiny"]
     config = deepspeed_config("muon", rate, rows=2, steps=3, stage=0)
-    del config["scheduler"], config["optimizer"]["params"]["weight_decay"]  # its first step has rate 0
+    # its first step has rate 0
+    del config["scheduler"], config["optimizer"]["params"]["weight_decay"]
     engine = convergence_run.build(task.build(0), config)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     x = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     engine.backward(engine(x, x))
     engine.step()
-    updates = {name: (before[name] - p.detach()) / rate for name, p in engine.module.named_parameters()}
-    return {name: torch.linalg.svdvals(update).tolist() for name, update in updates.items() if update.ndim == 2}
+    updates = {
+        name: (before[name] - p.detach()) / rate for name, p in engine.module.named_parameters()
+    }
+    return {
+        name: torch.linalg.svdvals(update).tolist()
+        for name, update in updates.items()
+        if update.ndim == 2
+    }
 
 
 @pytest.mark.distributed
@@ -136,11 +232,15 @@ def test_muon_orthogonalises_hidden_matrices_and_no_others(pool):
     values = pool.submit(muon_step).result()
     hidden = [name for name in values if name.startswith("blocks.")]
     assert len(hidden) == 5 and set(values) - set(hidden) == {
-        "embed_bytes.weight", "embed_positions.weight", "lm_head.weight"
-    }  # fmt: skip
+        "embed_bytes.weight",
+        "embed_positions.weight",
+        "lm_head.weight",
+    }
     for name, found in values.items():
-        low, high = found[len(found) // 2], found[0]  # the smallest values take more than five iterations
-        orthogonal = 0.5 < low and high < 1.3 * 3**0.5  # tall matrices are scaled by the root of their sides' ratio
+        # the smallest values take more than five iterations
+        low, high = found[len(found) // 2], found[0]
+        # tall matrices are scaled by the root of their sides' ratio
+        orthogonal = 0.5 < low and high < 1.3 * 3**0.5
         assert orthogonal == (name in hidden), (name, found)
 
 
@@ -162,9 +262,15 @@ def test_muon_takes_hidden_filters_and_every_parameter_is_in_one_group():
     model = TASKS["digits"].build(0)
     hidden, others = convergence_run.muon_groups(model, {"adamw_lr": 0.1})
     assert hidden["use_muon"] and not others["use_muon"] and others["lr"] == 0.1
-    assert sorted(map(id, [*hidden["params"], *others["params"]])) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, [*hidden["params"], *others["params"]])) == sorted(
+        map(id, model.parameters())
+    )
     outer = {"network.stem.weight", "network.head.weight"}
-    names = {name for name, p in model.named_parameters() if any(p is other for other in hidden["params"])}
+    names = {
+        name
+        for name, p in model.named_parameters()
+        if any(p is other for other in hidden["params"])
+    }
     assert names == {name for name, p in model.named_parameters() if p.ndim >= 2} - outer
 
 
@@ -175,7 +281,11 @@ def test_masked_bytes_are_the_labels_and_batches_depend_on_seed_and_step(corpus)
     masked = labels != IGNORED
     assert ((tokens == MASK) == masked).all() and 0.13 < masked.float().mean() < 0.17
     assert (labels[masked] < 128).all()
-    again, other, later = task.batch(text, 0, 0)[0], task.batch(text, 1, 0)[0], task.batch(text, 0, 1)[0]
+    again, other, later = (
+        task.batch(text, 0, 0)[0],
+        task.batch(text, 1, 0)[0],
+        task.batch(text, 0, 1)[0],
+    )
     assert (tokens == again).all() and (tokens != other).any() and (tokens != later).any()
 
 
@@ -183,7 +293,11 @@ def test_rates_are_chosen_on_other_bytes_than_are_reported():
     places = torch.arange(STRETCHES * 41)  # every byte says where it is
     task = type(TASKS["gpt_small"])(GPTConfig(context=4), rows=400, steps=1)
     validation, test = (
-        {int(place) for x, _ in task.held_out(Corpus("", places, places), part) for place in x.flatten()}
+        {
+            int(place)
+            for x, _ in task.held_out(Corpus("", places, places), part)
+            for place in x.flatten()
+        }
         for part in ("validation", "test")
     )
     assert len(validation) > STRETCHES * 18 and len(test) > STRETCHES * 18 and not validation & test
@@ -197,7 +311,8 @@ def test_rates_are_chosen_on_other_bytes_than_are_reported():
         ({1.0: 5, 2.0: 4, 4.0: 3, 8.0: 2}, 16.0),
         ({1.0: 5, 2.0: 4, 4.0: 3, 8.0: 2, 16.0: INFINITE}, None),
         (dict.fromkeys([1.0, 2.0, 4.0, 8.0], INFINITE), 0.5),
-        ({1.0: 9, 2.0: 8, 4.0: 7, 8.0: 6, 16.0: 5, 32.0: 4, 64.0: 3}, None),  # three more are enough
+        # three more are enough
+        ({1.0: 9, 2.0: 8, 4.0: 7, 8.0: 6, 16.0: 5, 32.0: 4, 64.0: 3}, None),
     ],
 )
 def test_a_sweep_goes_on_while_the_best_is_at_an_edge(losses, expected):
@@ -218,7 +333,9 @@ def make_run(
 ):
     """A run of 40 steps with held-out losses at some of them."""
     steps = range(1, 41)
-    rows = [{"step": n, "seconds": n * seconds, "loss": 5.0, "step_seconds": seconds} for n in steps]
+    rows = [
+        {"step": n, "seconds": n * seconds, "loss": 5.0, "step_seconds": seconds} for n in steps
+    ]
     for step, loss in held_out.items():
         rows[step - 1]["held_out_loss"] = loss
     rows[-1]["loss"] = last
@@ -244,10 +361,24 @@ def test_the_report_on_curves_made_by_hand(tmp_path):
     def numbers(method: str, *names: str) -> list[float]:
         return [float(rows[method][name]) for name in names]
 
-    assert numbers("adamw", "rate", "seeds", "final_mean", "final_min", "final_max") == [0.001, 2, 2.2, 2.0, 2.4]
-    assert numbers("adamw", "good_rate_low", "good_rate_high", "good_rates_at_edge") == [0.001, 0.002, 1]
-    assert rows["adamw"]["diverged_rates"] == "0.008" and numbers("adamw", "rates", "overhead") == [4, 1]
-    # muon: seed 0 ends above AdamW's 2.0; seed 1 reaches 2.4 half way between 2.6 at 20 and 2.2 at 30
+    assert numbers("adamw", "rate", "seeds", "final_mean", "final_min", "final_max") == [
+        0.001,
+        2,
+        2.2,
+        2.0,
+        2.4,
+    ]
+    assert numbers("adamw", "good_rate_low", "good_rate_high", "good_rates_at_edge") == [
+        0.001,
+        0.002,
+        1,
+    ]
+    assert rows["adamw"]["diverged_rates"] == "0.008" and numbers("adamw", "rates", "overhead") == [
+        4,
+        1,
+    ]
+    # muon: seed 0 ends above AdamW's 2.0; seed 1 reaches 2.4 half way between 2.6 at 20 and 2.2 at
+    # 30
     assert numbers("muon", "compared", "reached") == [2, 1]
     close(numbers("muon", "steps_to_base", "steps_fraction"), [25, 25 / 40])
     close(numbers("muon", "seconds_fraction", "overhead"), [25 * 0.15 / 4, 1.5])
@@ -255,14 +386,23 @@ def test_the_report_on_curves_made_by_hand(tmp_path):
     assert rows["kfac_sgd"]["seeds"] == "0" and rows["kfac_sgd"]["rate"] == ""
     # kfac_adamw: at the first evaluation; half way between 10 and 20
     close(numbers("kfac_adamw", "steps_to_base", "steps_fraction_min"), [12.5, 10 / 40])
-    close(numbers("kfac_adamw", "steps_fraction_max", "seconds_fraction"), [15 / 40, 12.5 * 0.2 / 4])
+    close(
+        numbers("kfac_adamw", "steps_fraction_max", "seconds_fraction"), [15 / 40, 12.5 * 0.2 / 4]
+    )
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-    assert "25, 1 of 2 seeds | 0.63 (0.63 to 0.63) | 0.94" in lines["muon"] and "all diverged" in lines["kfac_sgd"]
+    assert (
+        "25, 1 of 2 seeds | 0.63 (0.63 to 0.63) | 0.94" in lines["muon"]
+        and "all diverged" in lines["kfac_sgd"]
+    )
     assert list(lines)[2:] == ["adamw", "muon", "kfac_sgd", "kfac_adamw"]
     # -0.1 and +0.3: a mean of 0.1, a standard deviation of 0.2828
-    assert "- gpt_small, adamw minus muon: +0.100, s.e. 0.200, 2 seeds" in text and "minus kfac_sgd" not in text
+    assert (
+        "- gpt_small, adamw minus muon: +0.100, s.e. 0.200, 2 seeds" in text
+        and "minus kfac_sgd" not in text
+    )
     assert "muon reaches adamw's loss with 1 of 2 seeds" in text
-    # Muon's 2.1 of both seeds is a third of the way from 1.9, never before 10, and at 20 + 10 x 0.2 / 0.5
+    # Muon's 2.1 of both seeds is a third of the way from 1.9, never before 10, and at 20 + 10 x 0.2
+    # / 0.5
     assert "kfac_adamw is at muon's in 0.42 (0.25 to 0.60) of its steps" in text
 
 
@@ -287,10 +427,13 @@ def test_steps_to_one_loss_against_the_batch(tmp_path):
 def test_rates_by_width_are_those_of_the_sweep(tmp_path):
     make_run(tmp_path, "kfacadamw", 0, {40: 2.0}, 0.1, task="width_64", rate=0.001)
     make_run(tmp_path, "kfacadamw", 0, {40: 1.9}, 0.1, task="width_64", rate=0.002)
-    make_run(tmp_path, "kfacadamw", 0, {40: 1.5}, 0.1, task="width_256", rate=0.002, last=9.0)  # diverged
+    # diverged
+    make_run(tmp_path, "kfacadamw", 0, {40: 1.5}, 0.1, task="width_256", rate=0.002, last=9.0)
     make_run(tmp_path, "adamw", 0, {40: 2.0}, 0.1, task="width_64")  # of one width only
     found = convergence_report.losses_by_width(read_all(tmp_path))
-    assert found == {"kfacadamw": {"width_64": {0.001: 2.0, 0.002: 1.9}, "width_256": {0.002: INFINITE}}}
+    assert found == {
+        "kfacadamw": {"width_64": {0.001: 2.0, 0.002: 1.9}, "width_256": {0.002: INFINITE}}
+    }
     convergence_report.report(tmp_path)
     assert (tmp_path / "widths.png").stat().st_size > 0
 
@@ -332,11 +475,18 @@ def test_a_packed_folder_says_the_same(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == first
     after = {run.job: run for run in read_all(tmp_path)}
     assert list(after) == list(before) and convergence_report.report(tmp_path) == text
-    assert [row["step"] for row in after[Job("gpt_small", "adamw", 0.001, 0)].rows] == [1, 10, 20, 40]
+    assert [row["step"] for row in after[Job("gpt_small", "adamw", 0.001, 0)].rows] == [
+        1,
+        10,
+        20,
+        40,
+    ]
     for job, run in after.items():
         assert (run.final, run.diverged, run.rows[-1]["seconds"]) == (
-            before[job].final, before[job].diverged, before[job].rows[-1]["seconds"]
-        )  # fmt: skip
+            before[job].final,
+            before[job].diverged,
+            before[job].rows[-1]["seconds"],
+        )
         assert not job.final or run.held_out()[0]["step"] == before[job].held_out()[0]["step"]
         assert not job.final or run.step_seconds == before[job].step_seconds
 
@@ -350,7 +500,10 @@ def test_a_key_that_is_newer_than_the_runs(tmp_path):
     write(tmp_path / "runs/tiny/kfacadamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
     check({"factor": {"decay": 0.95, "rows": None}, "report": "full", "adaptive": None})
     with pytest.raises(ValueError, match="config at rate 1"):
-        check({"factor": {"decay": 0.95, "rows": 9}, "report": "full", "adaptive": None}, factor={"rows": 9})
+        check(
+            {"factor": {"decay": 0.95, "rows": 9}, "report": "full", "adaptive": None},
+            factor={"rows": 9},
+        )
     for kfac in ({"factor": {"decay": 0.9}, "report": "full"}, {"factor": {"decay": 0.95}}):
         with pytest.raises(ValueError, match="kfac with defaults"):
             check(kfac)
@@ -358,7 +511,11 @@ def test_a_key_that_is_newer_than_the_runs(tmp_path):
 
 @pytest.mark.parametrize("folder", ["carried", "knobs", "table", "widths"])
 def test_pages_are_what_the_packed_runs_say(tmp_path, folder):
-    shutil.copytree(ROOT / "benchmarks/results" / folder, tmp_path / folder, ignore=shutil.ignore_patterns("runs"))
+    shutil.copytree(
+        ROOT / "benchmarks/results" / folder,
+        tmp_path / folder,
+        ignore=shutil.ignore_patterns("runs"),
+    )
     page = convergence.page(tmp_path / folder)
     assert page == (ROOT / f"benchmarks/results/{folder}.md").read_text()
     for path in (tmp_path / folder).glob("*.csv"):
@@ -366,7 +523,9 @@ def test_pages_are_what_the_packed_runs_say(tmp_path, folder):
 
 
 def test_results_stay_small():
-    names = subprocess.run(["git", "ls-files", "benchmarks/results"], cwd=ROOT, text=True, capture_output=True)
+    names = subprocess.run(
+        ["git", "ls-files", "benchmarks/results"], cwd=ROOT, text=True, capture_output=True
+    )
     if names.returncode or not names.stdout:
         pytest.skip("no clone")
     paths = [ROOT / name for name in names.stdout.splitlines()]

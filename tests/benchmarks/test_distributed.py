@@ -1,4 +1,5 @@
-"""The distributed benchmark: every phase on a tiny model and two ranks, its counts, and what it calls met."""
+"""The distributed benchmark: every phase on a tiny model and two ranks, its counts, and what it
+calls met."""
 
 import json
 import math
@@ -9,7 +10,14 @@ from torch import nn
 
 from benchmarks.distributed import __main__ as distributed
 from benchmarks.distributed import simulation
-from benchmarks.distributed.bytes_section import STEPS, WAYS, amortised, bytes_section, planned, unexplained
+from benchmarks.distributed.bytes_section import (
+    STEPS,
+    WAYS,
+    amortised,
+    bytes_section,
+    planned,
+    unexplained,
+)
 from benchmarks.distributed.cases import TINY, UPDATE, gelu_gpt, workers_of
 from benchmarks.distributed.plan import planned_traffic
 from benchmarks.distributed.simulation import ROWS, simulated
@@ -20,7 +28,9 @@ from benchmarks.distributed.training_section import adaptive_section
 from tests.close import close, near
 
 WORLD = 2
-SHAPES = [module.weight.shape for module in gelu_gpt(TINY).modules() if isinstance(module, nn.Linear)]
+SHAPES = [
+    module.weight.shape for module in gelu_gpt(TINY).modules() if isinstance(module, nn.Linear)
+]
 GRADIENT = sum(outputs * inputs for outputs, inputs in SHAPES)
 TRIANGLES = sum(D * (D + 1) // 2 for shape in SHAPES for D in shape)
 FACTORS = 2 * len(SHAPES)
@@ -32,7 +42,11 @@ def out(tmp_path_factory):
     """The whole command's results."""
     folder = tmp_path_factory.mktemp("results") / "distributed"
     data = folder.parent / "text.txt"
-    data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
+    data.write_text(
+        "\n".join(
+            f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)
+        )
+    )
     argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --intervals 2"
     argv += " --adaptive-steps 20 --tolerances 10 --option-strategies HYBRID ZeRO-2"
     argv += f" --rows-world {WORLD} --rows-steps 20 --factor-rows 8 --rows-seeds 0"
@@ -54,7 +68,13 @@ def sent(case, step, kind):
 @pytest.mark.distributed
 def test_bytes_are_those_of_the_closed_formulas(out):
     rows = rows_of(out, "bytes")
-    assert {case["strategy"] for case in rows} == {"MEM-OPT", "COMM-OPT", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
+    assert {case["strategy"] for case in rows} == {
+        "MEM-OPT",
+        "COMM-OPT",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3",
+    }
     for case in rows:
         if case["optimizer"] != "AdamW":
             continue
@@ -63,14 +83,26 @@ def test_bytes_are_those_of_the_closed_formulas(out):
         statistics = (WORLD - 1) * (size * TRIANGLES + 4 * FACTORS)
         for step, times in (("plain", 0), ("update", 1), ("refresh", 1)):
             expected = times * statistics
-            assert expected <= sent(case, step, "factors") <= expected + times * 200 * FACTORS, (name, "alignment only")
-        vectors = sum(D * D for shape in SHAPES for D in shape) if case["strategy"] == "COMM-OPT" else 0
+            assert expected <= sent(case, step, "factors") <= expected + times * 200 * FACTORS, (
+                name,
+                "alignment only",
+            )
+        vectors = (
+            sum(D * D for shape in SHAPES for D in shape) if case["strategy"] == "COMM-OPT" else 0
+        )
         assert sent(case, "refresh", "eigenvectors") == size * vectors, name
         assert sent(case, "update", "eigenvectors") == 0, name
         if case["strategy"] == "ZeRO-3":  # half of every layer is with the other rank
-            assert sent(case, "plain", "gradients") == sent(case, "plain", "results") == size * GRADIENT / 2, name
+            assert (
+                sent(case, "plain", "gradients")
+                == sent(case, "plain", "results")
+                == size * GRADIENT / 2
+            ), name
         elif case["strategy"] == "MEM-OPT":
-            assert sent(case, "plain", "results") == size * GRADIENT and sent(case, "plain", "gradients") == 0, name
+            assert (
+                sent(case, "plain", "results") == size * GRADIENT
+                and sent(case, "plain", "gradients") == 0
+            ), name
         elif case["strategy"] == "COMM-OPT":
             assert sent(case, "plain", "results") == sent(case, "plain", "gradients") == 0, name
 
@@ -89,9 +121,18 @@ def test_counters_are_those_of_torch_distributed_and_no_step_has_more_than_four_
         for rank in case["ranks"]:
             if case["optimizer"] == "AdamW":
                 assert rank["state"] + rank["adam"] == rank["planned_state"], name
-        largest = max(sum(amortised(rank, way)[kind] for kind in amortised(rank, way) if kind != "numbers")
-                      for rank in case["ranks"] for way in WAYS)  # fmt: skip
-        near(largest, planned(case), 0.05 * planned(case), "a tiny model's alignment counts", what=name)
+        largest = max(
+            sum(amortised(rank, way)[kind] for kind in amortised(rank, way) if kind != "numbers")
+            for rank in case["ranks"]
+            for way in WAYS
+        )
+        near(
+            largest,
+            planned(case),
+            0.05 * planned(case),
+            "a tiny model's alignment counts",
+            what=name,
+        )
 
 
 @pytest.mark.distributed
@@ -102,7 +143,9 @@ def test_every_mode_of_the_times_does_the_same_work(out):
         assert rows[mode]["refreshes"] == FACTORS and rows[mode]["calls"] <= 4, mode
         assert len(rows[mode]["wall"]) == REFRESH and min(rows[mode]["wall"]) > 0, mode
         payload = max(rows["all at once"]["payload"])
-        near(max(rows[mode]["payload"]), payload, 0.02 * payload, "numbers travel with it", what=mode)
+        near(
+            max(rows[mode]["payload"]), payload, 0.02 * payload, "numbers travel with it", what=mode
+        )
 
 
 @pytest.mark.distributed
@@ -121,7 +164,10 @@ def test_training_runs_start_alike_and_options_send_less(out):
     ]
     for plain, full in (options[:2], options[2:]):
         close(plain["losses"][0], full["losses"][0], sums=1000, dtype=torch.float32)
-        assert all(math.isfinite(loss) for loss in full["losses"]) and full["held_out"] < full["losses"][0]
+        assert (
+            all(math.isfinite(loss) for loss in full["losses"])
+            and full["held_out"] < full["losses"][0]
+        )
         assert sum(full["sent"]["factors"]) < 0.6 * sum(plain["sent"]["factors"])
 
 
@@ -131,17 +177,38 @@ def test_few_rows_of_a_factor_come_from_one_rank(out):
     assert (every["run"], few["run"]) == ("plain", "8 rows") and few["losses"] != every["losses"]
     close(few["losses"][0], every["losses"][0], sums=1000, dtype=torch.float32)
     assert few["held_out"] < few["losses"][0]
-    assert few["captured"] == every["captured"] and sum(few["sent"]["factors"]) < 0.75 * sum(every["sent"]["factors"])
+    assert few["captured"] == every["captured"] and sum(few["sent"]["factors"]) < 0.75 * sum(
+        every["sent"]["factors"]
+    )
 
 
 @pytest.mark.distributed
 def test_the_report_has_every_section_and_target(out):
     text = (out.parent / "distributed.md").read_text()
-    for title in ("Targets", "Bytes, collectives and memory", "Steps without spikes", "Rows of a factor",
-                  "Adaptive statistics", "Every option on", "Large models, from the plan alone"):  # fmt: skip
+    for title in (
+        "Targets",
+        "Bytes, collectives and memory",
+        "Steps without spikes",
+        "Rows of a factor",
+        "Adaptive statistics",
+        "Every option on",
+        "Large models, from the plan alone",
+    ):
         assert f"## {title}\n" in text
-    for name in ("bytes.csv", "times.csv", "adaptive.csv", "options.csv", "simulate.csv", "steps.png", "adaptive.png",
-                 "options.png", "rows.csv", "rows.png", "simulation.png", "simulation_seconds.png"):  # fmt: skip
+    for name in (
+        "bytes.csv",
+        "times.csv",
+        "adaptive.csv",
+        "options.csv",
+        "simulate.csv",
+        "steps.png",
+        "adaptive.png",
+        "options.png",
+        "rows.csv",
+        "rows.png",
+        "simulation.png",
+        "simulation_seconds.png",
+    ):
         assert (out / name).stat().st_size > 0, name
     assert "worst step, wall clock, MEM-OPT, staggered" in text and "| met |" in text
 
@@ -164,11 +231,21 @@ def test_simulated_bytes_are_those_of_the_shapes():
     triangles = sum(side.dim * (side.dim + 1) // 2 for side in sides)
     vectors = sum(side.dim**2 for side in sides)
     assert gradient == sum(layer.A.dim * layer.G.dim for layer in table.layers) > 3e8
-    # of a side's sums as many ranks send theirs as have 4 rows per column, but for the owner; everyone has all bases
+    # of a side's sums as many ranks send theirs as have 4 rows per column, but for the owner;
+    # everyone has all bases
     senders = [min(world, -(-4 * side.dim // ROWS)) - 1 for side in sides]
-    sent = sum(2 * n * side.dim * (side.dim + 1) // 2 for n, side in zip(senders, sides, strict=True)) / UPDATE / world
-    assert sent <= rows["COMM-OPT"]["statistics"] <= 1.2 * sent < (1 - 1 / world) * triangles / UPDATE
-    assert rows["COMM-OPT"]["memory"] >= 4 * vectors and rows["MEM-OPT"]["memory"] < rows["COMM-OPT"]["memory"] / 4
+    sent = (
+        sum(2 * n * side.dim * (side.dim + 1) // 2 for n, side in zip(senders, sides, strict=True))
+        / UPDATE
+        / world
+    )
+    assert (
+        sent <= rows["COMM-OPT"]["statistics"] <= 1.2 * sent < (1 - 1 / world) * triangles / UPDATE
+    )
+    assert (
+        rows["COMM-OPT"]["memory"] >= 4 * vectors
+        and rows["MEM-OPT"]["memory"] < rows["COMM-OPT"]["memory"] / 4
+    )
     results = rows["MEM-OPT"]["bytes"] - rows["MEM-OPT"]["statistics"]
     sent = (1 - 1 / world) * 2 * gradient
     near(results, sent, 0.1 * sent, "layers are whole: ranks do not hold equal parts")
@@ -189,12 +266,26 @@ def step_of(**kinds):
 
 
 def case_of(results, state, calls=1):
-    rank = {"parameters": 10, "gradient": 10, "state": state, "planned_state": state, "adam": 0,
-            "planned": {"results": (results, results)}, "plain": step_of(results=results),
-            "update": step_of(results=results), "refresh": step_of(results=results)}  # fmt: skip
+    rank = {
+        "parameters": 10,
+        "gradient": 10,
+        "state": state,
+        "planned_state": state,
+        "adam": 0,
+        "planned": {"results": (results, results)},
+        "plain": step_of(results=results),
+        "update": step_of(results=results),
+        "refresh": step_of(results=results),
+    }
     rank["refresh"]["wrapped_calls"] = {"all_to_all_single": calls}
     rank["refresh"]["calls"] = {"factors": calls}
-    return {"strategy": "MEM-OPT", "world": 4, "wire": "bf16", "optimizer": "AdamW", "ranks": [rank] * 4}
+    return {
+        "strategy": "MEM-OPT",
+        "world": 4,
+        "wire": "bf16",
+        "optimizer": "AdamW",
+        "ranks": [rank] * 4,
+    }
 
 
 def test_targets_of_bytes_are_met_or_missed(tmp_path):
@@ -211,21 +302,55 @@ def test_targets_of_bytes_are_met_or_missed(tmp_path):
 
 def test_targets_of_times_and_losses_are_met_or_missed(tmp_path):
     def timed(mode, worst, refreshes=8):
-        return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "intervals": 1,
-                "wall": [1.0] * 9 + [worst], "processor": [1.0] * 10, "refreshes": refreshes,
-                "payload": [5.0], "calls": 4, "stages": {}, "load_before": 0.0, "load_after": 0.0}  # fmt: skip
+        return {
+            "strategy": "ZeRO-2",
+            "world": 4,
+            "mode": mode,
+            "tokens": 1,
+            "intervals": 1,
+            "wall": [1.0] * 9 + [worst],
+            "processor": [1.0] * 10,
+            "refreshes": refreshes,
+            "payload": [5.0],
+            "calls": 4,
+            "stages": {},
+            "load_before": 0.0,
+            "load_after": 0.0,
+        }
 
-    rows = [timed("all at once", 4.0), timed("staggered", 1.4), timed("staggered, lag", 1.6, refreshes=7)]
+    rows = [
+        timed("all at once", 4.0),
+        timed("staggered", 1.4),
+        timed("staggered, lag", 1.6, refreshes=7),
+    ]
     assert [verdict.met for verdict in times_section(rows, tmp_path).verdicts] == [
-        True, True, True, False, True, False]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
 
     def trained(run, seed, loss, sent):
-        return {"optimizer": "AdamW", "strategy": "MEM-OPT", "run": run, "seed": seed, "world": 2, "losses": [3.0, 2.0],
-                "held_out": loss, "sent": {"factors": [sent, sent]}, "captured": sent, "skipped": 100 - sent,
-                "counts": {"refreshes": 3}}  # fmt: skip
+        return {
+            "optimizer": "AdamW",
+            "strategy": "MEM-OPT",
+            "run": run,
+            "seed": seed,
+            "world": 2,
+            "losses": [3.0, 2.0],
+            "held_out": loss,
+            "sent": {"factors": [sent, sent]},
+            "captured": sent,
+            "skipped": 100 - sent,
+            "counts": {"refreshes": 3},
+        }
 
     base = [trained("plain", 0, 2.0, 100), trained("plain", 1, 2.1, 100)]
     good = [trained("adaptive 0.3", 0, 2.03, 20), trained("adaptive 0.3", 1, 2.09, 30)]
     bad = [trained("adaptive 0.3", 1, 2.13, 26)]
     for rows, expected in ((good, True), (bad, False)):
-        assert [verdict.met for verdict in adaptive_section(base + rows, tmp_path).verdicts] == [expected] * 2
+        assert [verdict.met for verdict in adaptive_section(base + rows, tmp_path).verdicts] == [
+            expected
+        ] * 2

@@ -1,5 +1,5 @@
-"""benchmarks/gpu.sh brings back what it measured: when it ends, when a part fails, when it is cut short, without
-DeepSpeed, pip or a network."""
+"""benchmarks/gpu.sh brings back what it measured: when it ends, when a part fails, when it is cut
+short, without DeepSpeed, pip or a network."""
 
 import csv
 import io
@@ -46,7 +46,12 @@ def container(tmp_path) -> dict[str, str]:
             (packages / path.name).symlink_to(path)
     write(python, f'exec {sys.executable} -S "$@"')
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
-    own = {"PYTHON": str(python), "PYTHONPATH": str(packages), "OUT": str(tmp_path / "out"), "SIZES": "small"}
+    own = {
+        "PYTHON": str(python),
+        "PYTHONPATH": str(packages),
+        "OUT": str(tmp_path / "out"),
+        "SIZES": "small",
+    }
     return {**kept, **own, "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -72,12 +77,23 @@ def come_back(out: Path, part: str) -> tuple[dict[str, dict], dict[str, str]]:
 @pytest.mark.parametrize("part", ITEMS)
 def test_every_item_is_a_row_and_a_failed_one_is_not_the_end(tmp_path, part):
     wrong = ITEMS[part][-1].replace("_", ".").removesuffix(".2048")  # in the item's command
-    python = write(tmp_path / "python", f'echo "$*" | grep -q "{wrong}" && echo went wrong && exit 3\necho did it')
-    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "KEEP": str(tmp_path / "keep")}
-    done = subprocess.run([*SCRIPT, part], env=environment, text=True, capture_output=True, timeout=60)
+    python = write(
+        tmp_path / "python",
+        f'echo "$*" | grep -q "{wrong}" && echo went wrong && exit 3\necho did it',
+    )
+    environment = os.environ | {
+        "PYTHON": str(python),
+        "OUT": str(tmp_path / "out"),
+        "KEEP": str(tmp_path / "keep"),
+    }
+    done = subprocess.run(
+        [*SCRIPT, part], env=environment, text=True, capture_output=True, timeout=60
+    )
     items, files = come_back(tmp_path / "out", part)
     assert list(items) == ITEMS[part] and done.returncode == 1
-    assert items[ITEMS[part][-1]]["result"] == "failed (3)" and items["machine"]["result"] == "passed"
+    assert (
+        items[ITEMS[part][-1]]["result"] == "failed (3)" and items["machine"]["result"] == "passed"
+    )
     assert all(row["last line"] == files[f"{name}.log"].strip() for name, row in items.items())
 
 
@@ -86,7 +102,11 @@ def test_every_op_that_is_named_can_be_timed():
     named = set(shlex.split(re.search(r"for op in (.+?); do", text)[1]))
     for words in re.findall(r"--ops (.+)", text):
         named |= set(itertools.takewhile(lambda word: word[0] not in "-$", shlex.split(words)))
-    assert {"eigh", "newton schulz", "syrk_accumulate_", "adam_step_"} <= named <= {*OPS, *SOLVERS, NEWTON_SCHULZ}
+    assert (
+        {"eigh", "newton schulz", "syrk_accumulate_", "adam_step_"}
+        <= named
+        <= {*OPS, *SOLVERS, NEWTON_SCHULZ}
+    )
 
 
 def test_an_unknown_part_is_refused():
@@ -98,8 +118,15 @@ def test_an_unknown_part_is_refused():
 def test_a_dry_run_says_what_would_run_and_changes_nothing(tmp_path, part):
     out = tmp_path / "out"
     (out / f"gpu_{part}").mkdir(parents=True)
-    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(out), "DRY_RUN": "1", "SIZES": "full"}
-    done = subprocess.run([*SCRIPT, part, *(["b"] * (part == "F"))], env=environment, text=True, capture_output=True)
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "OUT": str(out),
+        "DRY_RUN": "1",
+        "SIZES": "full",
+    }
+    done = subprocess.run(
+        [*SCRIPT, part, *(["b"] * (part == "F"))], env=environment, text=True, capture_output=True
+    )
     items = re.findall(r"^(\w+), at most \d+ s: ", done.stdout, re.MULTILINE)
     assert done.returncode == 0 and items == ITEMS[part], done.stdout + done.stderr
     assert list(out.iterdir()) == [out / f"gpu_{part}"]
@@ -109,9 +136,15 @@ def test_a_dry_run_says_what_would_run_and_changes_nothing(tmp_path, part):
 
 def test_no_item_is_begun_without_time_and_none_runs_longer_than_it_has(tmp_path):
     python = write(tmp_path / "python", 'case "$*" in *newton*) sleep 60 ;; esac')
-    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "SECONDS_IN_ALL": "6"}
+    environment = os.environ | {
+        "PYTHON": str(python),
+        "OUT": str(tmp_path / "out"),
+        "SECONDS_IN_ALL": "6",
+    }
     assert subprocess.run([*SCRIPT, "C"], env=environment, timeout=30).returncode == 1
-    assert come_back(tmp_path / "out", "C")[0]["newton_schulz"]["result"].startswith("not finished in ")
+    assert come_back(tmp_path / "out", "C")[0]["newton_schulz"]["result"].startswith(
+        "not finished in "
+    )
     environment["SECONDS_IN_ALL"] = "0"
     subprocess.run([*SCRIPT, "B"], env=environment, timeout=30)
     assert {row["result"] for row in come_back(tmp_path / "out", "B")[0].values()} == {"no time"}
@@ -120,7 +153,9 @@ def test_no_item_is_begun_without_time_and_none_runs_longer_than_it_has(tmp_path
 def cut(environment: dict[str, str], how: signal.Signals) -> int:
     """Part B, ended in its third item, once a row of that was measured."""
     out = Path(environment["OUT"])
-    process = subprocess.Popen([*SCRIPT, "B"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*SCRIPT, "B"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     table, deadline = out / "gpu_B" / "cholesky_inverse.csv", time.monotonic() + 120
     while not (table.exists() and table.read_text().count("\n") > 1):
         assert process.poll() is None and time.monotonic() < deadline
@@ -133,9 +168,9 @@ def test_a_run_that_is_cut_short_brings_back_what_it_measured(container):
     assert cut(container, signal.SIGTERM) == 143
     items, files = come_back(Path(container["OUT"]), "B")
     assert [row["result"] for row in items.values()] == ["passed", "passed", "cut short"]
-    assert "pydantic MISSING: ModuleNotFoundError" in files["machine.log"] and files["machine.log"].startswith(
-        "torch 2"
-    )
+    assert "pydantic MISSING: ModuleNotFoundError" in files["machine.log"] and files[
+        "machine.log"
+    ].startswith("torch 2")
     rows = list(csv.DictReader(io.StringIO(files["cholesky_inverse.csv"])))
     assert rows and all(float(row["median_ms"]) > 0 for row in rows)
 
@@ -144,7 +179,9 @@ def test_after_a_kill_everything_lies_in_the_folder(container):
     assert cut(container, signal.SIGKILL) == -signal.SIGKILL
     out = Path(container["OUT"])
     assert (out / "gpu_B.csv").read_text().count("passed") == 2
-    assert {"machine.log", "cholesky_inverse.csv"} <= {path.name for path in (out / "gpu_B").iterdir()}
+    assert {"machine.log", "cholesky_inverse.csv"} <= {
+        path.name for path in (out / "gpu_B").iterdir()
+    }
 
 
 def test_without_deepspeed_ops_are_tested_and_steps_are_a_row_that_says_so(container):
@@ -163,7 +200,9 @@ def test_without_deepspeed_ops_are_tested_and_steps_are_a_row_that_says_so(conta
         "-k",
         "adam",
     ]
-    done = subprocess.run(command, cwd=ROOT, env=container, text=True, capture_output=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=container, text=True, capture_output=True, timeout=100
+    )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -172,9 +211,15 @@ def test_missing_packages_are_taken_from_wheels(container, tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     subprocess.run(
-        [sys.executable, "-c", "import zipfile\nwith zipfile.ZipFile('deepspeed-0-py3-none-any.whl', 'w') as file:\n"
-         "    file.writestr('deepspeed/__init__.py', '__version__ = \"from the wheel\"')"], cwd=wheels, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import zipfile\nwith zipfile.ZipFile('deepspeed-0-py3-none-any.whl', 'w') as file:\n"
+            "    file.writestr('deepspeed/__init__.py', '__version__ = \"from the wheel\"')",
+        ],
+        cwd=wheels,
+        check=True,
+    )
     subprocess.run([*SCRIPT, "E"], env=container | {"WHEELS": str(wheels)}, timeout=100)
     assert "deepspeed from the wheel\n" in come_back(Path(container["OUT"]), "E")[1]["machine.log"]
 
@@ -197,7 +242,12 @@ if "--out" in sys.argv:
 """
     (tmp_path / "program.py").write_text(program)
     python = write(tmp_path / "python", f'exec {sys.executable} "{tmp_path}/program.py" "$@"')
-    own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "KEEP": str(tmp_path / "keep"), "SECONDS_IN_ALL": "40"}
+    own = {
+        "PYTHON": str(python),
+        "OUT": str(tmp_path / "out"),
+        "KEEP": str(tmp_path / "keep"),
+        "SECONDS_IN_ALL": "40",
+    }
     for call in (1, 2):
         assert subprocess.run([*SCRIPT, part], env=os.environ | own, timeout=30).returncode == 0
         items, files = come_back(tmp_path / "out", part)

@@ -20,7 +20,13 @@ from ds_kfac.ops.dispatch import Backend
 from tests.close import near
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
-TIMED = ("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "adam_step_")
+TIMED = (
+    "syrk_accumulate_",
+    "symmetric_pack_into_",
+    "symmetric_unpack_from",
+    "ema_update_",
+    "adam_step_",
+)
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32)
 
 
@@ -32,7 +38,18 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "roofline", lambda *_: roofline)
 
     def command(*options):
-        arguments = ["--device", "cpu", "--models", "tiny", "--rows", "16", "--blocks", "2", "--max-dim", "64"]
+        arguments = [
+            "--device",
+            "cpu",
+            "--models",
+            "tiny",
+            "--rows",
+            "16",
+            "--blocks",
+            "2",
+            "--max-dim",
+            "64",
+        ]
         status = kernels.main([*arguments, "--seconds", "0", "--out", str(tmp_path), *options])
         with (tmp_path / "cpu.csv").open() as file:
             return status, list(csv.DictReader(file)), (tmp_path / "cpu.md").read_text()
@@ -53,7 +70,12 @@ def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
         rate = int(row["bytes"]) / median / 1e6
         near(float(row["gb_per_s"]), rate, rate / 100, "three digits are written")
         bound = max(int(row["bytes"]), int(row["flops"])) / 1e10
-        near(float(row["of_roofline"]), bound / median * 1e3, bound / median * 10, "three digits are written")
+        near(
+            float(row["of_roofline"]),
+            bound / median * 1e3,
+            bound / median * 10,
+            "three digits are written",
+        )
     assert (tmp_path / "cpu.png").stat().st_size > 1000
     for fact in ("machine: ", f"torch: {torch.__version__}", "commit: "):
         assert fact in page
@@ -83,7 +105,8 @@ def made(makers):
 
 
 def spoiled(op: str, value: float):
-    """The op, but one element of what it gives is changed: by a factor, or to ``value`` if that is not finite."""
+    """The op, but one element of what it gives is changed: by a factor, or to ``value`` if that is
+    not finite."""
     right = getattr(functional, op)
 
     def wrong(*arguments, **options):
@@ -127,7 +150,10 @@ def test_costs_are_the_least_that_is_needed():
 
 
 def test_it_needs_no_deepspeed():
-    code = "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__ as k; print(len(k.OPS))"
+    code = (
+        "import sys; sys.modules['deepspeed'] = None; import benchmarks.kernels.__main__ as k; "
+        "print(len(k.OPS))"
+    )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -154,7 +180,9 @@ def test_the_gate_of_solvers_sees_a_wrong_element(small_solvers, value):
     def wrong(found):
         if isinstance(found, list):
             return [wrong(found[0]), *found[1:]]
-        part = (found if torch.is_tensor(found) else found[1]).clone(memory_format=torch.contiguous_format)
+        part = (found if torch.is_tensor(found) else found[1]).clone(
+            memory_format=torch.contiguous_format
+        )
         part.view(-1)[part.abs().argmax()] *= value
         return part if torch.is_tensor(found) else (found[0], part, *found[2:])
 
@@ -184,20 +212,36 @@ def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(kernels.BACKENDS, "full", Backend("cpu", lambda: {"symmetric_pack_into_": no_memory}))
+    monkeypatch.setitem(
+        kernels.BACKENDS, "full", Backend("cpu", lambda: {"symmetric_pack_into_": no_memory})
+    )
     monkeypatch.setattr(kernels, "adam_step", no_memory)
     status, rows, page = run("--ops", "symmetric_pack_into_", "adam_step_")
-    problems = {(row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]}
+    problems = {
+        (row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]
+    }
     text = "OutOfMemoryError: CUDA out of memory"
-    assert status == 1 and problems == {("symmetric_pack_into_", "full"): text, ("not made", ""): text}
-    assert sum(bool(row["median_ms"]) for row in rows) == 4 and f"| full | **wrong**: {text} |" in page
+    assert status == 1 and problems == {
+        ("symmetric_pack_into_", "full"): text,
+        ("not made", ""): text,
+    }
+    assert (
+        sum(bool(row["median_ms"]) for row in rows) == 4 and f"| full | **wrong**: {text} |" in page
+    )
 
 
 def test_every_variant_of_newton_schulz_is_right_and_timed(run, monkeypatch):
     monkeypatch.setattr(orthogonalization, "SHAPES", ((1, 32, 33), (2, 20, 64)))
     status, rows, _ = run("--ops", "newton schulz")
-    wanted = {(name, size) for name in orthogonalization.variants("cpu") for size in ("1 x 32 x 33", "2 x 20 x 64")}
-    assert status == 0 and {(row["implementation"], row["size"]) for row in rows if row["median_ms"]} == wanted
+    wanted = {
+        (name, size)
+        for name in orthogonalization.variants("cpu")
+        for size in ("1 x 32 x 33", "2 x 20 x 64")
+    }
+    assert (
+        status == 0
+        and {(row["implementation"], row["size"]) for row in rows if row["median_ms"]} == wanted
+    )
 
 
 def test_sixteen_bit_variants_of_newton_schulz_are_as_close_as_they_say():
@@ -213,7 +257,13 @@ def test_a_slow_call_is_timed_twice(monkeypatch):
     clock, seconds = Clock("cpu"), {"fast": 1e-3, "slow": 3.0}
     monkeypatch.setattr(clock, "once", lambda name, queueing=0.0: seconds[name])
     functions = {name: name for name in seconds}
-    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {"fast": 2, "slow": 2}
+    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {
+        "fast": 2,
+        "slow": 2,
+    }
     seconds["slow"] = 0.4
     monkeypatch.setattr(clock, "queueing", lambda name: 0.0)
-    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {"fast": 5, "slow": 5}
+    assert {name: times.calls for name, times in clock.compare(functions, 0.0).items()} == {
+        "fast": 5,
+        "slow": 5,
+    }

@@ -1,4 +1,5 @@
-"""Tasks that learn from rewards: their rules, their sampling with a cache, GRPO's loss, and the whole command."""
+"""Tasks that learn from rewards: their rules, their sampling with a cache, GRPO's loss, and the
+whole command."""
 
 import random
 
@@ -11,7 +12,14 @@ from benchmarks.convergence.methods import REWARD_METHODS, REWARD_RATES
 from benchmarks.convergence.results import Job, Run, read
 from benchmarks.convergence.reward_report import collapsed
 from benchmarks.convergence.reward_rules import RULES, encoded, part_of, with_answers
-from benchmarks.convergence.reward_tasks import IGNORED, Policy, generate, labels_of, log_probabilities, mask
+from benchmarks.convergence.reward_tasks import (
+    IGNORED,
+    Policy,
+    generate,
+    labels_of,
+    log_probabilities,
+    mask,
+)
 from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact, near
 
@@ -20,7 +28,11 @@ TINY = GPTConfig(width=16, blocks=2, heads=2, context=16)
 
 @pytest.mark.parametrize(
     ("rule", "question", "answer"),
-    [("addition", "007+995=", "1002"), ("sorting", "907160=", "001679"), ("brackets", "([{}[(){=", "}]])")],
+    [
+        ("addition", "007+995=", "1002"),
+        ("sorting", "907160=", "001679"),
+        ("brackets", "([{}[(){=", "}]])"),
+    ],
 )
 def test_a_right_answer_and_nothing_else_is_rewarded(rule, question, answer):
     found = RULES[rule]
@@ -31,13 +43,18 @@ def test_a_right_answer_and_nothing_else_is_rewarded(rule, question, answer):
         tokens[0, : len(text)] = torch.tensor(list(text.encode()))[: found.longest]
         return float(found.rewards([question], tokens))
 
-    assert reward(f"{answer}\n") == 1 and reward(f"{answer[:-1]}\n") == 0 and reward(f"{answer}0") == 0
+    assert (
+        reward(f"{answer}\n") == 1 and reward(f"{answer[:-1]}\n") == 0 and reward(f"{answer}0") == 0
+    )
     assert reward(f"\n{answer}") == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_parts_share_no_question_and_all_answers_fit(rule):
-    found = {part: RULES[rule].questions(random.Random(1), 200, part) for part in ("train", "validation", "test")}
+    found = {
+        part: RULES[rule].questions(random.Random(1), 200, part)
+        for part in ("train", "validation", "test")
+    }
     for part, questions in found.items():
         assert {part_of(question) for question in questions} == {part}
         assert len({len(question) for question in questions}) == 1
@@ -132,7 +149,12 @@ def test_a_ratio_beyond_the_clip_gives_no_gradient():
     torch.manual_seed(0)
     policy, (asked, answers, labels) = Policy(TINY), batch()
     now = log_probabilities(policy.network, asked, answers, labels).detach()
-    for shift, advantage, moves in [(0.3, 1.0, False), (0.3, -1.0, True), (-0.3, -1.0, False), (0.1, 1.0, True)]:
+    for shift, advantage, moves in [
+        (0.3, 1.0, False),
+        (0.3, -1.0, True),
+        (-0.3, -1.0, False),
+        (0.1, 1.0, True),
+    ]:
         policy.zero_grad()
         policy(asked, answers, labels, torch.full((4,), advantage), now - shift).backward()
         assert (float(policy.network.lm_head.weight.grad.norm()) > 0) == moves, (shift, advantage)
@@ -151,7 +173,11 @@ def test_a_collapse_is_seen():
         rows = [{"loss": 1 - r, "held_out_loss": 1 - r, "held_out_accuracy": r} for r in right]
         return Run(Job("addition", "adamw", 1e-3, 0), rows)
 
-    assert collapsed(run(0.1, 0.05)) and collapsed(run(0.1, 0.6, 0.2)) and not collapsed(run(0.1, 0.6, 0.5))
+    assert (
+        collapsed(run(0.1, 0.05))
+        and collapsed(run(0.1, 0.6, 0.2))
+        and not collapsed(run(0.1, 0.6, 0.5))
+    )
 
 
 def test_every_method_of_rewards_has_rates():
@@ -162,7 +188,18 @@ def test_every_method_of_rewards_has_rates():
 def test_the_command_learns_from_rewards_and_writes_its_own_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = tmp_path / "rewards"
-    argv = ["--tasks", "tiny_rewards", "--rates", "1e-3", "--extensions", "0", "--seeds", "0", "--out", str(out)]
+    argv = [
+        "--tasks",
+        "tiny_rewards",
+        "--rates",
+        "1e-3",
+        "--extensions",
+        "0",
+        "--seeds",
+        "0",
+        "--out",
+        str(out),
+    ]
     methods = ["adamw", "muon", "kfac_sgd", "kfacadamw_adam_1"]
     with convergence.make_pool(1) as pool:
         assert convergence.main([*argv, "--methods", *methods], pool) == 0

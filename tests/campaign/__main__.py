@@ -1,4 +1,5 @@
-"""The campaign. ``python -m tests.campaign [--only PATTERN] [--minutes N] [--write docs/reliability.md]``
+"""The campaign. ``python -m tests.campaign [--only PATTERN] [--minutes N] [--write
+docs/reliability.md]``
 
 Ends with 1 if any case ended otherwise than it may, or was not run.
 """
@@ -16,29 +17,46 @@ from tests.campaign import harness, kills, lifetime, numerics, table, usage
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
-    parser.add_argument("--only", default="", help="regex: only cases whose family or name it is found in")
+    parser.add_argument(
+        "--only", default="", help="regex: only cases whose family or name it is found in"
+    )
     parser.add_argument("--minutes", type=float, default=15, help="begin no case after so long")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of all timeouts, for a busy machine")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of all timeouts, for a busy machine"
+    )
     parser.add_argument("--kills", type=int, default=20, help="per kind of job; there are four")
     parser.add_argument("--write", type=Path, help="a file for the table")
-    parser.add_argument("--parts", type=Path, help="results so far: read, and those of this run added; no case twice")
+    parser.add_argument(
+        "--parts",
+        type=Path,
+        help="results so far: read, and those of this run added; no case twice",
+    )
     parser.add_argument("--list", action="store_true", help="only list the cases")
     options = parser.parse_args()
     kills.PATIENCE *= options.patience
     every = [
-        *kills.cases(kills=options.kills, overwriting=options.kills), *usage.cases(),
-        *lifetime.cases(), *numerics.cases(),
-    ]  # fmt: skip
-    cases = [harness.patient(c, options.patience) for c in every if re.search(options.only, f"{c.family}: {c.name}")]
+        *kills.cases(kills=options.kills, overwriting=options.kills),
+        *usage.cases(),
+        *lifetime.cases(),
+        *numerics.cases(),
+    ]
+    cases = [
+        harness.patient(c, options.patience)
+        for c in every
+        if re.search(options.only, f"{c.family}: {c.name}")
+    ]
     if options.list:
         print("\n".join(f"{case.family:9} {case.name}" for case in cases))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folders are cleared away
+    # so that ranks and folders are cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     start = time.monotonic()
     kills.DEADLINE = start + 60 * options.minutes
     had = harness.results_in(options.parts, cases)
     cases = [case for case in cases if all(case != result.case for result in had)]
-    found = harness.run(cases, deadline=kills.DEADLINE, say=lambda text: print(text, flush=True), keep=options.parts)
+    found = harness.run(
+        cases, deadline=kills.DEADLINE, say=lambda text: print(text, flush=True), keep=options.parts
+    )
     results = [*had, *found]
     seconds = time.monotonic() - start + sum(result.seconds for result in had)
     counts = sum((result.outcomes for result in results), Counter())

@@ -1,4 +1,5 @@
-"""SIGKILL from the kernel's own timer: at a moment to the microsecond, whatever the process is doing."""
+"""SIGKILL from the kernel's own timer: at a moment to the microsecond, whatever the process is
+doing."""
 
 import ctypes
 import signal
@@ -9,7 +10,12 @@ CLOCK_MONOTONIC, SIGEV_SIGNAL = 1, 0
 class _Event(ctypes.Structure):
     """struct sigevent, 64 bytes."""
 
-    _fields_ = [("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_char * 48)]
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("how", ctypes.c_int),
+        ("_", ctypes.c_char * 48),
+    ]
 
 
 class _Times(ctypes.Structure):

@@ -1,4 +1,5 @@
-"""Engines for the campaign: small, with K-FAC or without, and what can be asked of them afterwards."""
+"""Engines for the campaign: small, with K-FAC or without, and what can be asked of them
+afterwards."""
 
 import contextlib
 import logging
@@ -13,23 +14,50 @@ from tests.deepspeed.runs import build, patched, weights
 
 LR = 0.02
 # every step counts, every other one decomposes: a fault meets a capture and a refresh
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}, "burn_in": {"steps": 0}}
+KFAC = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 2},
+    "burn_in": {"steps": 0},
+}
 PLAIN = {"kfac": {"enabled": False}}
 
 
-def mode_of(stage: int, optimizer: str, dtype: str = "fp32", clip: float = 0.5, **extra: Any) -> Mode:
+def mode_of(
+    stage: int, optimizer: str, dtype: str = "fp32", clip: float = 0.5, **extra: Any
+) -> Mode:
     return Mode(
-        f"z{stage}", stage, dtype, clip=clip, adam=optimizer == "KFACAdamW",
-        orthogonal=optimizer == "KFACAdamW", extra=extra,
-    )  # fmt: skip
+        f"z{stage}",
+        stage,
+        dtype,
+        clip=clip,
+        adam=optimizer == "KFACAdamW",
+        orthogonal=optimizer == "KFACAdamW",
+        extra=extra,
+    )
 
 
-def engine_of(mode: Mode, optimizer: str, *, plain: bool = False, model=None, accumulation: int = 1, **over: Any):
+def engine_of(
+    mode: Mode,
+    optimizer: str,
+    *,
+    plain: bool = False,
+    model=None,
+    accumulation: int = 1,
+    **over: Any,
+):
     """With K-FAC; ``plain``: DeepSpeed alone with the optimizer that comes nearest."""
-    block = KFAC_ADAMW[mode.precision]["params"] if optimizer in ("KFACAdamW", "AdamW") else {"lr": LR, "momentum": 0.9}
+    block = (
+        KFAC_ADAMW[mode.precision]["params"]
+        if optimizer in ("KFACAdamW", "AdamW")
+        else {"lr": LR, "momentum": 0.9}
+    )
     kind = "AdamW" if plain and optimizer == "KFACAdamW" else optimizer
     kfac = {**KFAC, **over.pop("kfac", {})}
-    over = {"optimizer": {"type": kind, "params": dict(block)}, **(PLAIN if plain else {"kfac": kfac}), **over}
+    over = {
+        "optimizer": {"type": kind, "params": dict(block)},
+        **(PLAIN if plain else {"kfac": kfac}),
+        **over,
+    }
     with patched(mode):
         return build(mode, accumulation, model=model, **over)
 
@@ -53,7 +81,9 @@ def state_is_finite(engine) -> bool:
     """Of this rank's factors, eigenbases and moments."""
     for kfac in engine.kfac.job.preconditioners:
         for value in (kfac.state, list(kfac.curvature.factors.values())):
-            if not all(bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()):
+            if not all(
+                bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()
+            ):
                 return False
     return True
 
@@ -84,7 +114,11 @@ def listening() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: "ds_kfac" in record.getMessage() and "loaded K-FAC" not in record.getMessage())
+    handler.addFilter(
+        lambda record: (
+            "ds_kfac" in record.getMessage() and "loaded K-FAC" not in record.getMessage()
+        )
+    )
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel("WARNING")

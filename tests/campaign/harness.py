@@ -1,8 +1,9 @@
 """Runs cases on several ranks and says how each one ended, whatever happens to the ranks.
 
-A :class:`Session` forks its ranks once, from a server that has imported everything, and hands them one case after
-another. A rank that fails ends its session, and the next case gets a new one: cases cannot spoil each other. Groups
-meet in a file, so no port is taken. Ranks that do not answer in time are killed; they also end when the campaign does.
+A :class:`Session` forks its ranks once, from a server that has imported everything, and hands them
+one case after another. A rank that fails ends its session, and the next case gets a new one: cases
+cannot spoil each other. Groups meet in a file, so no port is taken. Ranks that do not answer in
+time are killed; they also end when the campaign does.
 """
 
 import importlib
@@ -25,13 +26,15 @@ from typing import Any
 from tests.ranks import SERVER
 
 OUTCOMES = ("survived", "loud", "crash", "silent", "hang", "lost")
-"""From best to worst. loud: an error or a warning that names the cause; crash: an error that does not."""
+"""From best to worst. loud: an error or a warning that names the cause; crash: an error that does
+not."""
 SURVIVED, LOUD, CRASH, SILENT, HANG, LOST = OUTCOMES
 GRACE = 3.0
 """Seconds that the other ranks have after one has failed; a launcher gives less."""
 Outcome = tuple[str, str]
 ROOM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where folders are made: in memory, since a process that is killed loses nothing that it has written anywhere."""
+"""Where folders are made: in memory, since a process that is killed loses nothing that it has
+written anywhere."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Case:
     """One line of the table.
 
     Attributes:
-        target: "module:function"; called with ``payload`` on every rank, returns an :data:`Outcome`.
+        target: "module:function"; called with ``payload`` on every rank, returns an
+            :data:`Outcome`.
         accepts: outcomes that are no defect.
         names: what an error's text has to match to be loud.
-        alone: called once, in the campaign's own process, and returns a :class:`Counter` of outcomes and a note.
+        alone: called once, in the campaign's own process, and returns a :class:`Counter` of
+            outcomes and a note.
     """
 
     family: str
@@ -67,11 +72,14 @@ class Result:
 
     @property
     def good(self) -> bool:
-        return bool(self.outcomes) and all(outcome in self.case.accepts for outcome in self.outcomes)
+        return bool(self.outcomes) and all(
+            outcome in self.case.accepts for outcome in self.outcomes
+        )
 
 
 def run(cases: list[Case], *, deadline: float, say=print, keep: Path | None = None) -> list[Result]:
-    """All cases in order; those that would begin after ``deadline`` (monotonic seconds) have no outcome.
+    """All cases in order; those that would begin after ``deadline`` (monotonic seconds) have no
+    outcome.
 
     Args:
         keep: a file that every result is added to, for :func:`results_in`.
@@ -98,7 +106,10 @@ def run(cases: list[Case], *, deadline: float, say=print, keep: Path | None = No
             if keep is not None:
                 with keep.open("a") as file:
                     one = results[-1]
-                    print(json.dumps([case.family, case.name, one.outcomes, one.note, one.seconds]), file=file)
+                    print(
+                        json.dumps([case.family, case.name, one.outcomes, one.note, one.seconds]),
+                        file=file,
+                    )
     finally:
         if session is not None:
             session.close()
@@ -106,18 +117,31 @@ def run(cases: list[Case], *, deadline: float, say=print, keep: Path | None = No
 
 
 def results_in(file: Path | None, cases: list[Case]) -> list[Result]:
-    """Of these cases, those that :func:`run` has kept there; of a case that was run again the last one."""
-    kept = [json.loads(text) for text in file.read_text().splitlines()] if file and file.exists() else []
+    """Of these cases, those that :func:`run` has kept there; of a case that was run again the last
+    one."""
+    kept = (
+        [json.loads(text) for text in file.read_text().splitlines()]
+        if file and file.exists()
+        else []
+    )
     found = {(family, name): (Counter(outcomes), *rest) for family, name, outcomes, *rest in kept}
-    return [Result(case, *found[case.family, case.name]) for case in cases if (case.family, case.name) in found]
+    return [
+        Result(case, *found[case.family, case.name])
+        for case in cases
+        if (case.family, case.name) in found
+    ]
 
 
 def line(result: Result) -> str:
     counts = {one: result.outcomes[one] for one in OUTCOMES if result.outcomes[one]}
-    summary = ", ".join(f"{n} {one}" if sum(counts.values()) > 1 else one for one, n in counts.items()) or "not run"
+    summary = (
+        ", ".join(f"{n} {one}" if sum(counts.values()) > 1 else one for one, n in counts.items())
+        or "not run"
+    )
     mark = " " if result.good else "!"
     return (
-        f"{mark} {result.case.family:9} {result.case.name:60} {summary:10} {result.seconds:5.1f} s  {result.note[:150]}"
+        f"{mark} {result.case.family:9} {result.case.name:60} {summary:10} "
+        f"{result.seconds:5.1f} s  {result.note[:150]}"
     )
 
 
@@ -137,7 +161,9 @@ class Session:
     world: int
     broken: bool = False
     _next: int = 0
-    _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="campaign", dir=ROOM)))
+    _folder: Path = field(
+        default_factory=lambda: Path(tempfile.mkdtemp(prefix="campaign", dir=ROOM))
+    )
 
     def __post_init__(self) -> None:
         self._ranks = start(serve, self.world, self._folder)
@@ -149,11 +175,16 @@ class Session:
         deadline = time.monotonic() + case.seconds
         while time.monotonic() < deadline:
             failed = [a.exists() and get(a)[0] == "error" for a in answers]
-            ended = [not p.is_alive() and not a.exists() for p, a in zip(self._ranks, answers, strict=True)]
+            ended = [
+                not p.is_alive() and not a.exists()
+                for p, a in zip(self._ranks, answers, strict=True)
+            ]
             if any(failed) or any(ended):
                 self.broken = True
                 deadline = min(deadline, time.monotonic() + GRACE)
-            if all(a.exists() for a in answers) or (self.broken and all(not p.is_alive() for p in self._ranks)):
+            if all(a.exists() for a in answers) or (
+                self.broken and all(not p.is_alive() for p in self._ranks)
+            ):
                 break
             time.sleep(0.01)
         found = [get(a) if a.exists() else ("missing", "", time.time()) for a in answers]
@@ -187,7 +218,10 @@ def judge(case: Case, found: list[tuple[str, str, float]], logs: list[str]) -> O
 
 def start(target, world: int, folder: Path, payload: Any = None) -> list:
     """Fork ranks of one group; it meets in ``folder``, which must be new."""
-    ranks = [SERVER.Process(target=_rank, args=(target, r, world, folder, os.getpid(), payload)) for r in range(world)]
+    ranks = [
+        SERVER.Process(target=_rank, args=(target, r, world, folder, os.getpid(), payload))
+        for r in range(world)
+    ]
     for process in ranks:
         process.start()
     return ranks
@@ -229,14 +263,22 @@ def init(store: Path, rank: int, world: int, seconds: float = 30) -> None:
     import torch
 
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
     )
 
 

@@ -1,7 +1,9 @@
-"""Jobs whose ranks are killed (SIGKILL) at random moments of a step, a refresh or a save, and started again.
+"""Jobs whose ranks are killed (SIGKILL) at random moments of a step, a refresh or a save, and
+started again.
 
-A job trains on, life after life: resume from the last checkpoint, train, save every other step, until a rank is killed.
-Every loss of every life is compared with that of the same step of a run that nobody disturbed, to the bit.
+A job trains on, life after life: resume from the last checkpoint, train, save every other step,
+until a rank is killed. Every loss of every life is compared with that of the same step of a run
+that nobody disturbed, to the bit.
 """
 
 import json
@@ -24,7 +26,11 @@ PHASES = ("step", "refresh", "save")
 STEPS, EVERY, WORLD = 60, 2, 2
 PATIENCE = 60.0
 """Seconds without any progress after which a life hangs."""
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}, "burn_in": {"steps": 0}}
+KFAC = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 3},
+    "burn_in": {"steps": 0},
+}
 DEADLINE = float("inf")
 """Monotonic seconds after which nobody is killed any more."""
 MODES = {
@@ -47,7 +53,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Life:
-    """What a rank is given: the job, and when it dies: so many steps, refreshes or saves into this life."""
+    """What a rank is given: the job, and when it dies: so many steps, refreshes or saves into this
+    life."""
 
     job: Job
     victim: int = -1
@@ -64,7 +71,12 @@ def cases(*, kills: int = 20, overwriting: int = 20) -> list[Case]:
     ]
     torn = {**alone, "accepts": (SURVIVED, LOUD)}
     job = Job("adam-z3", KFAC, overwriting, True, len(MODES))
-    return [*found, Case("kills", f"{overwriting} kills: z3, KFACAdamW, one tag overwritten", payload=job, **torn)]
+    return [
+        *found,
+        Case(
+            "kills", f"{overwriting} kills: z3, KFACAdamW, one tag overwritten", payload=job, **torn
+        ),
+    ]
 
 
 def run_job(job: Job) -> tuple[Counter, str]:
@@ -72,7 +84,10 @@ def run_job(job: Job) -> tuple[Counter, str]:
 
     What a kill has left is judged by the life after it.
     """
-    folder, dice = Path(tempfile.mkdtemp(prefix="campaign-kills", dir=harness.ROOM)), random.Random(job.seed)
+    folder, dice = (
+        Path(tempfile.mkdtemp(prefix="campaign-kills", dir=harness.ROOM)),
+        random.Random(job.seed),
+    )
     saves, before, backup = (folder / name for name in ("saves", "before", "backup"))
     outcomes: Counter = Counter()
     notes: list[str] = []
@@ -81,7 +96,8 @@ def run_job(job: Job) -> tuple[Counter, str]:
         if undisturbed["errors"] or not undisturbed["ended"]:
             return Counter({harness.CRASH: 1}), f"undisturbed: {undisturbed['errors'] or 'hang'}"
         expected, seconds = undisturbed["losses"], undisturbed["seconds"]
-        killed: tuple[Life, int] | None = None  # the last life, if it was, and the last step that it had saved
+        # the last life, if it was, and the last step that it had saved
+        killed: tuple[Life, int] | None = None
         for number in range(3 * job.kills):
             if sum(outcomes.values()) == job.kills:
                 break
@@ -89,14 +105,26 @@ def run_job(job: Job) -> tuple[Counter, str]:
                 notes.append(f"out of time after {sum(outcomes.values())} of {job.kills} kills")
                 break
             phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
-            phase, last = phases[number % len(phases)], sum(outcomes.values()) + bool(killed) == job.kills
-            wait = {"step": 2 + dice.randrange(3), "refresh": 1 + dice.randrange(2), "save": 1 + dice.randrange(2)}
-            life = Life(job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase])
+            phase, last = (
+                phases[number % len(phases)],
+                sum(outcomes.values()) + bool(killed) == job.kills,
+            )
+            wait = {
+                "step": 2 + dice.randrange(3),
+                "refresh": 1 + dice.randrange(2),
+                "save": 1 + dice.randrange(2),
+            }
+            life = Life(
+                job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase]
+            )
             _copy(saves, before)
-            outcome_of_life = _live(Life(job) if last else life, folder / f"life{number}", saves, look_only=last)
+            outcome_of_life = _live(
+                Life(job) if last else life, folder / f"life{number}", saves, look_only=last
+            )
             outcome, note = _judge(outcome_of_life, expected, killed[1] if killed else 0)
             if killed or outcome != SURVIVED:
-                if outcome in (LOUD, LOST) and not (killed and job.overwrite):  # only a torn tag may be refused
+                # only a torn tag may be refused
+                if outcome in (LOUD, LOST) and not (killed and job.overwrite):
                     outcome = LOST if killed else harness.CRASH
                 outcomes[outcome] += 1
             if outcome != SURVIVED:
@@ -159,7 +187,9 @@ def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> 
             size, last = written, now
         if not killed and any(p.exitcode == -signal.SIGKILL for p in ranks):
             killed, last = True, now
-        if (any(p.exitcode for p in ranks) and now - last > harness.GRACE * 5) or now - last > PATIENCE:
+        if (
+            any(p.exitcode for p in ranks) and now - last > harness.GRACE * 5
+        ) or now - last > PATIENCE:
             hung = True
             break
         time.sleep(0.01)
@@ -172,13 +202,18 @@ def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> 
         if "loss" in one:
             losses.setdefault(one["step"], []).append(one["loss"])
     return {
-        "killed": killed, "hung": hung, "ended": ended, "losses": losses,
+        "killed": killed,
+        "hung": hung,
+        "ended": ended,
+        "losses": losses,
         "begun": [one["begun"] for one in lines if "begun" in one],
         "saved": max([one["saved"] for one in lines if "saved" in one], default=0),
         "errors": [one["error"] for one in lines if "error" in one],
-        "seconds": {phase: median([one["took"] for one in lines if one.get("phase") == phase] or [0.1])
-                    for phase in PHASES},
-    }  # fmt: skip
+        "seconds": {
+            phase: median([one["took"] for one in lines if one.get("phase") == phase] or [0.1])
+            for phase in PHASES
+        },
+    }
 
 
 def _lines(path: Path) -> list[str]:

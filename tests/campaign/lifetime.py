@@ -9,17 +9,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.campaign.engines import anywhere, engine_of, everywhere, is_finite, mode_of, state_is_finite, weights
+from tests.campaign.engines import (
+    anywhere,
+    engine_of,
+    everywhere,
+    is_finite,
+    mode_of,
+    state_is_finite,
+    weights,
+)
 from tests.campaign.harness import ROOM, SILENT, SURVIVED, Case, Outcome
 from tests.deepspeed.runs import held, train
 from tests.models import TwinNet, make_net, make_tokens
 
 ENGINES, SOAK = 20, 2000
 SETTLED = 500
-"""Steps of the soak after which nothing may grow any more; all schedules have passed their burn-in then."""
+"""Steps of the soak after which nothing may grow any more; all schedules have passed their burn-in
+then."""
 GROWTH = 8
-"""MiB that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A single activation
-kept in every captured step shows in the number of tensors."""
+"""MiB that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A
+single activation kept in every captured step shows in the number of tensors."""
 ALL = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
     "eigenbasis": {"refresh_interval": 4},
@@ -34,10 +43,27 @@ def cases() -> list[Case]:
     here = "tests.campaign.lifetime"
     only = {"accepts": (SURVIVED,)}
     return [
-        Case("lifetime", f"{ENGINES} engines in one process", f"{here}:engines", seconds=120, **only),
-        Case("lifetime", f"soak, {SOAK} steps with every feature", f"{here}:soak", SOAK, seconds=300, **only),
+        Case(
+            "lifetime", f"{ENGINES} engines in one process", f"{here}:engines", seconds=120, **only
+        ),
+        Case(
+            "lifetime",
+            f"soak, {SOAK} steps with every feature",
+            f"{here}:soak",
+            SOAK,
+            seconds=300,
+            **only,
+        ),
         *(
-            Case("lifetime", f"8 ranks, {name}", f"{here}:wide", payload, world=8, seconds=120, **only)
+            Case(
+                "lifetime",
+                f"8 ranks, {name}",
+                f"{here}:wide",
+                payload,
+                world=8,
+                seconds=120,
+                **only,
+            )
             for name, payload in {
                 "z2, KFACAdamW": (2, "KFACAdamW"),
                 "z3, KFACAdamW": (3, "KFACAdamW"),
@@ -65,7 +91,9 @@ def engines(_) -> Outcome:
     for number in range(ENGINES):
         before, model = tensors_alive(), make_net()
         mode = mode_of((0, 2, 3)[number % 3], "KFACAdamW")
-        engine = engine_of(mode, "KFACAdamW", model=model, kfac={"eigenbasis": {"refresh_interval": 2}})
+        engine = engine_of(
+            mode, "KFACAdamW", model=model, kfac={"eigenbasis": {"refresh_interval": 2}}
+        )
         train(engine, 1, steps=3)
         engine.destroy()
         del engine
@@ -74,7 +102,12 @@ def engines(_) -> Outcome:
         if number >= 3 and number % 3 != 2:
             kept.append(tensors_alive() - before)
     # three first ones: what DeepSpeed makes once for a stage
-    grown = {key: (found[3][key], row[key]) for row in found[3:] for key in row if row[key] > found[3][key]}
+    grown = {
+        key: (found[3][key], row[key])
+        for row in found[3:]
+        for key in row
+        if row[key] > found[3][key]
+    }
     if grown := anywhere([str(grown)] if grown else []):
         return SILENT, f"grows: {grown[0]}"
     if more := anywhere([str(kept)] if max(kept) > 0 else []):
@@ -84,7 +117,9 @@ def engines(_) -> Outcome:
 
 def soak(steps: int) -> Outcome:
     torch.manual_seed(0)
-    engine = engine_of(mode_of(2, "KFACAdamW"), "KFACAdamW", model=TwinNet(), accumulation=2, kfac=ALL)
+    engine = engine_of(
+        mode_of(2, "KFACAdamW"), "KFACAdamW", model=TwinNet(), accumulation=2, kfac=ALL
+    )
     world, rank = dist.get_world_size(), dist.get_rank()
     losses, samples, rows = [], [], 2
     place = [tempfile.mkdtemp(prefix="campaign-soak", dir=ROOM)]
@@ -102,7 +137,9 @@ def soak(steps: int) -> Outcome:
         if (step + 1) % 250 == 0:
             engine.save_checkpoint(place[0], tag="tag")
         if (step + 1) % 100 == 0 and step + 1 >= min(SETTLED, steps // 2):
-            samples.append(held(engine.module) | {"tensors": tensors_alive(), "resident": resident()})
+            samples.append(
+                held(engine.module) | {"tensors": tensors_alive(), "resident": resident()}
+            )
     finite = everywhere(state_is_finite(engine)) and is_finite(weights(engine))
     grown = growth(samples)
     engine.destroy()
@@ -114,15 +151,20 @@ def soak(steps: int) -> Outcome:
     megabytes = grown.pop("resident") / 2**20
     note = f"{megabytes:+.1f} MiB; loss {losses[0]:.2f} to {losses[-1]:.3f}"
     more = {key: value for key, value in grown.items() if value > 0}
-    if problems := anywhere([f"{note}; grows: {more}"] if more or megabytes > GROWTH or not finite else []):
+    if problems := anywhere(
+        [f"{note}; grows: {more}"] if more or megabytes > GROWTH or not finite else []
+    ):
         return SILENT, problems[0]
     return SURVIVED, note
 
 
 def growth(samples: list[dict[str, int]]) -> dict[str, int]:
-    """Least of the later half minus most of the earlier: adaptive intervals let counts vary from step to step."""
+    """Least of the later half minus most of the earlier: adaptive intervals let counts vary from
+    step to step."""
     early, late = samples[: len(samples) // 2], samples[len(samples) // 2 :]
-    return {key: min(row[key] for row in late) - max(row[key] for row in early) for key in samples[0]}
+    return {
+        key: min(row[key] for row in late) - max(row[key] for row in early) for key in samples[0]
+    }
 
 
 def wide(payload: tuple[int, str]) -> Outcome:

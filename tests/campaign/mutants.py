@@ -1,11 +1,13 @@
-"""Do the tests fail when the code is wrong? One-line mutants, each with the tests that should kill it.
+"""Do the tests fail when the code is wrong? One-line mutants, each with the tests that should kill
+it.
 
     python -m tests.campaign.mutants                   # all: the tests unchanged, then every mutant; about 40 minutes
     python -m tests.campaign.mutants --only wire ema   # those whose name or file has one of these words
     python -m tests.campaign.mutants --list
 
-A mutant is applied in a copy of the repository, which is kept for all of them so that C++ ops are built once. Ends
-with 1 if one survived, or if its old text is gone: then the table no longer tests what it says.
+A mutant is applied in a copy of the repository, which is kept for all of them so that C++ ops are
+built once. Ends with 1 if one survived, or if its old text is gone: then the table no longer tests
+what it says.
 """
 
 import argparse
@@ -57,7 +59,8 @@ def copy(target: Path) -> None:
 def run(tree: Path, tests: list[str]) -> tuple[int, str]:
     """pytest's exit code and the end of what it printed; -1 after a timeout.
 
-    In a fork of this process, which has imported torch and deepspeed: that takes longer than most tests.
+    In a fork of this process, which has imported torch and deepspeed: that takes longer than most
+    tests.
     """
     log = tree / "log"
     child = os.fork()
@@ -82,12 +85,17 @@ def _tested_here(tree: Path, tests: list[str], log: Path) -> NoReturn:
     os.dup2(file, 2)
     os.chdir(tree)
     sys.dont_write_bytecode = True  # of a mutant, the original's might be taken for it
-    sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, tree))]
+    sys.path[:] = [
+        str(tree),
+        *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, tree)),
+    ]
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "ds_kfac")]:
         del sys.modules[name]
     os.environ |= {
-        "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "TORCH_EXTENSIONS_DIR": str(tree / "built"),
-    }  # fmt: skip
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TORCH_EXTENSIONS_DIR": str(tree / "built"),
+    }
     code = 70
     try:
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
@@ -111,7 +119,8 @@ def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
     if code == FAILED:
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         why = lines[0][:150] if lines else ""
-        return ("killed" if why.startswith("FAILED") else "BROKEN"), why  # an ERROR is one before the test
+        # an ERROR is one before the test
+        return ("killed" if why.startswith("FAILED") else "BROKEN"), why
     if code == -1:
         return "killed", "timeout"
     # neither passed nor failed: the mutant cannot be imported, or the tests cannot be found
@@ -119,15 +128,20 @@ def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign.mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaign.mutants", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--only", nargs="+", help="words of a mutant's name or file, or its number")
     parser.add_argument("--list", action="store_true", help="print the table only")
-    parser.add_argument("--no-baseline", action="store_true", help="do not run the unchanged tests first")
+    parser.add_argument(
+        "--no-baseline", action="store_true", help="do not run the unchanged tests first"
+    )
     options = parser.parse_args(argv)
     chosen = [
         (number, mutant)
         for number, mutant in enumerate(MUTANTS)
-        if not options.only or any(w in f"{mutant.name} {mutant.file}" or w == str(number) for w in options.only)
+        if not options.only
+        or any(w in f"{mutant.name} {mutant.file}" or w == str(number) for w in options.only)
     ]
     if options.list:
         for number, mutant in chosen:
@@ -150,7 +164,10 @@ def main(argv: list[str] | None = None) -> int:
             start = time.monotonic()
             found, why = outcome(tree, mutant)
             counts.setdefault(found, []).append(mutant.name)
-            print(f"{number:3} {found:8} {time.monotonic() - start:5.0f} s  {mutant.name}  {why}", flush=True)
+            print(
+                f"{number:3} {found:8} {time.monotonic() - start:5.0f} s  {mutant.name}  {why}",
+                flush=True,
+            )
     print(", ".join(f"{len(names)} {found}" for found, names in counts.items()))
     for found, names in counts.items():
         if found != "killed":

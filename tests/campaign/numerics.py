@@ -1,7 +1,9 @@
-"""Values that should not be: in one step of a run, on all ranks or on one; against the same run without K-FAC.
+"""Values that should not be: in one step of a run, on all ranks or on one; against the same run
+without K-FAC.
 
-What plain DeepSpeed with the same optimizer survives, K-FAC has to. After the fault the run goes on; at its end weights
-and K-FAC's state must be finite and every layer must move about as in a run without the fault, or it was said.
+What plain DeepSpeed with the same optimizer survives, K-FAC has to. After the fault the run goes
+on; at its end weights and K-FAC's state must be finite and every layer must move about as in a run
+without the fault, or it was said.
 """
 
 from functools import cache
@@ -9,16 +11,26 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from tests.campaign.engines import anywhere, engine_of, everywhere, is_finite, listening, mode_of, state_is_finite
+from tests.campaign.engines import (
+    anywhere,
+    engine_of,
+    everywhere,
+    is_finite,
+    listening,
+    mode_of,
+    state_is_finite,
+)
 from tests.campaign.harness import LOUD, SILENT, SURVIVED, Case, Outcome
 from tests.deepspeed.runs import micro_batches, patched, weights
 
 STEPS, AT, LAST = 60, 12, 6
-"""Steps of a run, where the fault is (a refresh is due, and factors stand on more than ``factor.SETTLED`` batches: in
-those nothing is called a spike yet), and over how many last steps movement is measured: so late that SGD's momentum has
-forgotten the clipped step itself, 0.9 ** 42 = 0.01 of it, and what is left is lasting."""
+"""Steps of a run, where the fault is (a refresh is due, and factors stand on more than
+``factor.SETTLED`` batches: in those nothing is called a spike yet), and over how many last steps
+movement is measured: so late that SGD's momentum has forgotten the clipped step itself, 0.9 ** 42 =
+0.01 of it, and what is left is lasting."""
 STILL, WILD = 0.1, 10.0
-"""A layer that moves less or more than this part of what it does without fault has stalled or run away..."""
+"""A layer that moves less or more than this part of what it does without fault has stalled or run
+away..."""
 CALM = 3.0
 """...unless plain DeepSpeed's moves by another factor than this, too."""
 
@@ -56,7 +68,9 @@ FAULTS = {
 }
 LOW = ("loss NaN", "loss inf", "loss NaN on one rank", "spike 1e3", "spike 1e20", "loss times 0")
 SOME = ("loss NaN", "inf in the inputs of one rank", "spike 1e3", "spike 1e20", "inputs all 0")
-STORM = {"fp16": {"enabled": True, "initial_scale_power": 32, "loss_scale_window": 3, "hysteresis": 1}}
+STORM = {
+    "fp16": {"enabled": True, "initial_scale_power": 32, "loss_scale_window": 3, "hysteresis": 1}
+}
 
 
 # every fault; and every stage, precision, optimizer and clipping with faults of every kind
@@ -83,7 +97,9 @@ def cases() -> list[Case]:
 
 def _case(stage: int, optimizer: str, dtype: str, clip: float, fault: str) -> Case:
     name = f"{fault}: {optimizer}, z{stage}, {dtype}, {'clipped' if clip else 'not clipped'}"
-    return Case("numerics", name, "tests.campaign.numerics:run", (stage, optimizer, dtype, clip, fault))
+    return Case(
+        "numerics", name, "tests.campaign.numerics:run", (stage, optimizer, dtype, clip, fault)
+    )
 
 
 def run(payload: tuple[int, str, str, float, str]) -> Outcome:
@@ -104,9 +120,16 @@ def run(payload: tuple[int, str, str, float, str]) -> Outcome:
         ratio, usual = _ratio(moved, calm[name]), _ratio(plain[name], plain_calm[name])
         as_usual = 1 / CALM <= usual <= CALM
         if ratio < STILL and (as_usual or (ratio == 0 and usual >= STILL)):
-            return bad, f"{name} moves {ratio:.3f} of what it did (DeepSpeed alone: {usual:.3f})" + noted
+            return (
+                bad,
+                f"{name} moves {ratio:.3f} of what it did (DeepSpeed alone: {usual:.3f})" + noted,
+            )
         if ratio > WILD and usual < CALM:
-            return bad, f"{name} moves {ratio:.1f} times what it did (DeepSpeed alone: {usual:.3f})" + noted
+            return (
+                bad,
+                f"{name} moves {ratio:.1f} times what it did (DeepSpeed alone: {usual:.3f})"
+                + noted,
+            )
     return SURVIVED, noted.strip()
 
 
@@ -120,11 +143,21 @@ def _undisturbed(stage: int, optimizer: str, dtype: str, clip: float, *, plain: 
 
 
 def _train(stage: int, optimizer: str, dtype: str, clip: float, fault: str | None, *, plain: bool):
-    """How every parameter moved in the last steps, whether K-FAC's state is finite, and what was said."""
+    """How every parameter moved in the last steps, whether K-FAC's state is finite, and what was
+    said."""
     storm = fault == "overflow storm"
-    extra = {} if dtype != "fp16" else STORM if storm else {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    extra = (
+        {}
+        if dtype != "fp16"
+        else STORM
+        if storm
+        else {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    )
     mode = mode_of(stage, optimizer, dtype, clip, **extra)
-    act, half = FAULTS.get(fault or ""), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32)
+    act, half = (
+        FAULTS.get(fault or ""),
+        {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32),
+    )
     with listening() as said, patched(mode):
         engine = engine_of(mode, optimizer, plain=plain)
         said.clear()

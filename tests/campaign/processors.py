@@ -3,11 +3,12 @@
     make processors                                       # every setting, all of make quick, and whole engines
     python -m tests.campaign.processors --only shuffled -- tests/update tests/curvature
 
-A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or permutes what is
-summed (tests/shuffled.py); "as it is" is what the others are compared with. Prints the largest difference, in units of
-what is allowed (tests/close.py), and in how many tests it differs from "as it is": none where a library has no such
-switch on this processor, as MKL's and oneDNN's may have none on AMD. Ends with 1 if a test fails or uses more than
-LIMIT of what is allowed.
+A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or
+permutes what is summed (tests/shuffled.py); "as it is" is what the others are compared with. Prints
+the largest difference, in units of what is allowed (tests/close.py), and in how many tests it
+differs from "as it is": none where a library has no such switch on this processor, as MKL's and
+oneDNN's may have none on AMD. Ends with 1 if a test fails or uses more than LIMIT of what is
+allowed.
 """
 
 import argparse
@@ -29,7 +30,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
     "MKL avx2": {"MKL_CBWR": "AVX2", "MKL_DEBUG_CPU_TYPE": "5"},
     "oneDNN sse41": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "everything default": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "everything default": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_CBWR": "COMPATIBLE",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    },
     "2 threads": {"OMP_NUM_THREADS": "2"},
     "shuffled 1": {"SHUFFLED_SUMS": "1"},
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
@@ -40,8 +45,19 @@ SHORT = (
     "tests/directions",
     "tests/model/test_rows.py",
 )
-"""Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are named."""
-MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16", "adam-z0-fp16")
+"""Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are
+named."""
+MODES = (
+    "z0",
+    "z2",
+    "z3",
+    "z2-bf16",
+    "z2-fp16",
+    "adam-z1",
+    "adam-z2-all_reduce",
+    "adam-z2-bf16",
+    "adam-z0-fp16",
+)
 GROUPS = ("corrected", "adam", "batched", "")
 """Of the cases of test_features, by a word of their names; the first that fits."""
 
@@ -74,7 +90,8 @@ def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
 
 
 def run_engines() -> dict[str, float]:
-    """Group of cases of whole engines -> largest difference from tests/oracle.py / allowed (tests/spread.py)."""
+    """Group of cases of whole engines -> largest difference from tests/oracle.py / allowed
+    (tests/spread.py)."""
     from tests.deepspeed.test_features import CASES
 
     found: dict[str, float] = {}
@@ -83,18 +100,28 @@ def run_engines() -> dict[str, float]:
         found[group] = max(found.get(group, 0.0), value / bound)
 
     worker = "tests.deepspeed.test_features:worker"
-    for (name, _), (error, bound, *_) in run_ranks(worker, world=2, payload=(list(CASES), ["z2"]))[0].items():
+    for (name, _), (error, bound, *_) in run_ranks(worker, world=2, payload=(list(CASES), ["z2"]))[
+        0
+    ].items():
         note("features " + next(word for word in GROUPS if word in name), error, bound)
     cases = [(name, 4) for name in MODES]
-    for (name, _), result in run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[0].items():
+    for (name, _), result in run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[
+        0
+    ].items():
         kind = next((dtype for dtype in ("bf16", "fp16") if dtype in name), "fp32")
         note(f"modes {kind}", result["difference"], result["bound"])
     for name, result in run_ranks("tests.deepspeed.test_inverse:worker", world=2)[0].items():
-        note("inverse on the wire" if "wire" in name else "inverse", result["difference"], result["bound"])
+        note(
+            "inverse on the wire" if "wire" in name else "inverse",
+            result["difference"],
+            result["bound"],
+        )
     return found
 
 
-def report(name: str, ratios: dict[str, float], failed: list[str], plain: dict[str, float]) -> tuple[str, bool]:
+def report(
+    name: str, ratios: dict[str, float], failed: list[str], plain: dict[str, float]
+) -> tuple[str, bool]:
     """One line about a setting, lines about what is wrong in it, and whether anything is."""
     worst = max(ratios, key=ratios.get) if ratios else None
     changed = sum(ratio != plain.get(test) for test, ratio in ratios.items())
@@ -102,16 +129,25 @@ def report(name: str, ratios: dict[str, float], failed: list[str], plain: dict[s
     lines = [f"{name:20} {len(ratios)} compared, {changed} differently; largest {largest}"]
     lines += [f"    failed: {test}" for test in failed]
     over = {test: ratio for test, ratio in ratios.items() if not ratio <= LIMIT}
-    lines += [f"    over {LIMIT}: {ratio:.3f} {test}" for test, ratio in sorted(over.items(), key=lambda p: -p[1])]
+    lines += [
+        f"    over {LIMIT}: {ratio:.3f} {test}"
+        for test, ratio in sorted(over.items(), key=lambda p: -p[1])
+    ]
     return "\n".join(lines), bool(failed or over or not ratios)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--only", nargs="+", help="words of settings' names")
-    parser.add_argument("--engines", action="store_true", help="whole engines too, against tests/oracle.py")
+    parser.add_argument(
+        "--engines", action="store_true", help="whole engines too, against tests/oracle.py"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one")
+    parser.add_argument(
+        "selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one"
+    )
     options = parser.parse_args(argv)
     selection = options.selection or list(SHORT)
     if options.here:
@@ -125,8 +161,16 @@ def main(argv: list[str] | None = None) -> int:
         if options.only and not any(word in name for word in options.only):
             continue
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | setting
-        command = [sys.executable, "-m", "tests.campaign.processors", "--here", *["--engines"] * options.engines]
-        done = subprocess.run([*command, "--", *selection], env=environment, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.campaign.processors",
+            "--here",
+            *["--engines"] * options.engines,
+        ]
+        done = subprocess.run(
+            [*command, "--", *selection], env=environment, capture_output=True, text=True
+        )
         if done.returncode:
             print(f"{name}: failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}", flush=True)
             wrong = True

@@ -1,4 +1,5 @@
-"""The unusual programs of :mod:`tests.campaign.usage`, a function each: (make an engine, disturb or not) -> engine."""
+"""The unusual programs of :mod:`tests.campaign.usage`, a function each: (make an engine, disturb or
+not) -> engine."""
 
 import contextlib
 import io
@@ -59,7 +60,9 @@ def step_of(engine, step: int) -> float:
     return float(loss.detach())
 
 
-def steps_with(make: Make, disturb: Callable[[Any, int], Any], disturbed: bool = True, model=None, **over: Any):
+def steps_with(
+    make: Make, disturb: Callable[[Any, int], Any], disturbed: bool = True, model=None, **over: Any
+):
     """Ordinary steps; before every one from the third on, ``disturb(engine, step)``."""
     engine = make(model, **over)
     for step in range(STEPS):
@@ -133,7 +136,8 @@ class Frozen(Net):
         return cross_entropy(self.head(torch.tanh(self.middle(h))), y)
 
 
-@program("a layer used on one rank only", stages=(0,))  # at ZeRO-2 DeepSpeed alone aborts: its buckets then differ
+# at ZeRO-2 DeepSpeed alone aborts: its buckets then differ
+@program("a layer used on one rank only", stages=(0,))
 def _(make, disturbed):
     model = Conditional()
 

@@ -30,21 +30,39 @@ def report(results: list[Result], *, command: str, minutes: float, seconds: floa
     """The page, in Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     lines = [HEAD.format(minutes=minutes)]
-    took = f"{date.today()}, {seconds / 60:.1f} minutes, Python {platform.python_version()}, {packages}, CPU, gloo"
+    took = (
+        f"{date.today()}, {seconds / 60:.1f} minutes, Python {platform.python_version()}, "
+        f"{packages}, CPU, gloo"
+    )
     lines.append(f"`{command}`, {took}.\n")
-    lines += ["| | cases | " + " | ".join(OUTCOMES) + " | not run |", "|---" * (len(OUTCOMES) + 3) + "|"]
+    lines += [
+        "| | cases | " + " | ".join(OUTCOMES) + " | not run |",
+        "|---" * (len(OUTCOMES) + 3) + "|",
+    ]
     families = list(dict.fromkeys(result.case.family for result in results))
     for family in [*families, "all"]:
         own = [result for result in results if family in (result.case.family, "all")]
         counts = sum((result.outcomes for result in own), Counter())
-        row = [family, sum(counts.values()), *(counts[one] for one in OUTCOMES), sum(not r.outcomes for r in own)]
+        row = [
+            family,
+            sum(counts.values()),
+            *(counts[one] for one in OUTCOMES),
+            sum(not r.outcomes for r in own),
+        ]
         lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
-    lines += ["", "All cases but those that just survived; what ended alike for the same reason is one row.", ""]
+    lines += [
+        "",
+        "All cases but those that just survived; what ended alike for the same reason is one row.",
+        "",
+    ]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]
     for (family, counted, _), own in _alike(results).items():
         names = list(dict.fromkeys(r.case.name for r in own))
         mark = "" if own[0].good else "**"
-        lines.append(f"| {family} | {_plain('; '.join(names))} | {mark}{counted}{mark} | {_short(own[0].note)} |")
+        lines.append(
+            f"| {family} | {_plain('; '.join(names))} | {mark}{counted}{mark} | "
+            f"{_short(own[0].note)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -55,7 +73,9 @@ def _alike(results: list[Result]) -> dict[tuple[str, str, str], list[Result]]:
         if result.note or set(result.outcomes) != {SURVIVED} or result.case.alone:
             counts = {one: result.outcomes[one] for one in OUTCOMES if result.outcomes[one]}
             many = sum(counts.values()) > 1
-            counted = ", ".join(f"{n} {one}" if many else one for one, n in counts.items()) or "not run"
+            counted = (
+                ", ".join(f"{n} {one}" if many else one for one, n in counts.items()) or "not run"
+            )
             begins = result.case.name if result.case.alone else re.sub(r"\d", "", result.note)[:50]
             found.setdefault((result.case.family, counted, begins), []).append(result)
     return found

@@ -3,7 +3,17 @@
 from collections import Counter
 
 from tests.campaign import harness, table
-from tests.campaign.harness import CRASH, HANG, LOUD, OUTCOMES, SILENT, SURVIVED, Case, Result, judge
+from tests.campaign.harness import (
+    CRASH,
+    HANG,
+    LOUD,
+    OUTCOMES,
+    SILENT,
+    SURVIVED,
+    Case,
+    Result,
+    judge,
+)
 
 CASE = Case("usage", "something: z2, AdamW", "nowhere:nothing")
 
@@ -16,12 +26,20 @@ def test_the_worst_rank_decides():
     assert verdict((SURVIVED, "", 0.0), (SURVIVED, "", 0.0)) == SURVIVED
     assert verdict((SURVIVED, "", 0.0), (SILENT, "", 0.0)) == SILENT
     assert verdict((LOUD, "", 0.0), (SILENT, "", 0.0)) == SILENT
-    assert OUTCOMES.index(SURVIVED) < OUTCOMES.index(LOUD) < OUTCOMES.index(SILENT) < OUTCOMES.index(HANG)
+    assert (
+        OUTCOMES.index(SURVIVED)
+        < OUTCOMES.index(LOUD)
+        < OUTCOMES.index(SILENT)
+        < OUTCOMES.index(HANG)
+    )
 
 
 def test_the_first_error_is_the_cause():
     """The others then lose their connection."""
-    first, second = ("error", "ValueError: ds_kfac: no", 1.0), ("error", "RuntimeError: Connection closed", 2.0)
+    first, second = (
+        ("error", "ValueError: ds_kfac: no", 1.0),
+        ("error", "RuntimeError: Connection closed", 2.0),
+    )
     assert verdict(second, first) == LOUD
     assert verdict(("error", "IndexError: list", 1.0), second) == CRASH
     assert verdict(first, ("missing", "", 5.0)) == LOUD, "a launcher kills the others"
@@ -30,15 +48,23 @@ def test_the_first_error_is_the_cause():
 def test_waiting_is_a_hang():
     assert verdict(("missing", "", 0.0), ("missing", "", 0.0)) == HANG
     assert verdict((SURVIVED, "", 0.0), ("missing", "", 0.0)) == HANG
-    assert verdict(("error", "RuntimeError: Timed out waiting 30000ms", 1.0), ("missing", "", 0.0)) == HANG
+    assert (
+        verdict(("error", "RuntimeError: Timed out waiting 30000ms", 1.0), ("missing", "", 0.0))
+        == HANG
+    )
 
 
 def test_ranks_that_die_at_start_are_a_crash():
-    assert verdict(("missing", "", 0.0), ("missing", "", 0.0), logs=("ImportError: no", "")) == CRASH
+    assert (
+        verdict(("missing", "", 0.0), ("missing", "", 0.0), logs=("ImportError: no", "")) == CRASH
+    )
 
 
 def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
-    good = [Result(Case("usage", f"something: z{stage}", ""), Counter({SURVIVED: 1})) for stage in (0, 2)]
+    good = [
+        Result(Case("usage", f"something: z{stage}", ""), Counter({SURVIVED: 1}))
+        for stage in (0, 2)
+    ]
     bad = Result(Case("usage", "something: z3", ""), Counter({SILENT: 1}), "other | weights")
     unrun = Result(Case("numerics", "more: z3", ""), Counter(), "not run: out of time")
     page = table.report([*good, bad, unrun], command="x", minutes=15, seconds=60.0)
@@ -52,7 +78,10 @@ def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
 
 
 def test_the_page_has_one_row_for_what_ended_alike():
-    refused = [Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing") for n in range(9)]
+    refused = [
+        Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing")
+        for n in range(9)
+    ]
     page = table.report(refused, command="x", minutes=15, seconds=60.0)
     assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))
 
@@ -63,7 +92,9 @@ def test_a_run_in_parts_keeps_the_last_result_of_each_case(tmp_path):
     for _ in range(2):
         harness.run([case], deadline=float("inf"), say=lambda text: None, keep=parts)
     (found,) = harness.results_in(parts, [case, CASE])
-    assert found.case == case and found.outcomes == Counter({SURVIVED: 2}) and found.note == "a note"
+    assert (
+        found.case == case and found.outcomes == Counter({SURVIVED: 2}) and found.note == "a note"
+    )
 
 
 def twice(_) -> tuple[Counter, str]:

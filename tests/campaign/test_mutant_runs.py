@@ -20,5 +20,11 @@ old = "(sum_P / count.clamp(min=1))"
 for new in ("(sum_P / 1)", "((sum_P / count.clamp(min=1)))"):
     print(outcome(tree, Mutant("", "ops/functional.py", old, new, {TESTS!r}))[0])
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=mutants.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=mutants.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split()[-2:] == ["killed", "SURVIVED"], done.stdout + done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""Every line of the table of mutants can be run: its text stands once in its file, and its tests exist.
+"""Every line of the table of mutants can be run: its text stands once in its file, and its tests
+exist.
 
 `make test` runs this, so that a change which renames what a mutant quotes does not lose the mutant.
 """

@@ -1,4 +1,5 @@
-"""The short form of make processors: no comparison is near its bound when sums come in another order."""
+"""The short form of make processors: no comparison is near its bound when sums come in another
+order."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Programs that use an engine in unusual ways, which DeepSpeed alone survives.
 
-Every program runs with K-FAC and without. What works without has to work with it; where ``exact`` says so, the weights
-must be to the bit those of the same run without the disturbance.
+Every program runs with K-FAC and without. What works without has to work with it; where ``exact``
+says so, the weights must be to the bit those of the same run without the disturbance.
 """
 
 import re
@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from tests.campaign import programs
-from tests.campaign.engines import anywhere, engine_of, everywhere, is_finite, listening, mode_of, state_is_finite
+from tests.campaign.engines import (
+    anywhere,
+    engine_of,
+    everywhere,
+    is_finite,
+    listening,
+    mode_of,
+    state_is_finite,
+)
 from tests.campaign.harness import CRASH, LOUD, SILENT, SURVIVED, Case, Outcome
 from tests.deepspeed.runs import weights
 
@@ -23,7 +31,9 @@ def cases() -> list[Case]:
     for name, program in programs.PROGRAMS.items():
         for stage in program.stages:
             noted = f"{name}: z{stage}, {STAGES[stage]}"
-            found.append(Case("usage", noted, "tests.campaign.usage:run", (name, stage), seconds=90))
+            found.append(
+                Case("usage", noted, "tests.campaign.usage:run", (name, stage), seconds=90)
+            )
     return found
 
 
@@ -57,7 +67,8 @@ def run(payload: tuple[str, int]) -> Outcome:
 
 
 def _attempt(program: "programs.Program", stage: int, *, plain: bool, disturbed: bool = True):
-    """The weights at the end and whether K-FAC's state is finite; or the text of the error, agreed by all ranks."""
+    """The weights at the end and whether K-FAC's state is finite; or the text of the error, agreed
+    by all ranks."""
     torch.manual_seed(0)
     mode = mode_of(stage, STAGES[stage])
 
@@ -71,14 +82,17 @@ def _attempt(program: "programs.Program", stage: int, *, plain: bool, disturbed:
         error = f"{type(problem).__name__}: {problem}"
         if not dist.is_initialized():
             raise
-    # A rank that failed alone has left the others waiting in a collective: then this one is not entered by all either,
-    # and the campaign says hang.
+    # A rank that failed alone has left the others waiting in a collective: then this one is not
+    # entered by all either, and the campaign says hang.
     errors = [text for text in anywhere([error]) if text]
     if errors:
         alone = f" (on {len(errors)} of {dist.get_world_size()} ranks)"
         return errors[0] + alone, False
     if engine is None:
         return {}, True
-    result = weights(engine), plain or not hasattr(engine, "kfac") or everywhere(state_is_finite(engine))
+    result = (
+        weights(engine),
+        plain or not hasattr(engine, "kfac") or everywhere(state_is_finite(engine)),
+    )
     engine.destroy()
     return result

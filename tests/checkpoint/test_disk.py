@@ -20,7 +20,11 @@ def tag(tmp_path) -> Path:
     """Of a save that has reached its end."""
     tag = tmp_path / "tag"
     (tag / "kfac" / OLD).mkdir(parents=True)
-    for name in ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "rank_0_optim_states.pt"):
+    for name in (
+        "mp_rank_00_model_states.pt",
+        "layer_00-model_states.pt",
+        "rank_0_optim_states.pt",
+    ):
         write(tag, name, 1.0)
     write_states(tag / "kfac" / OLD)
     return tag
@@ -44,7 +48,8 @@ def test_a_later_save_that_replaced_a_file(tag):
 
 def test_a_save_over_another_one_that_did_not_replace_all(tag):
     (tag / "kfac" / NEW).mkdir()
-    write(tag, "mp_rank_00_model_states.pt", 2.0)  # the layer's file may be of a layer that is not trained
+    # the layer's file may be of a layer that is not trained
+    write(tag, "mp_rank_00_model_states.pt", 2.0)
     sentence, older = unfinished(tag, NEW)
     assert "before its end" in sentence and older == ["rank_0_optim_states.pt"]
     write(tag, "rank_0_optim_states.pt", 2.0)

@@ -19,14 +19,46 @@ from ds_kfac.checkpoint.files import (
 from ds_kfac.zero.registry import check_names
 
 NAMES = [
-    "", "model", "~root", "h.0.attn", "H.0.attn", "h.0.ATTN", "adapters.en/de", "adapters.en_de", "/etc/passwd",
-    "../up", "..", ".", ".hidden", "a" * 240, "a" * 241, "a" * 500, "über", "uber", "new\nline", "nul\0", "x.A", "x.a",
-    "x", "con", "x.A.factor", "x.layer", "first.shard_0_of_2", "tab\t", " ", "a b", "\ud800",
-]  # fmt: skip
+    "",
+    "model",
+    "~root",
+    "h.0.attn",
+    "H.0.attn",
+    "h.0.ATTN",
+    "adapters.en/de",
+    "adapters.en_de",
+    "/etc/passwd",
+    "../up",
+    "..",
+    ".",
+    ".hidden",
+    "a" * 240,
+    "a" * 241,
+    "a" * 500,
+    "über",
+    "uber",
+    "new\nline",
+    "nul\0",
+    "x.A",
+    "x.a",
+    "x",
+    "con",
+    "x.A.factor",
+    "x.layer",
+    "first.shard_0_of_2",
+    "tab\t",
+    " ",
+    "a b",
+    "\ud800",
+]
 
 
 def test_every_name_is_one_file_in_the_folder(tmp_path):
-    files = [file for name in NAMES for file in (layer_file(name), factor_file(f"{name}/A"), factor_file(f"{name}/G"))]
+    files = [
+        file
+        for name in NAMES
+        for file in (layer_file(name), factor_file(f"{name}/A"), factor_file(f"{name}/G"))
+    ]
     for file in files:
         assert len(file.encode()) < 200 and file.isprintable()
         assert (tmp_path / file).parent == tmp_path and Path(file).name == file
@@ -79,7 +111,9 @@ def test_everything_is_on_disk_before_it_is_referred_to(tmp_path, monkeypatch):
     calls = []
     sync, replace = files.os.fsync, files.os.replace
     monkeypatch.setattr(files.os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
-    monkeypatch.setattr(files.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    monkeypatch.setattr(
+        files.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths))
+    )
     write_payload(tmp_path / "file.pt", "head", payload())
     assert calls == ["sync"]
     write_text(tmp_path / "header.json", "{}")
@@ -101,7 +135,10 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path):
     write_payload(tmp_path / "file.pt", "head/A", good)
     for wrong, why in (
         ({"packed": torch.tensor([1.0, float("inf")])}, "head/A: packed is not finite"),
-        ({"A": {"vectors": [torch.ones(2, 2), torch.full((2, 2), float("nan"))]}}, r"vectors\.1 is not finite"),
+        (
+            {"A": {"vectors": [torch.ones(2, 2), torch.full((2, 2), float("nan"))]}},
+            r"vectors\.1 is not finite",
+        ),
         ({"updates": -torch.ones(())}, "updates is negative"),
         ({"moments": {"second_OI": -torch.ones(2, 2)}}, "second_OI is negative"),
     ):

@@ -1,4 +1,5 @@
-"""Several ranks in one process: a thread each, real channels, and an all-to-all that copies from thread to thread."""
+"""Several ranks in one process: a thread each, real channels, and an all-to-all that copies from
+thread to thread."""
 
 import threading
 from collections import Counter
@@ -84,8 +85,16 @@ class FakeNetwork:
 
 
 class _Handle:
-    def __init__(self, network: FakeNetwork, number: int, rank: int, output: Tensor, sizes: list[int]) -> None:
-        self._network, self._number, self._rank, self._output, self._sizes = network, number, rank, output, sizes
+    def __init__(
+        self, network: FakeNetwork, number: int, rank: int, output: Tensor, sizes: list[int]
+    ) -> None:
+        self._network, self._number, self._rank, self._output, self._sizes = (
+            network,
+            number,
+            rank,
+            output,
+            sizes,
+        )
 
     def is_completed(self) -> bool:
         with self._network._changed:
@@ -94,11 +103,19 @@ class _Handle:
     def wait(self) -> None:
         network = self._network
         with network._changed:
-            complete = lambda: network._failed or len(network._posted.get(self._number, {})) == network.world  # noqa: E731
+            complete = lambda: (
+                network._failed or len(network._posted.get(self._number, {})) == network.world
+            )  # noqa: E731
             if not network._changed.wait_for(complete, timeout=PATIENCE) or network._failed:
-                raise ConnectionError(f"rank {self._rank}: another rank did not enter collective {self._number}")
-            pieces = [network._posted[self._number][source][self._rank] for source in range(network.world)]
-        assert [len(piece) for piece in pieces] == self._sizes, "a rank expects another size than is sent to it"
+                raise ConnectionError(
+                    f"rank {self._rank}: another rank did not enter collective {self._number}"
+                )
+            pieces = [
+                network._posted[self._number][source][self._rank] for source in range(network.world)
+            ]
+        assert [len(piece) for piece in pieces] == self._sizes, (
+            "a rank expects another size than is sent to it"
+        )
         assert len({piece.dtype for piece in pieces} | {self._output.dtype}) == 1
         if self._sizes:
             self._output.copy_(torch.cat(pieces))

@@ -14,7 +14,8 @@ from tests.models import linear_layer
 
 LAYERS = [linear_layer(f"l{i}", 60 + i, 30) for i in range(5)]
 FACTORS = factor_specs(LAYERS)
-EIGEN_WORKERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}  # A on rank 1, G on rank 0
+# A on rank 1, G on rank 0
+EIGEN_WORKERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}
 EVERY = frozenset(factor.key for factor in FACTORS)
 LARGE = 2**28
 COUNT_BYTES = 4 * COUNTS
@@ -77,11 +78,15 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     for bucket in made:
         sent, received = Counter(), Counter()
         for piece in bucket:
-            assert piece.start == covered[piece.slot.factor], "pieces of a sum in their order, without gaps"
+            assert piece.start == covered[piece.slot.factor], (
+                "pieces of a sum in their order, without gaps"
+            )
             covered[piece.slot.factor] += piece.numel
         for (source, target), size in sum(payloads(bucket, itemsize), Counter()).items():
             assert source != target
-            sent[source] += size - COUNT_BYTES * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
+            sent[source] += size - COUNT_BYTES * sum(
+                p.start == 0 for p in bucket if source in p.slot.contributors
+            )
             received[target] += size
         heads = COUNT_BYTES * sum(len(piece.slot.contributors) for piece in bucket)
         assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes + heads
@@ -115,5 +120,7 @@ def test_messages_are_made_once_for_the_same_factors_of_the_same_ranks():
     assert 1 < len(seen) <= 3, "others of the node in turn"
     for number in range(2 * CACHED):
         layout.of(frozenset([FACTORS[0].key]), number)
-        layout.of(frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0)
+        layout.of(
+            frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0
+        )
     assert buckets.cache_info().currsize <= CACHED

@@ -18,13 +18,28 @@ from tests.curvature.one_factor import fold, refresh
 
 CPU = torch.device("cpu")
 SIDES = {"dense": Side.dense(7), "blocks": Side(11, 4), "diagonal": Side.diagonal(5)}
-FACTORS = [FactorSpec(f"{name}/{which}", side, (name,)) for name, side in SIDES.items() for which in "AG"]
-EIGEN_WORKERS = {"dense/A": 0, "dense/G": 1, "blocks/A": 2, "blocks/G": 2, "diagonal/A": 1, "diagonal/G": 0}
+FACTORS = [
+    FactorSpec(f"{name}/{which}", side, (name,)) for name, side in SIDES.items() for which in "AG"
+]
+EIGEN_WORKERS = {
+    "dense/A": 0,
+    "dense/G": 1,
+    "blocks/A": 2,
+    "blocks/G": 2,
+    "diagonal/A": 1,
+    "diagonal/G": 0,
+}
 WORKERS = {"dense": (0, 2), "blocks": (1, 3), "diagonal": (0, 2)}
 
 
 def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
-    options = {"factors": FACTORS, "eigen_workers": EIGEN_WORKERS, "workers": WORKERS, "world": 4, "nbytes": 1 << 20}
+    options = {
+        "factors": FACTORS,
+        "eigen_workers": EIGEN_WORKERS,
+        "workers": WORKERS,
+        "world": 4,
+        "nbytes": 1 << 20,
+    }
     options |= changes
     return Delivery(**options, wire=wire)
 
@@ -32,7 +47,9 @@ def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
 def factor_of(key: str) -> KroneckerFactor:
     """A random one, the same in every thread."""
     side = next(factor.side for factor in FACTORS if factor.key == key)
-    rows = torch.randn(20, side.dim, generator=torch.Generator().manual_seed(len(key) + ord(key[0]) + ord(key[-1])))
+    rows = torch.randn(
+        20, side.dim, generator=torch.Generator().manual_seed(len(key) + ord(key[0]) + ord(key[-1]))
+    )
     total = side.accumulate_(torch.zeros(side.numel), rows)
     return fold(KroneckerFactor.empty(side), total, torch.tensor(20.0), decay=0.9)
 
@@ -47,11 +64,14 @@ def basis(key: str) -> Eigenbasis:
 
 def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
     return len(a.vectors) == len(b.vectors) and all(
-        torch.equal(x, y) for x, y in zip((*a.vectors, a.values), (*b.vectors, b.values), strict=True)
+        torch.equal(x, y)
+        for x, y in zip((*a.vectors, a.values), (*b.vectors, b.values), strict=True)
     )
 
 
-def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
+def received(
+    plan: Delivery, keys: set[str], failed: set[str] = frozenset()
+) -> list[dict[str, Eigenbasis]]:
     def work(channel):
         return fetched(plan, {key: basis(key) for key in keys - failed}, keys, channel)
 
@@ -70,14 +90,20 @@ def fetched(plan: Delivery, bases: dict, keys: set[str], channel) -> dict:
 def test_receivers_are_the_workers_elsewhere():
     plan = delivery()
     assert plan.receivers == {
-        "dense/A": (2,), "dense/G": (0, 2), "blocks/A": (1, 3), "blocks/G": (1, 3), "diagonal/A": (0, 2),
+        "dense/A": (2,),
+        "dense/G": (0, 2),
+        "blocks/A": (1, 3),
+        "blocks/G": (1, 3),
+        "diagonal/A": (0, 2),
         "diagonal/G": (2,),
-    }  # fmt: skip
+    }
     assert plan.travels
 
 
 def test_nothing_travels_where_eigen_workers_are_the_only_workers():
-    plan = delivery(eigen_workers=dict.fromkeys(EIGEN_WORKERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
+    plan = delivery(
+        eigen_workers=dict.fromkeys(EIGEN_WORKERS, 1), workers=dict.fromkeys(WORKERS, (1,))
+    )
     assert not plan.travels
     assert plan.messages(set(EIGEN_WORKERS)) == plan.parts(set(EIGEN_WORKERS), {}, CPU) == []
     assert not plan.rounded
@@ -86,13 +112,20 @@ def test_nothing_travels_where_eigen_workers_are_the_only_workers():
 def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
     factors = [FactorSpec("q/A", Side.dense(3), ("q", "k", "v"))]
     plan = Delivery(
-        factors, {"q/A": 1}, {"q": (0,), "k": (1,), "v": (3,)}, world=4, nbytes=1, wire=torch.float32
-    )  # fmt: skip
+        factors,
+        {"q/A": 1},
+        {"q": (0,), "k": (1,), "v": (3,)},
+        world=4,
+        nbytes=1,
+        wire=torch.float32,
+    )
     assert plan.receivers == {"q/A": (0, 3)}
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keys", [set(EIGEN_WORKERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len)
+@pytest.mark.parametrize(
+    "keys", [set(EIGEN_WORKERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len
+)
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])
 def test_workers_hold_what_the_eigen_worker_keeps(keys, wire, nbytes):
     """Bit for bit, or replicas would drift apart; in however many messages."""
@@ -105,7 +138,10 @@ def test_workers_hold_what_the_eigen_worker_keeps(keys, wire, nbytes):
 
 @pytest.mark.parametrize("nbytes", [1, 300, 1000])
 def test_a_message_carries_at_most_so_many_bytes_from_and_to_a_rank(nbytes):
-    plan, size = delivery(nbytes=nbytes), {key: 4 * EIGEN.wire_numel(SIDES[key[:-2]]) for key in EIGEN_WORKERS}
+    plan, size = (
+        delivery(nbytes=nbytes),
+        {key: 4 * EIGEN.wire_numel(SIDES[key[:-2]]) for key in EIGEN_WORKERS},
+    )
     messages = plan.messages(set(EIGEN_WORKERS))
     assert sorted(pair for pairs in messages for pair in pairs) == [
         (place, rank) for place, factor in enumerate(FACTORS) for rank in plan.receivers[factor.key]
@@ -122,7 +158,10 @@ def test_a_message_carries_at_most_so_many_bytes_from_and_to_a_rank(nbytes):
 
 def test_copies_are_rounded_as_what_travels_though_nothing_does():
     """Another tensor-parallel rank's plan may send them."""
-    alone = {"eigen_workers": dict.fromkeys(EIGEN_WORKERS, 1), "workers": dict.fromkeys(WORKERS, (1,))}
+    alone = {
+        "eigen_workers": dict.fromkeys(EIGEN_WORKERS, 1),
+        "workers": dict.fromkeys(WORKERS, (1,)),
+    }
     plan = delivery(torch.bfloat16, **alone, copied=["dense"])
     assert not plan.travels and plan.rounded == {"dense/A", "dense/G"}
 
@@ -134,7 +173,12 @@ def test_values_travel_in_32_bits():
     assert torch.equal(found.values, sent.values)
     assert not torch.equal(found.vectors[0], sent.vectors[0])
     vectors = sent.vectors[0]
-    near(found.vectors[0], vectors, 2**-11 * vectors.abs() + 2**-25, "one rounding to fp16, of subnormal numbers too")
+    near(
+        found.vectors[0],
+        vectors,
+        2**-11 * vectors.abs() + 2**-25,
+        "one rounding to fp16, of subnormal numbers too",
+    )
 
 
 def test_a_received_basis_does_not_hold_the_message():
@@ -151,7 +195,10 @@ def test_zeros_travel_for_what_could_not_be_decomposed():
     assert equal(found[2]["dense/A"], basis("dense/A"))
     for rank in (1, 3):
         got = found[rank]["blocks/A"]
-        assert [tuple(v.shape) for v in got.vectors] == [(2, 4, 4), (1, 3, 3)] and got.values.shape == (11,)
+        assert [tuple(v.shape) for v in got.vectors] == [
+            (2, 4, 4),
+            (1, 3, 3),
+        ] and got.values.shape == (11,)
         assert not any(tensor.any() for tensor in (*got.vectors, got.values))
 
 
@@ -159,7 +206,10 @@ def test_zeros_travel_for_what_could_not_be_decomposed():
 def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
     plan, keys = delivery(wire, method=METHODS["inverse"]), set(EIGEN_WORKERS)
     factors = {factor.key: factor_of(factor.key) for factor in FACTORS}
-    whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
+    whole = {
+        k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis
+        for k, f in factors.items()
+    }
 
     def work(channel):
         return fetched(plan, {key: whole[key] for key in keys - {"dense/G"}}, keys, channel)
@@ -171,10 +221,15 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
             assert torch.equal(packed(got), expected), (rank, key)
             parts = got.blocks if got.diagonal is None else (got.diagonal,)
             assert all(
-                part.untyped_storage().nbytes() <= 4 * METHODS["inverse"].numel(factors[key].side) for part in parts
+                part.untyped_storage().nbytes() <= 4 * METHODS["inverse"].numel(factors[key].side)
+                for part in parts
             )
     (inverses,) = plan.plans(*plan.messages({"blocks/A", "diagonal/A"}))
-    assert inverses.total_numel == 2 * (2 * 10 + 6) + 2 * 5 == 2 * len(packed(whole["blocks/A"])) + 2 * 5
+    assert (
+        inverses.total_numel
+        == 2 * (2 * 10 + 6) + 2 * 5
+        == 2 * len(packed(whole["blocks/A"])) + 2 * 5
+    )
 
 
 def test_plans_are_as_large_as_what_travels():

@@ -21,9 +21,13 @@ ORDER = [factor.key for factor in FACTORS]
 EIGEN_WORKERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
-def make(channel, contributors: Contributors | None = None, dtype=torch.float32, nbytes: int = 2**28) -> Reducer:
+def make(
+    channel, contributors: Contributors | None = None, dtype=torch.float32, nbytes: int = 2**28
+) -> Reducer:
     eigen_workers = {key: rank % channel.world for key, rank in EIGEN_WORKERS.items()}
-    layout = Layout(FACTORS, eigen_workers, contributors or Contributors(channel.world), dtype, nbytes)
+    layout = Layout(
+        FACTORS, eigen_workers, contributors or Contributors(channel.world), dtype, nbytes
+    )
     return Reducer(layout, channel, CPU)
 
 
@@ -41,8 +45,11 @@ def value(key: str, rank: int, step: int) -> float:
     return float(1 + ORDER.index(key) + 100 * rank + 1000 * step)
 
 
-def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number: int = 0, times: int = 1):
-    """This rank's sums, each added to so many times. ``number`` tells the values of different steps apart."""
+def filled(
+    reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number: int = 0, times: int = 1
+):
+    """This rank's sums, each added to so many times. ``number`` tells the values of different steps
+    apart."""
     sides = {factor.key: factor.side for factor in FACTORS}
     sums = {key: BatchSum.empty(sides[key].numel, CPU) for key in reducer.begin(keys, step)}
     for key in sorted(sums, key=hash) * times:
@@ -52,7 +59,9 @@ def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number:
 
 
 def ranks_of(reducer: Reducer, key: str, step: int):
-    return next(slot.contributors for slot in reducer.layout.of(KEYS, step)[0] if slot.factor == key)
+    return next(
+        slot.contributors for slot in reducer.layout.of(KEYS, step)[0] if slot.factor == key
+    )
 
 
 def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
@@ -66,7 +75,9 @@ def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None
 # messages
 
 
-@pytest.mark.parametrize("keys", [KEYS, KEYS - {"l5/A", "l5/G"}, {"l0/A", "l3/G", "l5/G"}, {"l1/A"}], ids=len)
+@pytest.mark.parametrize(
+    "keys", [KEYS, KEYS - {"l5/A", "l5/G"}, {"l0/A", "l3/G", "l5/G"}, {"l1/A"}], ids=len
+)
 def test_messages_cover_every_factor_that_is_due_once(keys):
     found = [piece.slot.factor for bucket in messages(frozenset(keys)) for piece in bucket]
     assert sorted(found) == sorted(keys)
@@ -116,7 +127,9 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count):
         reducer, entered = make(channel, contributors=contributors), []
         for step in range(6):
             sums, before = filled(reducer, step=step, number=step), channel.calls["factors"]
-            assert sums.keys() == {key for key in KEYS if channel.rank in ranks_of(reducer, key, step)}
+            assert sums.keys() == {
+                key for key in KEYS if channel.rank in ranks_of(reducer, key, step)
+            }
             for key, part in reducer.reduce(sums).items():
                 ranks = ranks_of(reducer, key, step)
                 assert len(ranks) == count == part.counts[ROWS] == part.ranks

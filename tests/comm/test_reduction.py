@@ -18,11 +18,13 @@ LAYERS = [linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)]
 FACTORS = factor_specs(LAYERS)
 KEYS = frozenset(factor.key for factor in FACTORS)
 TOLERANCE = {"fp32": 1e-6, "bf16": 2**-8}
-"""Of an element, relative to its slot's largest: one rounding of every rank's; in fp32 only the order of the sum."""
+"""Of an element, relative to its slot's largest: one rounding of every rank's; in fp32 only the
+order of the sum."""
 
 
 class Run:
-    """All messages of one step, on every rank. Odd splits; with three ranks and more one owns nothing.
+    """All messages of one step, on every rank. Odd splits; with three ranks and more one owns
+    nothing.
 
     Args:
         values: (slot, rank) -> the sum's elements.
@@ -30,10 +32,19 @@ class Run:
     """
 
     def __init__(
-        self, world: int, name: str, values, *, count: int | None = None, nbytes: int = 2**28, first: int = 0
+        self,
+        world: int,
+        name: str,
+        values,
+        *,
+        count: int | None = None,
+        nbytes: int = 2**28,
+        first: int = 0,
     ) -> None:
         owners = max(1, world - 1)
-        eigen_workers = {factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
+        eigen_workers = {
+            factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)
+        }
         counts = {} if count is None else dict.fromkeys(KEYS, count)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         contributors = Contributors(world, world, counts=counts)
@@ -41,7 +52,10 @@ class Run:
         self.slots, self.buckets = self.layout.of(KEYS, 0)
         self.values = {
             # counts that are exact in fp32 only
-            (slot.factor, rank): (values(slot, rank), torch.tensor([1000.5 + 10 * rank + place, 1.0, 2000.5 + rank]))
+            (slot.factor, rank): (
+                values(slot, rank),
+                torch.tensor([1000.5 + 10 * rank + place, 1.0, 2000.5 + rank]),
+            )
             for place, slot in enumerate(self.slots)
             for rank in slot.contributors
         }
@@ -62,7 +76,9 @@ class Run:
             if slot.owner == channel.rank:
                 self.found[slot.factor] = sums[slot.factor]
             elif channel.rank in slot.contributors:
-                assert torch.equal(sums[slot.factor].sum_P, self.values[slot.factor, channel.rank][0]), "left alone"
+                assert torch.equal(
+                    sums[slot.factor].sum_P, self.values[slot.factor, channel.rank][0]
+                ), "left alone"
         return channel
 
     def parts(self, slot) -> torch.Tensor:
@@ -70,11 +86,15 @@ class Run:
 
 
 def random(slot, rank: int, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(slot.numel, generator=torch.Generator().manual_seed(100 * slot.numel + rank))
+    return scale * torch.randn(
+        slot.numel, generator=torch.Generator().manual_seed(100 * slot.numel + rank)
+    )
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize(("world", "count"), [(2, None), (3, None), (3, 2), (5, None), (5, 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("world", "count"), [(2, None), (3, None), (3, 2), (5, None), (5, 1), (5, 3)]
+)
 @pytest.mark.parametrize("nbytes", [2**28, 150])
 def test_owners_get_the_sum_over_all_contributors(world, count, name, nbytes):
     run = Run(world, name, random, count=count, nbytes=nbytes)
@@ -102,7 +122,9 @@ def test_a_sum_is_the_same_bits_whoever_owns_it(name):
     for slot in runs[0].slots:
         assert len({slot.owner for run in runs for slot in run.slots}) == 3
         for run in runs[1:]:
-            assert torch.equal(run.found[slot.factor].sum_P, runs[0].found[slot.factor].sum_P), slot.factor
+            assert torch.equal(run.found[slot.factor].sum_P, runs[0].found[slot.factor].sum_P), (
+                slot.factor
+            )
 
 
 def test_sums_are_added_up_in_32_bits():
@@ -113,7 +135,9 @@ def test_sums_are_added_up_in_32_bits():
 
 def test_every_element_keeps_its_own_relative_precision():
     """Sums of 1e-12 next to sums of 1e6."""
-    scales = {factor.key: 10.0 ** (-12 + 18 * i / (len(FACTORS) - 1)) for i, factor in enumerate(FACTORS)}
+    scales = {
+        factor.key: 10.0 ** (-12 + 18 * i / (len(FACTORS) - 1)) for i, factor in enumerate(FACTORS)
+    }
     assert min(scales.values()) == 1e-12
     close(max(scales.values()), 1e6, condition=18)  # a power
     run = Run(2, "bf16", lambda slot, rank: random(slot, rank, scales[slot.factor]))
@@ -127,13 +151,17 @@ def test_every_element_keeps_its_own_relative_precision():
 @pytest.mark.parametrize("value", [1e-37, 1e37])
 def test_the_ends_of_the_range_of_32_bits_arrive(value, name):
     run = Run(2, name, lambda slot, rank: torch.full((slot.numel,), value))
-    assert all(((part.sum_P / value - 2).abs() <= 2 * TOLERANCE[name]).all() for part in run.found.values())
+    assert all(
+        ((part.sum_P / value - 2).abs() <= 2 * TOLERANCE[name]).all() for part in run.found.values()
+    )
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(name):
     bad = {("l1/A", 0): float("nan"), ("l2/G", 1): float("inf")}
-    run = Run(2, name, lambda slot, rank: torch.full((slot.numel,), bad.get((slot.factor, rank), 0.0)))
+    run = Run(
+        2, name, lambda slot, rank: torch.full((slot.numel,), bad.get((slot.factor, rank), 0.0))
+    )
     finite = {key for key, part in run.found.items() if torch.isfinite(part.sum_P).all()}
     assert finite == KEYS - {"l1/A", "l2/G"}
     assert all((run.found[key].sum_P == 0).all() for key in finite)
@@ -145,10 +173,21 @@ def test_bytes_are_those_that_were_sent_to_others(world, count, name):
     run = Run(world, name, random, count=count)
     sent, received = torch.zeros(world), torch.zeros(world)
     for bucket in run.buckets:
-        for (source, target), nbytes in sum(payloads(bucket, run.dtype.itemsize), Counter()).items():
+        for (source, target), nbytes in sum(
+            payloads(bucket, run.dtype.itemsize), Counter()
+        ).items():
             sent[source] += nbytes
             received[target] += nbytes
     for rank, channel in enumerate(run.channels):
-        assert channel.sent["factors"] == sent[rank] and channel.received["factors"] == received[rank]
-        assert channel.calls["factors"] == run.network.entered[rank] == len(run.buckets) == (count != 1)
-        assert 0 <= run.network.wire[rank] - sent[rank] <= 2 * 16 * world * len(run.buckets), "padding only"
+        assert (
+            channel.sent["factors"] == sent[rank] and channel.received["factors"] == received[rank]
+        )
+        assert (
+            channel.calls["factors"]
+            == run.network.entered[rank]
+            == len(run.buckets)
+            == (count != 1)
+        )
+        assert 0 <= run.network.wire[rank] - sent[rank] <= 2 * 16 * world * len(run.buckets), (
+            "padding only"
+        )

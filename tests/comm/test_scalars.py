@@ -66,11 +66,15 @@ def test_alone_a_rank_hears_itself():
     assert FakeNetwork(1).run(work) == [{"x": torch.tensor(4.0)}]
 
 
-@pytest.mark.parametrize("number", [2.5, torch.tensor(True), torch.tensor(7), torch.tensor([2.5], dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "number", [2.5, torch.tensor(True), torch.tensor(7), torch.tensor([2.5], dtype=torch.float64)]
+)
 def test_numbers_of_any_kind_travel_in_fp32(number):
     def work(channel):
         table = Scalars([["x"], []], channel.rank)
-        (heard,) = table.read(exchanged(channel, table, {"x": number} if channel.rank == 0 else {})).values()
+        (heard,) = table.read(
+            exchanged(channel, table, {"x": number} if channel.rank == 0 else {})
+        ).values()
         return heard.dtype == torch.float32 and float(heard) == float(number)
 
     assert FakeNetwork(2).run(work) == [True, True]
@@ -88,7 +92,9 @@ def test_numbers_ride_along_with_other_legs():
             table.part({own: torch.tensor(1.0 + channel.rank)}, CPU),
         ]
         _, received = deliver(parts, channel, CPU)
-        return {name: float(number) for name, number in table.read(received).items()}, channel.sent["numbers"]
+        return {name: float(number) for name, number in table.read(received).items()}, channel.sent[
+            "numbers"
+        ]
 
     assert network.run(work) == [({"a": 1.0, "b": 2.0}, 4)] * 2
     assert network.entered == [1, 1]

@@ -24,12 +24,21 @@ def test_the_shortest_block_is_enough():
 
 
 def test_null_means_choose_for_me():
-    nothing = {"factor": {"update_interval": None}, "eigenbasis": None, "damping": {"value": None}, "layers": None}
+    nothing = {
+        "factor": {"update_interval": None},
+        "eigenbasis": None,
+        "damping": {"value": None},
+        "layers": None,
+    }
     assert parse(nothing) == parse({})
 
 
 def test_auto_is_null():
-    auto = {"factor": {"update_interval": "auto"}, "eigenbasis": {"refresh_interval": "auto"}, "damping": "auto"}
+    auto = {
+        "factor": {"update_interval": "auto"},
+        "eigenbasis": {"refresh_interval": "auto"},
+        "damping": "auto",
+    }
     assert parse(auto) == parse({})
     with pytest.raises(ValueError, match=r"kfac\.dampnig: unknown key; did you mean kfac\.damping"):
         parse({"dampnig": "auto"})
@@ -45,13 +54,25 @@ def test_the_refresh_interval_follows_the_update_interval():
         (0.5, Value.constant(0.5)),
         (RAMP, Value.ramp("linear", 0.1, 0.9, 200)),
         ({**RAMP, "delay": None}, Value.ramp("linear", 0.1, 0.9, 200)),
-        ({**RAMP, "schedule": "cosine", "delay": 50}, Value.ramp("cosine", 0.1, 0.9, 200, delay=50)),
+        (
+            {**RAMP, "schedule": "cosine", "delay": 50},
+            Value.ramp("cosine", 0.1, 0.9, 200, delay=50),
+        ),
         ({**RAMP, "schedule": "exponential"}, Value.ramp("exponential", 0.1, 0.9, 200)),
-        ({"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]}, Value.piecewise([0.5, 0.1], [30])),
+        (
+            {"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]},
+            Value.piecewise([0.5, 0.1], [30]),
+        ),
     ],
 )
 def test_a_number_may_be_a_schedule(given, value):
-    config = parse({"factor": {"decay": given}, "damping": {"value": given}, "preconditioner": {"kl_clip": given}})
+    config = parse(
+        {
+            "factor": {"decay": given},
+            "damping": {"value": given},
+            "preconditioner": {"kl_clip": given},
+        }
+    )
     assert config.factor.decay == config.damping.value == config.preconditioner.kl_clip == value
     for step in (0, 30, 130, 1000):
         expected = value.at(step)
@@ -60,45 +81,82 @@ def test_a_number_may_be_a_schedule(given, value):
 
 
 def test_intervals_may_be_schedules():
-    config = parse({"factor": {"update_interval": PIECES}, "eigenbasis": {"refresh_interval": {**RAMP, "start": 7,
-                    "end": 100}}})  # fmt: skip
+    config = parse(
+        {
+            "factor": {"update_interval": PIECES},
+            "eigenbasis": {"refresh_interval": {**RAMP, "start": 7, "end": 100}},
+        }
+    )
     assert config.schedule == Schedule(
         Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200), BurnIn(50, 1, 2)
     )
     following = resolved({"factor": {"update_interval": PIECES}}).schedule
-    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20]), "five times the update interval at every step"
+    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20]), (
+        "five times the update interval at every step"
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "burn_in"), [(None, BurnIn(50, 5, 10)), ({"steps": 0}, None), ({"steps": 30}, BurnIn(30, 5, 10))]
+    ("given", "burn_in"),
+    [(None, BurnIn(50, 5, 10)), ({"steps": 0}, None), ({"steps": 30}, BurnIn(30, 5, 10))],
 )
 def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
-    assert resolved({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(50), burn_in)
+    assert resolved({"burn_in": given}).schedule == Schedule(
+        Value.constant(10), Value.constant(50), burn_in
+    )
 
 
 @pytest.mark.parametrize(("update", "half"), [(1, 1), (2, 1), (5, 3), (10, 5), (PIECES, 1)])
 def test_in_the_burn_in_factors_are_updated_twice_as_often(update, half):
-    assert resolved({"factor": {"update_interval": update}}).schedule.burn_in == BurnIn(50, half, 2 * half)
+    assert resolved({"factor": {"update_interval": update}}).schedule.burn_in == BurnIn(
+        50, half, 2 * half
+    )
 
 
 KINDS = "must be one of linear, cosine, exponential, piecewise"
-NUMBER_OR_SCHEDULE = 'input should be a valid number or a schedule such as {"schedule": "linear", "start": 1'
+NUMBER_OR_SCHEDULE = (
+    'input should be a valid number or a schedule such as {"schedule": "linear", "start": 1'
+)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({**RAMP, "strat": 1}, "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?"),
+        (
+            {**RAMP, "strat": 1},
+            "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?",
+        ),
         ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
         ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
-        ({**RAMP, "end": None}, "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, "),
+        (
+            {**RAMP, "end": None},
+            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
+        ),
         ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
-        ({**RAMP, "end": float("inf")}, "kfac.damping.value.end: got inf; input should be a finite number"),
-        ({**RAMP, "steps": 0}, "kfac.damping.value.steps: got 0; input should be greater than or equal to 1"),
-        ({**PIECES, "values": [1, 0, 5]}, "kfac.damping.value.values.1: got 0; input should be greater than 0"),
-        ({**PIECES, "values": []}, "kfac.damping.value.values: got []; list should have at least 1 item"),
-        ({**PIECES, "steps": [10]}, "kfac.damping.value.steps: got [10]; must be one fewer than the values, 2 for 3"),
-        ({**PIECES, "steps": [20, 20]}, "kfac.damping.value.steps: got [20, 20]; steps must be strictly increasing"),
+        (
+            {**RAMP, "end": float("inf")},
+            "kfac.damping.value.end: got inf; input should be a finite number",
+        ),
+        (
+            {**RAMP, "steps": 0},
+            "kfac.damping.value.steps: got 0; input should be greater than or equal to 1",
+        ),
+        (
+            {**PIECES, "values": [1, 0, 5]},
+            "kfac.damping.value.values.1: got 0; input should be greater than 0",
+        ),
+        (
+            {**PIECES, "values": []},
+            "kfac.damping.value.values: got []; list should have at least 1 item",
+        ),
+        (
+            {**PIECES, "steps": [10]},
+            "kfac.damping.value.steps: got [10]; must be one fewer than the values, 2 for 3",
+        ),
+        (
+            {**PIECES, "steps": [20, 20]},
+            "kfac.damping.value.steps: got [20, 20]; steps must be strictly increasing",
+        ),
         (True, f"kfac.damping.value: got True; {NUMBER_OR_SCHEDULE}"),
         (float("nan"), "kfac.damping.value: got nan; input should be a finite number"),
     ],
@@ -137,7 +195,9 @@ def test_every_number_of_a_schedule_is_checked_like_a_plain_one(section, key, wr
 @pytest.mark.parametrize(("section", "key"), [("factor", "decay"), ("preconditioner", "kl_clip")])
 def test_an_exponential_schedule_cannot_touch_zero(section, key):
     assert parse({section: {key: {**RAMP, "start": 0}}})
-    with pytest.raises(ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"):
+    with pytest.raises(
+        ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"
+    ):
         parse({section: {key: {**RAMP, "schedule": "exponential", "start": 0}}})
 
 
@@ -145,22 +205,33 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
     ("block", "message"),
     [
         ({"damp": {}}, "kfac.damp: unknown key; did you mean kfac.damping?"),
-        ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?"),
+        (
+            {"damping": {"valeu": 1}},
+            "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?",
+        ),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
-        ({"xyzzy": 1}, "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, kfac.factor"),
+        (
+            {"xyzzy": 1},
+            "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, kfac.factor",
+        ),
         (
             {"factor": {"update_interval": "10"}},
             "kfac.factor.update_interval: got '10'; input should be a valid integer",
         ),
         ({"factor": 3}, "kfac.factor: got 3; must be an object"),
-        ({"layers": {"exclude": "head"}}, "kfac.layers.exclude: got 'head'; input should be a valid list"),
+        (
+            {"layers": {"exclude": "head"}},
+            "kfac.layers.exclude: got 'head'; input should be a valid list",
+        ),
         (
             {"eigenbasis": {"refresh_interval": 15}},
-            "kfac.eigenbasis.refresh_interval (15) must be a multiple of kfac.factor.update_interval (10)",
+            "kfac.eigenbasis.refresh_interval (15) must be a multiple of "
+            "kfac.factor.update_interval (10)",
         ),
         (
             {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
-            'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"',
+            'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use '
+            'method "eigen"',
         ),
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
     ],
@@ -179,7 +250,9 @@ def test_inverses_go_with_all_that_needs_no_eigenbasis():
     assert parse(given).preconditioner.method == "inverse"
     assert parse(TIKHONOV_INVERSE)
     assert resolved(given).factor.fisher == "empirical"
-    with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
+    with pytest.raises(
+        ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'
+    ):
         KFACAdamWRule().resolved(parse(given))
 
 
@@ -207,7 +280,10 @@ def test_all_errors_come_in_one_message():
         ({"adam": 3}, "must be an object with keys of: rotate, "),
         ({"preconditioner": {"graft": "norm"}}, "was removed in 0.2: corrected eigenvalues"),
         ({"factor": {"sample_positions": False}}, 'unless "rows" is "all"'),
-        ({"assignment": {"costs": "costs.json"}}, "name the file by --costs of python -m ds_kfac estimate"),
+        (
+            {"assignment": {"costs": "costs.json"}},
+            "name the file by --costs of python -m ds_kfac estimate",
+        ),
         ({"checkpoint": {"eigenbasis": False}}, "eigenbases are always saved"),
         ({"eigenbasis": {"lag": 10}}, "refreshes are spread over steps"),
     ],
@@ -237,20 +313,31 @@ def test_a_block_inside_of_another_is_not_ignored():
 
 def test_other_blocks_are_none_of_our_business():
     assert find_block({"fp16": {}, "zero_optimization": {}}) is None
-    assert find_block({"face": {}, "fact": {}, "kmac": {}, "kfold": {}, "sweep": {"kfac": True}}) is None  # a user's
+    # a user's
+    assert (
+        find_block({"face": {}, "fact": {}, "kmac": {}, "kfold": {}, "sweep": {"kfac": True}})
+        is None
+    )
     assert find_block({"kfac": {"enabled": False}}) == {"enabled": False}
 
 
 def test_a_pattern_that_is_no_regex_is_named():
-    with pytest.raises(ValueError, match=r"kfac.layers.include.1: got 'a\('; must be a regular expression: missing \)"):
+    with pytest.raises(
+        ValueError,
+        match=r"kfac.layers.include.1: got 'a\('; must be a regular expression: missing \)",
+    ):
         parse({"layers": {"include": ["b", "a("]}})
-    with pytest.raises(ValueError, match=r"kfac.adam.except_layers.0: got '\*'; must be a regular expression"):
+    with pytest.raises(
+        ValueError, match=r"kfac.adam.except_layers.0: got '\*'; must be a regular expression"
+    ):
         parse({"adam": {"except_layers": ["*"]}})
 
 
 @pytest.mark.parametrize("block", [{"except_layers": ["(?i)head"]}, {"blocks": {"(?i)head": 3}}])
 def test_a_pattern_that_is_no_part_of_a_regex_is_refused_where_it_is_written(block):
-    with pytest.raises(ValueError, match=r"kfac\.adam\..*: got '\(\?i\)head'; must be a part .* \(\?i:head\)"):
+    with pytest.raises(
+        ValueError, match=r"kfac\.adam\..*: got '\(\?i\)head'; must be a part .* \(\?i:head\)"
+    ):
         parse({"adam": block})
 
 
@@ -258,7 +345,10 @@ def test_a_pattern_that_is_no_part_of_a_regex_is_refused_where_it_is_written(blo
 def test_blocks_that_are_no_counts_are_one_error_in_words(blocks):
     with pytest.raises(ValueError, match="kfac") as error:
         parse({"adam": {"blocks": {"qkv": blocks}}})
-    said = f"kfac.adam.blocks.qkv: got {blocks!r}; input should be an integer of at least 1, or a list of such"
+    said = (
+        f"kfac.adam.blocks.qkv: got {blocks!r}; input should be an integer of at least 1, or a "
+        f"list of such"
+    )
     assert str(error.value).splitlines()[1:] == [f"  {said}"]
 
 
@@ -282,7 +372,9 @@ def test_blocks_are_counts_or_rows():
 def test_wrong_parameters_of_the_optimizer_are_named(params, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rule_in({"optimizer": {"type": "KFACAdamW", "params": params}})
-    assert rule_in({"optimizer": {"type": "KFACAdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}}).optimizer_type
+    assert rule_in(
+        {"optimizer": {"type": "KFACAdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}}
+    ).optimizer_type
 
 
 def test_whole_numbers_are_parameters_of_the_optimizer_too():
@@ -290,5 +382,10 @@ def test_whole_numbers_are_parameters_of_the_optimizer_too():
     params = KFACAdamWRule().optimizer_params(
         {"optimizer": {"type": "KFACAdamW", "params": {"lr": 1, "betas": [0, 0.9]}}}
     )
-    assert params == {"lr": 1.0, "betas": (0.0, 0.9)} and type(params["betas"][0]) is type(params["lr"]) is float
-    assert KFACAdamWRule().optimizer_params({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}
+    assert (
+        params == {"lr": 1.0, "betas": (0.0, 0.9)}
+        and type(params["betas"][0]) is type(params["lr"]) is float
+    )
+    assert (
+        KFACAdamWRule().optimizer_params({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}
+    )

@@ -27,15 +27,25 @@ def test_the_page_is_what_the_models_say(capsys):
 
 def test_it_has_every_key_and_none_that_the_models_have_not():
     rows = [
-        line.split("`")[1] for line in manual.manual().splitlines() if line.startswith("| `") and line.count(" | ") > 2
+        line.split("`")[1]
+        for line in manual.manual().splitlines()
+        if line.startswith("| `") and line.count(" | ") > 2
     ]
-    blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
+    blocks = {
+        name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)
+    }
     params = [f"{manual.PARAMS}.{name}" for name in DEFAULTS]
-    assert sorted(rows) == sorted([*params, *(key for key in paths(KFACConfig) if key not in blocks)])
+    assert sorted(rows) == sorted(
+        [*params, *(key for key in paths(KFACConfig) if key not in blocks)]
+    )
 
 
 def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
-    given = {name: p.default for name, p in inspect.signature(KFACAdamW).parameters.items() if name in DEFAULTS}
+    given = {
+        name: p.default
+        for name, p in inspect.signature(KFACAdamW).parameters.items()
+        if name in DEFAULTS
+    }
     assert given == {**DEFAULTS, "betas": tuple(DEFAULTS["betas"])}
     for name in DEFAULTS:
         assert checked({name: DEFAULTS[name]}, "") is not None
@@ -43,11 +53,14 @@ def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
 
 
 def test_every_key_has_a_reason():
-    """docs/notes/keys.md: a row that beats the default, or what else it is for; and no more than 41."""
+    """docs/notes/keys.md: a row that beats the default, or what else it is for; and no more than
+    41."""
     text = (PAGE.parent / "notes/keys.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
-    blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
+    blocks = {
+        name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)
+    }
     assert sorted(named) == sorted(key for key in paths(KFACConfig) if key not in blocks)
     assert len(named) <= 41
 

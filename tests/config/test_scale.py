@@ -17,7 +17,7 @@ SCALE = {
     "assignment": {"gradient_worker_fraction": 0.25, "memory_budget_gb": 1},
     "communication": {"dtype": "bf16"},
     "offload": {"device": "cpu"},
-}  # fmt: skip
+}
 
 
 def test_every_key_of_scale_is_read_and_null_is_its_default():

@@ -12,12 +12,24 @@ from ds_kfac.update.rotation import change_basis_
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
-SIDES = [Side.dense(1), Side.dense(63), Side.dense(130), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9)]
+SIDES = [
+    Side.dense(1),
+    Side.dense(63),
+    Side.dense(130),
+    Side(63, 20),
+    Side(64, 2),
+    Side.diagonal(9),
+    Side.identity(9),
+]
 
 
 def factor(side: Side, rank: int | None = None) -> KroneckerFactor:
-    x = torch.randn(rank or 2 * side.dim, side.dim, generator=torch.Generator().manual_seed(side.dim))
-    return KroneckerFactor(side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(()))
+    x = torch.randn(
+        rank or 2 * side.dim, side.dim, generator=torch.Generator().manual_seed(side.dim)
+    )
+    return KroneckerFactor(
+        side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(())
+    )
 
 
 def matrix(kept: KroneckerFactor) -> torch.Tensor:
@@ -38,7 +50,8 @@ def test_basis_reproduces_the_factor(side):
     Q = dense_vectors(basis)
     assert (refreshed.how, refreshed.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
     close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), sums=4 * kept.side.dim)
-    close(Q.T @ Q, torch.eye(side.dim), sums=4 * side.dim)  # into a tridiagonal matrix, its vectors, back; this product
+    # into a tridiagonal matrix, its vectors, back; this product
+    close(Q.T @ Q, torch.eye(side.dim), sums=4 * side.dim)
 
 
 @pytest.mark.parametrize("side_A", SIDES, ids=str)
@@ -54,7 +67,9 @@ def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, s
 @pytest.mark.parametrize("side", SIDES, ids=str)
 def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
     still, x = Eigenbasis((), torch.ones(3)), torch.randn(side.dim, 3)
-    old, new = (LayerBasis(refresh(factor(side, rank)).basis, still) for rank in (None, 3 * side.dim + 1))
+    old, new = (
+        LayerBasis(refresh(factor(side, rank)).basis, still) for rank in (None, 3 * side.dim + 1)
+    )
 
     def turned(x_OI: torch.Tensor, old: LayerBasis | None) -> torch.Tensor:
         change_basis_(found := x_OI.clone(), old, new)
@@ -67,7 +82,8 @@ def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
 
 
 def test_values_are_not_negative():
-    basis = refresh(factor(Side.dense(40), rank=3)).basis  # rank deficient: rounding makes some slightly negative
+    # rank deficient: rounding makes some slightly negative
+    basis = refresh(factor(Side.dense(40), rank=3)).basis
     assert basis.values.min() >= 0
 
 
@@ -84,7 +100,9 @@ def test_a_failure_is_retried_in_float64(monkeypatch, broken):
     kept = factor(Side.dense(9))
     refreshed = refresh(kept)
     basis = refreshed.basis
-    assert (refreshed.how, refreshed.retries) == ("eigh", 1) and basis.vectors[0].dtype == torch.float32
+    assert (refreshed.how, refreshed.retries) == ("eigh", 1) and basis.vectors[
+        0
+    ].dtype == torch.float32
     Q = dense_vectors(basis)
     close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), sums=4 * kept.side.dim)
 

@@ -11,33 +11,57 @@ from tests.close import close
 from tests.curvature.one_factor import refresh
 
 SIDES = [
-    Side.dense(63), Side.dense(1), Side.dense(129), Side(63, 20), Side.dense(2), Side.identity(5), Side.dense(63),
-    Side.diagonal(9), Side(64, 2), Side.dense(257), Side(257, 64), Side.dense(20), Side.dense(129),
-]  # fmt: skip
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    Side.dense(63),
+    Side.dense(1),
+    Side.dense(129),
+    Side(63, 20),
+    Side.dense(2),
+    Side.identity(5),
+    Side.dense(63),
+    Side.diagonal(9),
+    Side(64, 2),
+    Side.dense(257),
+    Side(257, 64),
+    Side.dense(20),
+    Side.dense(129),
+]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def factor(side: Side, seed: int, device: str = "cpu") -> KroneckerFactor:
     x = torch.randn(2 * side.dim, side.dim, generator=torch.Generator().manual_seed(seed))
     x = x * torch.logspace(0, -2, side.dim)  # eigenvalues well apart
-    kept = KroneckerFactor(side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(()))
+    kept = KroneckerFactor(
+        side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(())
+    )
     return KroneckerFactor(side, kept.packed_P.to(device), kept.updates.to(device))
 
 
 def matrix(kept: KroneckerFactor) -> torch.Tensor:
     blocks = [block for group in kept.side.blocks(kept.packed_P) for block in group]
-    return torch.block_diag(*blocks).double() if blocks else torch.eye(kept.side.dim, dtype=torch.float64)
+    return (
+        torch.block_diag(*blocks).double()
+        if blocks
+        else torch.eye(kept.side.dim, dtype=torch.float64)
+    )
 
 
 def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return block_product(basis.vectors, torch.eye(len(basis.values), device=basis.values.device), ()).double()
+    return block_product(
+        basis.vectors, torch.eye(len(basis.values), device=basis.values.device), ()
+    ).double()
 
 
 def residual(kept: KroneckerFactor, basis: Eigenbasis) -> float:
     """In float64: how far Q diag(values) Q^T is from C and Q from orthogonal, relatively."""
     Q, C = dense_vectors(basis), matrix(kept).to(basis.values.device)
     wrong = (C - Q @ torch.diag(basis.values.double()) @ Q.T).norm() / C.norm()
-    return max(float(wrong), float((Q.T @ Q - torch.eye(len(Q), device=Q.device)).norm()) / len(Q) ** 0.5)
+    return max(
+        float(wrong), float((Q.T @ Q - torch.eye(len(Q), device=Q.device)).norm()) / len(Q) ** 0.5
+    )
 
 
 WRONG = 1e-4
@@ -62,7 +86,9 @@ def as_on_a_gpu(monkeypatch):
 def batches(shapes, *, alone=(), **options) -> list[list[int]]:
     """Of [n, b] blocks each: which share a call."""
     sides = [Side(n * b, b) for n, b in shapes]
-    requests = [Request(KroneckerFactor.empty(side), alone=i in alone) for i, side in enumerate(sides)]
+    requests = [
+        Request(KroneckerFactor.empty(side), alone=i in alone) for i, side in enumerate(sides)
+    ]
     return [[index for index, _ in call] for call, _ in eigen.calls(requests, **options)]
 
 
@@ -84,10 +110,16 @@ def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
     together = refresh_all([Request(kept) for kept in factors])
     for kept, found in zip(factors, together, strict=True):
         alone = refresh(kept)
-        plain = [eigen.eigh(group) for group in kept.side.blocks(kept.packed_P)] if kept.side.block > 1 else []
+        plain = (
+            [eigen.eigh(group) for group in kept.side.blocks(kept.packed_P)]
+            if kept.side.block > 1
+            else []
+        )
         assert found.how == alone.how == ("eigh" if plain else "diagonal") and found.retries == 0
         assert torch.equal(found.basis.values, alone.basis.values)
-        for (values, vectors), ours, others in zip(plain, found.basis.vectors, alone.basis.vectors, strict=True):
+        for (values, vectors), ours, others in zip(
+            plain, found.basis.vectors, alone.basis.vectors, strict=True
+        ):
             assert (
                 torch.equal(vectors, ours)
                 and torch.equal(ours, others)
@@ -107,12 +139,24 @@ def test_stacks_give_what_single_calls_give(as_on_a_gpu, monkeypatch):
     factors = [factor(side, seed) for seed, side in enumerate(SIDES)]
     with torch.no_grad():
         found = refresh_all([Request(kept) for kept in factors])
-    assert sorted(shapes) == [(1, 1), (1, 3), (1, 129), (1, 129), (1, 257), (2, 63), (4, 20), (4, 64), (33, 2)]
+    assert sorted(shapes) == [
+        (1, 1),
+        (1, 3),
+        (1, 129),
+        (1, 129),
+        (1, 257),
+        (2, 63),
+        (4, 20),
+        (4, 64),
+        (33, 2),
+    ]
     for kept, result in zip(factors, found, strict=True):
         assert_solved(kept, result.basis)
         assert result.retries == 0
         for tensor in (*result.basis.vectors, result.basis.values):
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep others' results alive"
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, (
+                "a view would keep others' results alive"
+            )
 
 
 def breaking(how: str, bad: torch.Tensor):
@@ -124,7 +168,9 @@ def breaking(how: str, bad: torch.Tensor):
             hit = (stack == bad).flatten(1).all(-1)
             if how == "raises" and hit.any():
                 raise torch.linalg.LinAlgError("did not converge")
-            vectors = torch.where(hit[:, None, None], torch.nan if how == "nan" else vectors * 1.01, vectors)
+            vectors = torch.where(
+                hit[:, None, None], torch.nan if how == "nan" else vectors * 1.01, vectors
+            )
         return values, vectors
 
     return method
@@ -137,7 +183,9 @@ def test_a_bad_factor_spoils_no_other(as_on_a_gpu, monkeypatch, how, device):
     (bad,) = factors[2].side.blocks(factors[2].packed_P)[0]
     monkeypatch.setattr(eigen, "eigh", breaking(how, bad))
     found = refresh_all([Request(kept) for kept in factors])
-    assert [result.retries for result in found] == [0, 0, 1, 0] and {result.how for result in found} == {"eigh"}
+    assert [result.retries for result in found] == [0, 0, 1, 0] and {
+        result.how for result in found
+    } == {"eigh"}
     for kept, result in zip(factors, found, strict=True):
         assert_solved(kept, result.basis)
 
@@ -175,8 +223,11 @@ def test_mixed_sizes(device, as_on_a_gpu):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_same_factors_together_give_the_same_bits():
     dues = [
-        Request(factor(side, seed, "cuda")) for seed, side in enumerate([*SIDES, Side.dense(700), Side.dense(1025)])
+        Request(factor(side, seed, "cuda"))
+        for seed, side in enumerate([*SIDES, Side.dense(700), Side.dense(1025)])
     ]
     first, second = refresh_all(dues), refresh_all(dues)
     for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.basis.vectors, other.basis.vectors, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.basis.vectors, other.basis.vectors, strict=True)
+        )

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, average_, update_, usable
+from ds_kfac.curvature.factor import (
+    SETTLED,
+    SPIKE,
+    KroneckerFactor,
+    Side,
+    average_,
+    update_,
+    usable,
+)
 from tests.close import close
 from tests.curvature.one_factor import fold
 from tests.ops.specification import symmetric_pack
@@ -19,7 +27,9 @@ def dense(factor: KroneckerFactor) -> torch.Tensor:
     return blocks[0]
 
 
-def batch(seed: int, rows: int = 7, dim: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    seed: int, rows: int = 7, dim: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
     return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
 
@@ -70,7 +80,9 @@ def test_zero_no_data_and_overflow_are_not_decomposed():
         bad[7] = value
         factors.append(KroneckerFactor(Side.dense(5), bad.clone(), torch.ones(())))
     assert usable(factors).tolist() == [True, False, False, False, False, False]
-    assert usable([replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])]).all(), "the smallest number"
+    assert usable([replace(factors[0], packed_P=1e-45 * torch.eye(15)[0])]).all(), (
+        "the smallest number"
+    )
 
 
 def settled(scale: float = 1.0) -> KroneckerFactor:
@@ -125,7 +137,8 @@ def test_what_is_not_a_spike_is_averaged_as_ever():
     for factor, scale in (
         (settled(), 0.9 * SPIKE),  # ordinary from one batch to the next
         (settled(), 0.0),  # nothing at all
-        (fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9), 1e4),  # too early to know
+        # too early to know
+        (fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9), 1e4),
         (settled(scale=0.0), 1e4),  # the first gradients below a zero-initialised layer
     ):
         share = float(factor.side.diagonal_of(total).sum() / count) / max(trace(factor), 1e-30)
@@ -164,7 +177,10 @@ def test_the_reference_treats_a_spike_alike():
     kfac = ReferenceKFAC(model, decay=0.9, damping=0.1)
     A, G = KroneckerFactor.empty(Side.dense(4)), KroneckerFactor.empty(Side.dense(3))
     for step in range(SETTLED + 6):
-        x, g = (torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d)) for d in (4, 3))
+        x, g = (
+            torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d))
+            for d in (4, 3)
+        )
         x, g = (1e3 * x, 1e3 * g) if step in (4, SETTLED + 2) else (x, g)
         model.zero_grad()
         (model(x[:, None]) * g[:, None]).sum().div(20).backward()

@@ -9,7 +9,15 @@ import torch
 
 from benchmarks.held import bytes_in
 from ds_kfac.curvature import factor as of_factor
-from ds_kfac.curvature.factor import PIECE, History, KroneckerFactor, Side, compare_, frobenius, update_
+from ds_kfac.curvature.factor import (
+    PIECE,
+    History,
+    KroneckerFactor,
+    Side,
+    compare_,
+    frobenius,
+    update_,
+)
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
@@ -48,7 +56,8 @@ def test_a_change_halves_and_a_small_one_waits():
 
 
 def test_an_interval_never_more_than_doubles():
-    """Also after halvings, when the interval before the last growth was longer than the present one."""
+    """Also after halvings, when the interval before the last growth was longer than the present
+    one."""
     for flags in product([(True, True), (False, False), (True, False)], repeat=7):
         seen = [1, *intervals(list(flags))]
         assert all(after <= 2 * before for before, after in pairwise(seen)), flags
@@ -84,7 +93,10 @@ def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
     for history, x, y in zip(histories, last, before, strict=True):
         assert torch.equal(history.last, x) and torch.equal(history.before, y)
     distances = [
-        [float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm()) for y in (one, other)]
+        [
+            float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm())
+            for y in (one, other)
+        ]
         for side, x, one, other in zip(SIDES, new, last, before, strict=True)
     ]
     for distance in (distance for pair in distances for distance in pair):
@@ -102,14 +114,19 @@ def test_norms_of_millions_of_elements_keep_their_digits():
         for side, x in zip(sides, kept, strict=True)
     ]
     wanted = torch.stack(wanted)
-    close(frobenius(kept, sides), wanted, sums=4096, scale=wanted)  # pieces keep the length of one sum short
+    # pieces keep the length of one sum short
+    close(frobenius(kept, sides), wanted, sums=4096, scale=wanted)
 
 
 def test_elements_off_the_diagonal_count_twice(backend):
     """Packed vectors would be 0.1 apart, the matrices are 0.1 sqrt(2)."""
     old, new = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.1, 0.0])
     history = History.of(Side.dense(2), old)
-    assert [flags(history, new, tolerance)[0] for tolerance in (0.11, 0.14, 0.142)] == [False, False, True]
+    assert [flags(history, new, tolerance)[0] for tolerance in (0.11, 0.14, 0.142)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan(backend):
@@ -144,11 +161,20 @@ def test_a_factor_and_its_history_keep_their_memory(offloaded, monkeypatch):
     factor = replace(KroneckerFactor.empty(side), history=History.of(side))
     tensors, values = [factor.packed_P, factor.history.last, factor.history.before], []
     for seed in range(3):
-        update_([factor], [packed(side, seed)], torch.tensor([11.0]), decays=[0.9], device=cpu, tolerance=0.1)
+        update_(
+            [factor],
+            [packed(side, seed)],
+            torch.tensor([11.0]),
+            decays=[0.9],
+            device=cpu,
+            tolerance=0.1,
+        )
         values.append(factor.packed_P.clone())
     for tensor, value in zip(tensors, (values[2], values[2], values[1]), strict=True):
         assert torch.equal(tensor, value)
-    assert bytes_in(factor) == 4 * (3 * side.numel + 1), "the factor, its last two values and a counter"
+    assert bytes_in(factor) == 4 * (3 * side.numel + 1), (
+        "the factor, its last two values and a counter"
+    )
 
 
 def test_an_update_compares_all_factors_in_one_call(monkeypatch):
@@ -156,10 +182,16 @@ def test_an_update_compares_all_factors_in_one_call(monkeypatch):
     monkeypatch.setattr(of_factor, "compare_", lambda *a, **k: calls.append(a) or compare_(*a, **k))
     cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
     histories = [None, History.of(sides[1]), History.of(sides[2])]
-    factors = [replace(KroneckerFactor.empty(s), history=own) for s, own in zip(sides, histories, strict=True)]
+    factors = [
+        replace(KroneckerFactor.empty(s), history=own)
+        for s, own in zip(sides, histories, strict=True)
+    ]
     for seed in range(2):
         sums = [packed(side, seed) for side in sides]
         counts = torch.tensor([11.0] * 3)
         similar, _ = update_(factors, sums, counts, decays=[0.9] * 3, device=cpu, tolerance=10.0)
-    assert {index: flags.tolist() for index, flags in similar.items()} == {1: [True, False], 2: [True, False]}
+    assert {index: flags.tolist() for index, flags in similar.items()} == {
+        1: [True, False],
+        2: [True, False],
+    }
     assert [len(histories) for histories, _ in calls] == [2, 2]

@@ -32,7 +32,9 @@ def expected_inverse(kept: KroneckerFactor, partner: KroneckerFactor, kind: str)
     """In float64, by the textbook: sqrt(lambda) shared out by pi."""
     lambda_ = LAMBDA * (mean(kept) * mean(partner) if kind == "relative" else 1)
     pi = (mean(kept) / mean(partner)) ** 0.5
-    return torch.linalg.inv(matrix(kept).double() + pi * lambda_**0.5 * torch.eye(kept.side.dim, dtype=torch.float64))
+    return torch.linalg.inv(
+        matrix(kept).double() + pi * lambda_**0.5 * torch.eye(kept.side.dim, dtype=torch.float64)
+    )
 
 
 def inverted(kept: KroneckerFactor, partner: KroneckerFactor | None, kind: str) -> DampedInverse:
@@ -52,7 +54,9 @@ def test_equals_the_inverse_in_float64_and_is_symmetric_to_the_bit(side, kind):
 
 
 @pytest.mark.parametrize("kind", FACTORED_DAMPING)
-@pytest.mark.parametrize(("side_G", "side_A"), [(Side.dense(7), Side.dense(63)), (Side(9, 4), Side.diagonal(2))])
+@pytest.mark.parametrize(
+    ("side_G", "side_A"), [(Side.dense(7), Side.dense(63)), (Side(9, 4), Side.diagonal(2))]
+)
 def test_preconditions_by_both_inverses(side_G, side_A, kind):
     G, A = factor(side_G), factor(side_A)
     gradient = torch.randn(side_G.dim, side_A.dim, generator=torch.Generator().manual_seed(0))
@@ -60,7 +64,10 @@ def test_preconditions_by_both_inverses(side_G, side_A, kind):
     expected = inverses[0] @ gradient.double() @ inverses[1]
     layer = LayerInverse(inverted(G, A, kind), inverted(A, G, kind))
     got, dot = layer.precondition(gradient, damping=LAMBDA)
-    terms = {"sums": 2 * (side_G.dim + side_A.dim), "condition": sum(map(torch.linalg.cond, inverses))}
+    terms = {
+        "sums": 2 * (side_G.dim + side_A.dim),
+        "condition": sum(map(torch.linalg.cond, inverses)),
+    }
     close(got, expected, **terms)
     close(dot, (expected * gradient).sum(), **terms, scale=(expected * gradient).abs().sum())
     scaled, _ = layer.precondition(1024 * gradient, damping=LAMBDA)
@@ -71,9 +78,14 @@ def test_both_dampings_multiply_to_lambda_and_relative_needs_no_partner():
     for kind, damp in FACTORED_DAMPING.items():
         total = damp(LAMBDA, 3.0, 0.2) * damp(LAMBDA, 0.2, 3.0)
         close(total, LAMBDA * (0.6 if kind == "relative" else 1))
-    assert FACTORED_DAMPING["relative"](LAMBDA, 3.0, 0.2) == FACTORED_DAMPING["relative"](LAMBDA, 3.0, 1.0)
+    assert FACTORED_DAMPING["relative"](LAMBDA, 3.0, 0.2) == FACTORED_DAMPING["relative"](
+        LAMBDA, 3.0, 1.0
+    )
     kept = factor(Side.dense(9))
-    alone, paired = inverted(kept, None, "relative"), inverted(kept, factor(Side.dense(4)), "relative")
+    alone, paired = (
+        inverted(kept, None, "relative"),
+        inverted(kept, factor(Side.dense(4)), "relative"),
+    )
     assert torch.equal(alone.blocks[0], paired.blocks[0])
 
 
@@ -83,14 +95,17 @@ def test_the_damping_of_an_identity_is_in_its_partner(kind):
     gradient = torch.randn(3, 6)
     inverse = expected_inverse(A, identity, kind)
     expected = expected_inverse(identity, A, kind) @ gradient.double() @ inverse
-    got = LayerInverse(DampedInverse(), inverted(A, identity, kind)).precondition(gradient, damping=LAMBDA)[0]
+    got = LayerInverse(DampedInverse(), inverted(A, identity, kind)).precondition(
+        gradient, damping=LAMBDA
+    )[0]
     close(got, expected, sums=2 * (3 + 6), condition=torch.linalg.cond(inverse))
     both = LayerInverse(DampedInverse(), DampedInverse()).precondition(gradient, damping=LAMBDA)[0]
     close(both, gradient / (1 + LAMBDA**0.5) ** 2)
 
 
 def test_damping_that_fp32_rounds_away_is_added_in_float64():
-    ones = KroneckerFactor(Side.dense(2), symmetric_pack(torch.ones(2, 2)), torch.ones(()))  # 1 + 1e-9 is 1 in fp32
+    # 1 + 1e-9 is 1 in fp32
+    ones = KroneckerFactor(Side.dense(2), symmetric_pack(torch.ones(2, 2)), torch.ones(()))
     found = refresh_inverse(ones, None, damping=1e-18, damping_kind="relative")
     assert (found.how, found.retries) == ("cholesky", 1)
     expected = torch.linalg.inv(torch.ones(2, 2, dtype=torch.float64) + 1e-9 * torch.eye(2))
@@ -113,8 +128,12 @@ def test_packed_and_back_is_the_same_to_the_bit_and_a_copy(side):
     back, x = from_packed(side, flat), torch.rand(side.dim, 3)
     expected = LayerInverse(inverse, DampedInverse()).apply(x)
     flat.fill_(float("nan"))
-    assert torch.equal(LayerInverse(back, DampedInverse()).apply(x), expected) and bytes_in(back) == bytes_in(inverse)
-    assert inverse.rounded(torch.bfloat16) is inverse, "16 bits would cost an inverse its definiteness"
+    assert torch.equal(LayerInverse(back, DampedInverse()).apply(x), expected) and bytes_in(
+        back
+    ) == bytes_in(inverse)
+    assert inverse.rounded(torch.bfloat16) is inverse, (
+        "16 bits would cost an inverse its definiteness"
+    )
 
 
 def test_a_wrong_inverse_fails_the_residual_check():
@@ -123,13 +142,21 @@ def test_a_wrong_inverse_fails_the_residual_check():
     assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).all()
     inverse[1, 7, 9] *= 1.5
     inverse[2] = torch.eye(65)
-    assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).tolist() == [True, False, False]
+    assert passes_residual_check(blocks, inverse, added=0.01, scale=0.5).tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_inverses_are_in_rows_as_kernels_take_them():
-    assert all(block.is_contiguous() for block in inverted(factor(Side(9, 4)), None, "relative").blocks)
+    assert all(
+        block.is_contiguous() for block in inverted(factor(Side(9, 4)), None, "relative").blocks
+    )
 
 
 def test_what_is_kept_holds_no_other_memory():
     kept = from_packed(Side(9, 4), torch.arange(21.0))
-    assert [block.untyped_storage().nbytes() for block in kept.blocks] == [block.nbytes for block in kept.blocks]
+    assert [block.untyped_storage().nbytes() for block in kept.blocks] == [
+        block.nbytes for block in kept.blocks
+    ]

@@ -1,4 +1,5 @@
-"""One step of orthogonal iteration against its specification in float64, and what its guards refuse."""
+"""One step of orthogonal iteration against its specification in float64, and what its guards
+refuse."""
 
 from dataclasses import replace
 
@@ -16,14 +17,21 @@ WIDTHS = (1, 2, 3, 63, 130)
 
 
 def orthogonal(width: int, seed: int = 5) -> torch.Tensor:
-    x = torch.randn(width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.linalg.qr(x)[0].float()
 
 
-def second_moment(width: int, decades: float, *, rows: int | None = None, seed: int = 1) -> torch.Tensor:
-    """Of ``rows`` rows whose root mean squares fall over so many decades, in coordinates of its own."""
+def second_moment(
+    width: int, decades: float, *, rows: int | None = None, seed: int = 1
+) -> torch.Tensor:
+    """Of ``rows`` rows whose root mean squares fall over so many decades, in coordinates of its
+    own."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows or 3 * width, width, generator=generator) * torch.logspace(0, -decades, width)
+    x = torch.randn(rows or 3 * width, width, generator=generator) * torch.logspace(
+        0, -decades, width
+    )
     return (x.T @ x / len(x)).double()
 
 
@@ -37,7 +45,9 @@ def specification(C: torch.Tensor, Q: torch.Tensor) -> tuple[torch.Tensor, torch
     C, Q = C.double(), Q.double()
     sizes = ((C @ Q) * Q).sum(0)
     top = float(sizes.max()) or 1.0
-    Z = (C @ Q / top + max(8.0, len(C) ** 0.5) * EPS * Q)[:, sizes.argsort(descending=True, stable=True)]
+    Z = (C @ Q / top + max(8.0, len(C) ** 0.5) * EPS * Q)[
+        :, sizes.argsort(descending=True, stable=True)
+    ]
     Z = Z / Z.norm(dim=0)
     new, R = torch.linalg.qr(Z)
     new = new * R.diagonal().sign()
@@ -69,7 +79,11 @@ def cases(width: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "as it was": (turned(second_moment(width, 0.5), width), moved(0.5)[1]),
     }
     C, Q = found["moved"]
-    return found | {"a basis of 16 bits": (C, Q.bfloat16().float()), "tiny": (1e-20 * C, Q), "huge": (1e16 * C, Q)}
+    return found | {
+        "a basis of 16 bits": (C, Q.bfloat16().float()),
+        "tiny": (1e-20 * C, Q),
+        "huge": (1e16 * C, Q),
+    }
 
 
 NAMES = list(cases(1))
@@ -83,7 +97,9 @@ def iterated(C: torch.Tensor, Q: torch.Tensor, device: str) -> list[torch.Tensor
 
 @DEVICES
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["moved", "clusters", "zero", "as it was", "a basis of 16 bits", "tiny", "huge"])
+@pytest.mark.parametrize(
+    "name", ["moved", "clusters", "zero", "as it was", "a basis of 16 bits", "tiny", "huge"]
+)
 def test_it_is_its_specification_where_all_directions_are_more_than_rounding(name, width, device):
     C, Q = cases(width)[name]
     values, vectors, right = iterated(C, Q, device)
@@ -93,9 +109,18 @@ def test_it_is_its_specification_where_all_directions_are_more_than_rounding(nam
     close(values, expected, sums=8 * width, condition=condition)
     if name == "clusters":  # equal values may change places: their subspaces are compared
         for own in (slice(0, width // 2), slice(width // 2, None)):
-            close(vectors[:, own] @ vectors[:, own].T, new[:, own] @ new[:, own].T, sums=8 * width, condition=condition)
+            close(
+                vectors[:, own] @ vectors[:, own].T,
+                new[:, own] @ new[:, own].T,
+                sums=8 * width,
+                condition=condition,
+            )
     else:
-        apart = float((expected.diff().min() / expected.max()).clamp(max=1)) if width > 1 and name != "zero" else 1.0
+        apart = (
+            float((expected.diff().min() / expected.max()).clamp(max=1))
+            if width > 1 and name != "zero"
+            else 1.0
+        )
         assert apart > width * EPS, "no two change places by rounding"
         close(vectors, new, sums=8 * width, condition=condition**2, dtype=torch.float32)
 
@@ -103,14 +128,22 @@ def test_it_is_its_specification_where_all_directions_are_more_than_rounding(nam
 @DEVICES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_the_factor_what_is_accepted_is_an_orthogonal_basis_with_its_own_values(name, width, device):
+def test_whatever_the_factor_what_is_accepted_is_an_orthogonal_basis_with_its_own_values(
+    name, width, device
+):
     C, Q = cases(width)[name]
     values, vectors, right = iterated(C, Q, device)
     assert right and torch.equal(values, values.sort().values) and values.min() >= 0
     strayed = (vectors.double().T @ vectors.double() - torch.eye(width)).abs().max()
     near(strayed, 0.0, eigen.TOLERANCE, "two passes of Cholesky-QR where Z is nearly singular")
     own = ((C.double() @ vectors.double()) * vectors.double()).sum(0)
-    close(values, own.clamp(min=0), sums=2 * width, scale=float(C.double().norm()), dtype=torch.float32)
+    close(
+        values,
+        own.clamp(min=0),
+        sums=2 * width,
+        scale=float(C.double().norm()),
+        dtype=torch.float32,
+    )
     assert off(C, vectors) <= off(C, Q) + width * EPS, "a step never leaves more off the diagonal"
 
 
@@ -170,7 +203,8 @@ def test_flops_are_those_of_its_products():
 
     with FlopCounterMode(display=False) as counter:
         orthogonal_iteration(torch.eye(30)[None], torch.eye(30)[None])
-    solved = 2 * (1 / 3 + 1)  # what the counter does not know: Cholesky factors and triangular solves
+    # what the counter does not know: Cholesky factors and triangular solves
+    solved = 2 * (1 / 3 + 1)
     close(counter.get_total_flops() / 30**3 + solved, FLOPS)
 
 
@@ -190,7 +224,10 @@ def requests() -> list[Request]:
     """Factors of mixed sides that have moved, with their last bases."""
     before = [factor(side, seed) for seed, side in enumerate(SIDES)]
     lasts = [found.basis for found in refresh_all([Request(kept) for kept in before])]
-    return [Request(moved(kept, 100 + i), last=last) for i, (kept, last) in enumerate(zip(before, lasts, strict=True))]
+    return [
+        Request(moved(kept, 100 + i), last=last)
+        for i, (kept, last) in enumerate(zip(before, lasts, strict=True))
+    ]
 
 
 def test_blocks_of_one_width_are_iterated_together_and_as_well_as_alone(as_on_a_gpu, monkeypatch):
@@ -202,25 +239,45 @@ def test_blocks_of_one_width_are_iterated_together_and_as_well_as_alone(as_on_a_
 
     monkeypatch.setattr(iteration, "orthogonal_iteration", watched)
     found = refresh_from_last(asked)
-    assert sorted(shapes) == [(1, 1), (1, 3), (1, 257), (2, 63), (2, 129), (4, 20), (4, 64), (33, 2)]
+    assert sorted(shapes) == [
+        (1, 1),
+        (1, 3),
+        (1, 257),
+        (2, 63),
+        (2, 129),
+        (4, 20),
+        (4, 64),
+        (33, 2),
+    ]
     for request, result in zip(asked, found, strict=True):
         side = request.factor.side
         assert (result.how, result.retries) == ("iteration" if side.block > 1 else "diagonal", 0)
         (alone,) = refresh_from_last([replace(request, alone=True)])
         close(alone.basis.values, result.basis.values, sums=8 * max(1, side.block))
         Q = dense_vectors(result.basis)
-        near((Q.T @ Q - torch.eye(side.dim)).abs().max(), 0.0, eigen.TOLERANCE, "see orthogonal_iteration")
+        near(
+            (Q.T @ Q - torch.eye(side.dim)).abs().max(),
+            0.0,
+            eigen.TOLERANCE,
+            "see orthogonal_iteration",
+        )
         if side.block:
             assert off(matrix(request.factor), Q) < iteration.OFF
         for tensor in (*result.basis.vectors, result.basis.values):
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep others' results alive"
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, (
+                "a view would keep others' results alive"
+            )
     again = refresh_from_last(asked)
     for one, other in zip(found, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.basis.vectors, other.basis.vectors, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.basis.vectors, other.basis.vectors, strict=True)
+        )
 
 
 def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on_a_gpu):
-    first, *others = [request for request in requests() if request.factor.side == Side.dense(63)] * 2
+    first, *others = [
+        request for request in requests() if request.factor.side == Side.dense(63)
+    ] * 2
     copy = replace(first, alone=True)
     (by_itself,), (beside, *_) = refresh_from_last([copy]), refresh_from_last([copy, *others])
     assert torch.equal(by_itself.basis.vectors[0], beside.basis.vectors[0])
@@ -234,20 +291,32 @@ def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on
 def test_where_memory_ends_a_stack_ends(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(eigen, "BATCH_NUMEL", 2 * 20**2)
     asked = [Request(factor(Side.dense(20), seed)) for seed in range(5)]
-    assert [call for call, _ in eigen.calls(asked)] == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)]]
+    assert [call for call, _ in eigen.calls(asked)] == [
+        [(0, 0), (1, 0)],
+        [(2, 0), (3, 0)],
+        [(4, 0)],
+    ]
 
 
 def test_eigh_takes_what_has_no_last_basis_or_is_refused_and_says_so(as_on_a_gpu):
     side = Side.dense(63)
     usual, fresh, other = requests()[0], Request(factor(side, 50)), requests()[3]
-    few = turned(second_moment(63, 2, rows=21), 63), turned(second_moment(63, 2, rows=21, seed=3), 63, seed=8)
-    kept = [KroneckerFactor(side, C[tuple(torch.tril_indices(63, 63))], torch.ones(())) for C in few]
+    few = (
+        turned(second_moment(63, 2, rows=21), 63),
+        turned(second_moment(63, 2, rows=21, seed=3), 63, seed=8),
+    )
+    kept = [
+        KroneckerFactor(side, C[tuple(torch.tril_indices(63, 63))], torch.ones(())) for C in few
+    ]
     jumped = Request(kept[1], last=refresh_all([Request(kept[0])])[0].basis)
     strange = replace(fresh, last=other.last)  # of another block
     found = refresh_from_last([usual, fresh, jumped, strange])
     assert [(result.how, result.retries) for result in found] == [
-        ("iteration", 0), ("eigh", 0), ("eigh", 1), ("eigh", 0),
-    ]  # fmt: skip
+        ("iteration", 0),
+        ("eigh", 0),
+        ("eigh", 1),
+        ("eigh", 0),
+    ]
     exact = refresh_all([fresh, jumped, strange])
     for ours, expected in zip(found[1:], exact, strict=True):
         assert torch.equal(ours.basis.values, expected.basis.values)

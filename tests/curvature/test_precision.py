@@ -1,18 +1,32 @@
-"""Precision of a step's products: torch's switch is ours for them alone, and what each precision costs in accuracy."""
+"""Precision of a step's products: torch's switch is ours for them alone, and what each precision
+costs in accuracy."""
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.single import newton_schulz
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
+from ds_kfac.curvature.eigen import (
+    HIGHEST,
+    Eigenbasis,
+    LayerBasis,
+    Precision,
+    choose,
+    fp32_products,
+)
 from ds_kfac.directions.kfac_gradient import precondition
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TF32 = Precision("tf32", "tf32")
-PRODUCTS = {torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.matmul: 0, torch.addmm: 1, torch.baddbmm: 1}
+PRODUCTS = {
+    torch.Tensor.matmul: 0,
+    torch.Tensor.__matmul__: 0,
+    torch.matmul: 0,
+    torch.addmm: 1,
+    torch.baddbmm: 1,
+}
 """And which argument is the first operand."""
 
 
@@ -22,7 +36,8 @@ def switch(device: torch.device) -> str:
 
 
 class TensorCores(TorchFunctionMode):
-    """Products as a GPU makes them: where the switch allows TF32, fp32 operands lose all but 10 bits."""
+    """Products as a GPU makes them: where the switch allows TF32, fp32 operands lose all but 10
+    bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +48,9 @@ class TensorCores(TorchFunctionMode):
             self.seen.append((switch(CPU), args[0].dtype))
             if switch(CPU) == "tf32" and args[0].dtype is torch.float32:
                 first = PRODUCTS[func]
-                operands = ((x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13 for x in args[first:])
+                operands = (
+                    (x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13 for x in args[first:]
+                )
                 args = (*args[:first], *(operand.view(torch.float32) for operand in operands))
         return func(*args, **(kwargs or {}))
 
@@ -46,7 +63,9 @@ def basis(O: int, I: int) -> LayerBasis:  # noqa: E741
     """Eigenvalues over four orders of magnitude, as factors have them."""
 
     def side(dim: int) -> Eigenbasis:
-        return Eigenbasis((torch.linalg.qr(normal(dim, dim, seed=dim)).Q[None],), torch.logspace(-4, 0, dim))
+        return Eigenbasis(
+            (torch.linalg.qr(normal(dim, dim, seed=dim)).Q[None],), torch.logspace(-4, 0, dim)
+        )
 
     return LayerBasis(side(O), side(I))
 
@@ -67,7 +86,11 @@ def test_the_switch_is_ours_for_a_while_and_given_back_after_an_error_too(proces
     with fp32_products(how, device):
         assert switch(device) == how
     assert (switch(device), torch.get_float32_matmul_precision()) == before
-    with pytest.raises(RuntimeError, match="ours"), fp32_products(how, device), fp32_products("ieee", device):
+    with (
+        pytest.raises(RuntimeError, match="ours"),
+        fp32_products(how, device),
+        fp32_products("ieee", device),
+    ):
         assert switch(device) == "ieee"
         raise RuntimeError("ours")
     assert (switch(device), torch.get_float32_matmul_precision()) == before
@@ -84,7 +107,8 @@ def test_highest_is_fp32_whatever_the_process_allows(process):
 
 
 def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
-    """Relative error of a preconditioned gradient in each precision, on products as a GPU makes them.
+    """Relative error of a preconditioned gradient in each precision, on products as a GPU makes
+    them.
 
     The gradient's second moment is the Fisher, so most of it lies along few eigenvectors.
     """
@@ -96,10 +120,14 @@ def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
     found = {}
     for precision in (HIGHEST, TF32):
         with TensorCores():
-            (V,), (dot,) = precondition(gradient[None], Rotation.of([layer], precision), damping=damping)
+            (V,), (dot,) = precondition(
+                gradient[None], Rotation.of([layer], precision), damping=damping
+            )
         found[precision.name] = float((V.double() - exact).norm() / exact.norm())
         dots = exact * gradient.double()
-        near(dot, dots.sum(), 2**-10 * dots.abs().sum(), "operands of products have 10 bits in TF32")
+        near(
+            dot, dots.sum(), 2**-10 * dots.abs().sum(), "operands of products have 10 bits in TF32"
+        )
     half = [Q.bfloat16().float() for Q in (Q_G, Q_A)]
     rotated = (half[0].T @ gradient.bfloat16().float()).bfloat16().float() @ half[1]
     V = (half[0] @ (rotated / e.float()).bfloat16().float()).bfloat16().float() @ half[1].T
@@ -124,7 +152,9 @@ def test_orthogonal_factors_in_every_precision():
         with TensorCores() as cores:
             actual = newton_schulz(x, precision=precision)
         error[precision.name] = float((actual.double() - exact).norm() / exact.norm())
-        assert {dtype for _, dtype in cores.seen} == {torch.float32 if precision is HIGHEST else torch.float16}
+        assert {dtype for _, dtype in cores.seen} == {
+            torch.float32 if precision is HIGHEST else torch.float16
+        }
     assert error["highest"] < error["tf32"] / 100, error
     # 2^-11 for every rounding, lifted by five steps: neither fp32 nor bf16
     assert 1e-4 < error["tf32"] < 1e-2, error

@@ -6,7 +6,15 @@ import torch
 from ds_kfac.curvature.factor import Side
 from tests.close import close
 
-SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9), Side(257, 129)]
+SIDES = [
+    Side.dense(1),
+    Side.dense(63),
+    Side(63, 20),
+    Side(64, 2),
+    Side.diagonal(9),
+    Side.identity(9),
+    Side(257, 129),
+]
 
 
 def blocks_of(matrix: torch.Tensor, side: Side) -> torch.Tensor:
@@ -50,7 +58,9 @@ def test_each_part_of_a_repeated_side_has_its_bias():
 @pytest.mark.parametrize("side", [side for side in SIDES if side.block], ids=str)
 def test_the_scale_is_of_what_is_added_alone(side):
     x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
-    plain, scaled = (side.accumulate_(torch.ones(side.numel), x, scale=scale) for scale in (1.0, 0.25))
+    plain, scaled = (
+        side.accumulate_(torch.ones(side.numel), x, scale=scale) for scale in (1.0, 0.25)
+    )
     close(scaled - 1, 0.25 * (plain - 1), sums=33)
 
 
@@ -60,5 +70,8 @@ def test_a_long_side_is_cut_evenly(dim, block):
 
 
 def test_kinds_are_said_in_words():
-    kinds = [side.kind for side in (Side.dense(4), Side(4, 2), Side.diagonal(4), Side.identity(4), Side.dense(1))]
+    kinds = [
+        side.kind
+        for side in (Side.dense(4), Side(4, 2), Side.diagonal(4), Side.identity(4), Side.dense(1))
+    ]
     assert kinds == ["dense", "blocks of 2", "diagonal", "identity", "dense"]

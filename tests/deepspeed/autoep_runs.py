@@ -1,4 +1,5 @@
-"""A mixture that DeepSpeed's AutoEP spreads over several ranks, and all of its experts in one process."""
+"""A mixture that DeepSpeed's AutoEP spreads over several ranks, and all of its experts in one
+process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,14 @@ import ds_kfac
 from ds_kfac.config import keys as kfac_config
 from tests.deepspeed import parallel
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, compared, shared_folder, train_whole, whole_batch, whole_state
+from tests.deepspeed.parallel import (
+    build,
+    compared,
+    shared_folder,
+    train_whole,
+    whole_batch,
+    whole_state,
+)
 from tests.deepspeed.said import error_of
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 from tests.spread import FACTOR, FLOOR, Variation, difference
@@ -46,7 +54,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.mode.name} ep_size {self.ep_size} of {self.experts}{' grouped' if self.grouped else ''}"
+        return (
+            f"{self.mode.name} ep_size {self.ep_size} of "
+            f"{self.experts}{' grouped' if self.grouped else ''}"
+        )
 
     @property
     def local(self) -> int:
@@ -110,18 +121,26 @@ class Net(nn.Module):
         self.checkpointed = checkpointed
         experts = len(whole.experts)
         self.config = SimpleNamespace(num_local_experts=experts, num_experts_per_tok=TOP)
-        self.up, self.mlp, self.head = nn.Linear(FEATURES, WIDTH), Mixture(experts), nn.Linear(WIDTH, CLASSES)
+        self.up, self.mlp, self.head = (
+            nn.Linear(FEATURES, WIDTH),
+            Mixture(experts),
+            nn.Linear(WIDTH, CLASSES),
+        )
         self.up.load_state_dict(whole.up.state_dict())
         self.head.load_state_dict(whole.head.state_dict())
         self.mlp.gate.load_state_dict(whole.gate.state_dict())
         with torch.no_grad():
             for index, expert in enumerate(whole.experts):
-                self.mlp.experts.gate_up_proj[index] = torch.cat([expert.gate.weight, expert.up.weight])
+                self.mlp.experts.gate_up_proj[index] = torch.cat(
+                    [expert.gate.weight, expert.up.weight]
+                )
                 self.mlp.experts.down_proj[index] = expert.down.weight
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
-        return self.head(h + (checkpoint(self.mlp, h, use_reentrant=False) if self.checkpointed else self.mlp(h)))
+        return self.head(
+            h + (checkpoint(self.mlp, h, use_reentrant=False) if self.checkpointed else self.mlp(h))
+        )
 
 
 def make_whole(case: Case) -> WholeNet:
@@ -134,7 +153,12 @@ def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
     arguments: of initialize, besides, of a model.
     options: of AutoEP.
     """
-    block = {"enabled": True, "autoep_size": case.ep_size, "moe_layer_pattern": "mlp", "use_grouped_mm": case.grouped}
+    block = {
+        "enabled": True,
+        "autoep_size": case.ep_size,
+        "moe_layer_pattern": "mlp",
+        "use_grouped_mm": case.grouped,
+    }
     mode = replace(case.mode, extra={**case.mode.extra, "expert_parallel": {**block, **options}})
     model = Net(make_whole(case), case.checkpointed)
     if mode.zero_init:
@@ -183,21 +207,29 @@ def compare(cases: list[Case]) -> list[dict]:
             for layer in kfac.layers
             if layer.name not in kfac.proving.unfit
         )
-        results.append(compared(engine, case.mode, whole_weights(engine, case), expected, initial, seen=seen))
+        results.append(
+            compared(engine, case.mode, whole_weights(engine, case), expected, initial, seen=seen)
+        )
     return results
 
 
 def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
-    """Name -> message about an engine with these options of AutoEP, and attributes of the engine, its mixture, or the
-    stacks in that, which cannot be had on a CPU or are DeepSpeed's to refuse."""
+    """Name -> message about an engine with these options of AutoEP, and attributes of the engine,
+    its mixture, or the stacks in that, which cannot be had on a CPU or are DeepSpeed's to
+    refuse."""
     messages = {}
     for name, (case, options, attributes) in cases.items():
         engine = make_engine(
-            replace(case, mode=replace(case.mode, kfac={**case.mode.kfac, "enabled": False})), **options
+            replace(case, mode=replace(case.mode, kfac={**case.mode.kfac, "enabled": False})),
+            **options,
         )
         mixture = engine.module.mlp
         for key, value in attributes.items():
-            setattr(next(one for one in (mixture, mixture.experts, engine) if hasattr(one, key)), key, value)
+            setattr(
+                next(one for one in (mixture, mixture.experts, engine) if hasattr(one, key)),
+                key,
+                value,
+            )
         try:
             ds_kfac.attach(engine, {})
             messages[name] = ""
@@ -215,43 +247,67 @@ def object_refused(case: Case) -> str:
 
 
 def sharing(case: Case) -> dict:
-    """With one A for all experts here: grouped products against a loop over experts, which is what ``bound`` is of."""
+    """With one A for all experts here: grouped products against a loop over experts, which is what
+    ``bound`` is of."""
     runs, keys = {}, []
     for grouped, order in ((False, None), (False, 1), (False, 2), (True, None)):
         engine = make_engine(replace(case, grouped=grouped))
         initial = whole_weights(engine, case)
         train(engine, order=order)
         runs[grouped, order] = whole_weights(engine, case)
-        keys.append(sorted(key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors))
+        keys.append(
+            sorted(
+                key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors
+            )
+        )
         engine.destroy()
     plain = runs[False, None]
     spread = max(difference(runs[False, order], plain, initial) for order in (1, 2))
     bound = FACTOR * spread + FLOOR
-    return {"difference": difference(runs[True, None], plain, initial), "bound": bound, "keys": keys}
+    return {
+        "difference": difference(runs[True, None], plain, initial),
+        "bound": bound,
+        "keys": keys,
+    }
 
 
 def everything_on(case: Case) -> dict[str, Tensor]:
-    return parallel.everything_on(make_engine(case), lambda engine: whole_weights(engine, case), train)
+    return parallel.everything_on(
+        make_engine(case), lambda engine: whole_weights(engine, case), train
+    )
 
 
 def saved(case: Case) -> dict:
-    return parallel.saved_experts(lambda ep_size: make_engine(replace(case, ep_size=ep_size)), train)
+    return parallel.saved_experts(
+        lambda ep_size: make_engine(replace(case, ep_size=ep_size)), train
+    )
 
 
 def saved_sharing(case: Case) -> list[dict]:
-    """One A for all experts here, saved at an ep_size and loaded at another, both ways: those saved, those loaded, and
-    what is decomposed again. In global names."""
+    """One A for all experts here, saved at an ep_size and loaded at another, both ways: those
+    saved, those loaded, and what is decomposed again. In global names."""
     folder, results = shared_folder(), []
     for ep_size in (case.ep_size, 1):
-        first, second = (make_engine(replace(case, ep_size=size)) for size in (ep_size, 1 + case.ep_size - ep_size))
+        first, second = (
+            make_engine(replace(case, ep_size=size))
+            for size in (ep_size, 1 + case.ep_size - ep_size)
+        )
         train(first, 3)
         first.save_checkpoint(folder, tag=f"{ep_size}")
         second.kfac.load_state(folder, f"{ep_size}")
         found = []
         for engine in (first, second):
             state = whole_state(engine.kfac.job)
-            found.append({key: value for key, value in state.items() if "experts" in key and key.endswith("/A")})
+            found.append(
+                {
+                    key: value
+                    for key, value in state.items()
+                    if "experts" in key and key.endswith("/A")
+                }
+            )
         ready = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.ready]
         wanted = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.specs]
-        results.append({"saved": found[0], "loaded": found[1], "again": sorted(set(wanted) - set(ready))})
+        results.append(
+            {"saved": found[0], "loaded": found[1], "again": sorted(set(wanted) - set(ready))}
+        )
     return results

@@ -7,11 +7,12 @@ from tests.ranks import run_ranks
 
 @pytest.fixture
 def compared(request):
-    """The result of a case by ``tests.deepspeed.runs:compare``, for tests with the parameters ``world`` and ``case``.
+    """The result of a case by ``tests.deepspeed.runs:compare``, for tests with the parameters
+    ``world`` and ``case``.
 
-    The cases of a test that are selected and have the same world, and the same value of a parameter ``dtype`` if there
-    is one, run in one spawn, the first time one of them is asked for; if that spawn dies, each by itself, so that only
-    those that fail say so.
+    The cases of a test that are selected and have the same world, and the same value of a parameter
+    ``dtype`` if there is one, run in one spawn, the first time one of them is asked for; if that
+    spawn dies, each by itself, so that only those that fail say so.
     """
     results = request.config.stash.setdefault(RESULTS, {})
     node, params = request.node, request.node.callspec.params

@@ -1,4 +1,5 @@
-"""A mixture of experts of deepspeed.moe over several ranks, and all of its experts in one process."""
+"""A mixture of experts of deepspeed.moe over several ranks, and all of its experts in one
+process."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ INNER = "moe.deepspeed_moe.experts.deepspeed_experts"
 
 
 def make_expert() -> nn.Sequential:
-    """The first layer has no bias: an empty place of an expert, whose input is zero, is then zero in both layers."""
+    """The first layer has no bias: an empty place of an expert, whose input is zero, is then zero
+    in both layers."""
     return nn.Sequential(nn.Linear(WIDTH, 10, bias=False), nn.SiLU(), nn.Linear(10, WIDTH))
 
 
@@ -48,13 +50,20 @@ class DistributedNet(nn.Module):
     def __init__(self, ep_size: int) -> None:
         super().__init__()
         self.up = nn.Linear(FEATURES, WIDTH)
-        self.moe = MoE(WIDTH, make_expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1)
+        self.moe = MoE(
+            WIDTH, make_expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
         if self.recomputes:
-            return self.head(h + checkpoint(lambda h: self.moe(h)[0], h, use_reentrant=self.recomputes == "reentrant"))
+            return self.head(
+                h
+                + checkpoint(
+                    lambda h: self.moe(h)[0], h, use_reentrant=self.recomputes == "reentrant"
+                )
+            )
         return self.head(h + self.moe(h)[0])
 
 
@@ -138,21 +147,30 @@ def expert_factors_once(mode: Mode, recomputes: str) -> dict:
         cross_entropy(whole(x), y).backward()
         for handle in handles:
             handle.remove()
-    return {"found": found, "expected": {name: sums[name] / (sum(SEQUENCES) * TOKENS) for name in found}}
+    return {
+        "found": found,
+        "expected": {name: sums[name] / (sum(SEQUENCES) * TOKENS) for name in found},
+    }
 
 
 def refusals(modes: dict[str, Mode]) -> dict[str, str]:
-    return parallel.refusals(make_engine, {name: (mode, DistributedNet(2)) for name, mode in modes.items()})
+    return parallel.refusals(
+        make_engine, {name: (mode, DistributedNet(2)) for name, mode in modes.items()}
+    )
 
 
 def weights(engine, first: int) -> dict[str, Tensor]:
     """In names of the whole model."""
-    return {whole_name(name, first): p.detach().clone() for name, p in engine.module.named_parameters()}
+    return {
+        whole_name(name, first): p.detach().clone() for name, p in engine.module.named_parameters()
+    }
 
 
 def everything_on(mode: Mode) -> dict[str, Tensor]:
     first = dist.get_rank() % 2 * (EXPERTS // 2)
-    return parallel.everything_on(make_engine(mode, DistributedNet(2)), lambda engine: weights(engine, first), train)
+    return parallel.everything_on(
+        make_engine(mode, DistributedNet(2)), lambda engine: weights(engine, first), train
+    )
 
 
 def saved(mode: Mode) -> dict:
@@ -160,7 +178,8 @@ def saved(mode: Mode) -> dict:
 
 
 def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
-    """Per (mode, ep_size, whether an expert has no tokens): how far this rank's parameters are from one process."""
+    """Per (mode, ep_size, whether an expert has no tokens): how far this rank's parameters are from
+    one process."""
     world, rank, results = dist.get_world_size(), dist.get_rank(), []
     for mode, ep_size, starved in cases:
         whole, model = make_whole(starved), DistributedNet(ep_size)
@@ -175,9 +194,15 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
         exclude = ("gate", "experts.3.0", "experts.3.2") if starved else ()
         refreshes = None
         if mode.name.endswith("scaled"):
-            refreshes = planned_refreshes(engine.kfac.job, lambda name, first=first: whole_layer(name, first))
+            refreshes = planned_refreshes(
+                engine.kfac.job, lambda name, first=first: whole_layer(name, first)
+            )
         expected = train_whole(
-            mode, whole, whole_batch(world * MICRO_ROWS, TOKENS), exclude=exclude, refreshes=refreshes
+            mode,
+            whole,
+            whole_batch(world * MICRO_ROWS, TOKENS),
+            exclude=exclude,
+            refreshes=refreshes,
         )
         results.append(compared(engine, mode, weights(engine, first), expected, initial))
     return results

@@ -1,4 +1,5 @@
-"""A model with the same experts in several ways: as modules, and stacked as [E, O, I] or [E, I, O]."""
+"""A model with the same experts in several ways: as modules, and stacked as [E, O, I] or [E, I,
+O]."""
 
 import torch
 from torch import nn
@@ -34,7 +35,9 @@ class Apart(nn.Module):
             token, place = torch.where(index == e)
             if len(token):
                 rows = self.expert(e, h[token])
-                result = result.index_add(0, token, rows * weight[token, place, None].to(rows.dtype))
+                result = result.index_add(
+                    0, token, rows * weight[token, place, None].to(rows.dtype)
+                )
         return result
 
 
@@ -58,9 +61,13 @@ class Grouped(Upright):
         order = index.flatten().argsort(stable=True)
         ends = index.flatten().bincount(minlength=EXPERTS).cumsum(0).to(torch.int32)
         rows = h[order // TOP]
-        gate, up = torch._grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
+        gate, up = torch._grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(
+            2, -1
+        )
         rows = torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
-        return torch.zeros_like(h).index_add(0, order // TOP, rows * weight.flatten()[order, None].to(rows.dtype))
+        return torch.zeros_like(h).index_add(
+            0, order // TOP, rows * weight.flatten()[order, None].to(rows.dtype)
+        )
 
 
 class Picked(Upright):
@@ -89,7 +96,8 @@ class Lying(Apart):
 
 
 class Dispatched(Lying):
-    """Every expert has a place for every token, zero where it was not chosen, as Llama-4's; without biases."""
+    """Every expert has a place for every token, zero where it was not chosen, as Llama-4's; without
+    biases."""
 
     def __init__(self, bias: bool):
         super().__init__(bias)
@@ -100,7 +108,9 @@ class Dispatched(Lying):
         rows = h.unsqueeze(0) * chosen.unsqueeze(-1)
         gate, up = torch.bmm(rows, self.gate_up_proj).chunk(2, -1)
         rows = torch.bmm(F.silu(gate) * up, self.down_proj)
-        return (rows * torch.zeros_like(chosen.T).scatter(1, index, weight.to(h.dtype)).T.unsqueeze(-1)).sum(0)
+        return (
+            rows * torch.zeros_like(chosen.T).scatter(1, index, weight.to(h.dtype)).T.unsqueeze(-1)
+        ).sum(0)
 
 
 BIASED = {Lying}
@@ -153,5 +163,7 @@ def as_stacks(values: dict[str, torch.Tensor], kind: type) -> dict[str, torch.Te
             if f"experts.{part}.0.{what}" in values:
                 stack = torch.stack([values[f"experts.{part}.{e}.{what}"] for e in range(EXPERTS)])
                 lying = what == "weight" and issubclass(kind, Lying)
-                own[f"experts.{name}" + ("_bias" if what == "bias" else "")] = stack.mT if lying else stack
+                own[f"experts.{name}" + ("_bias" if what == "bias" else "")] = (
+                    stack.mT if lying else stack
+                )
     return own

@@ -1,4 +1,5 @@
-"""Every engine mode as a DeepSpeed config, one table; and the runs that are compared with tests/oracle.py."""
+"""Every engine mode as a DeepSpeed config, one table; and the runs that are compared with
+tests/oracle.py."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,8 @@ KFAC = {
     "damping": {"kind": "tikhonov", "value": 0.03},
     "preconditioner": {"kl_clip": 0.0005, "precision": "highest"},
 }
-"""In fp32 on GPUs, too: by default their products are in TF32, and a step's orthogonalization in fp16."""
+"""In fp32 on GPUs, too: by default their products are in TF32, and a step's orthogonalization in
+fp16."""
 STEPS, MICRO_ROWS, LR, CLIP = 4, 4, 0.02, 0.5
 CLIPPED = 0.01
 """A tenth and less of these gradients' norms."""
@@ -30,7 +32,8 @@ class Mode:
     """one: model.parameters(); decay: biases and norms without weight decay."""
     zero_init: bool = False
     fused: bool = False
-    """Make DeepSpeed take what it takes for its own compiled optimizers: FP16_Optimizer, partial offload."""
+    """Make DeepSpeed take what it takes for its own compiled optimizers: FP16_Optimizer, partial
+    offload."""
     wrapper: str = ""
     """Expected class of engine.optimizer."""
     clip: float = CLIP
@@ -57,24 +60,34 @@ class Mode:
     @property
     def kfac_block(self) -> dict[str, Any]:
         """Of a rule without curvature without the Fisher."""
-        factor = {key: value for key, value in KFAC["factor"].items() if self.rotate or key != "fisher"}
+        factor = {
+            key: value for key, value in KFAC["factor"].items() if self.rotate or key != "fisher"
+        }
         adam = {"whiten": self.whiten, "rotate": self.rotate, "blocks": self.maps}
         adam |= {} if self.orthogonal else {"except_layers": [".*"]}
         return {**KFAC, "factor": factor, "adam": adam, **self.kfac}
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        block = copy.deepcopy(KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision])
+        block = copy.deepcopy(
+            KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision]
+        )
         if self.adam:
             block["params"]["adam_lr"] = self.adam_ratio * block["params"]["lr"]
         return block
 
     @property
     def mathematics(self) -> str:
-        """What decides which numbers come out, but for rounding: modes of which it is the same share a reference."""
+        """What decides which numbers come out, but for rounding: modes of which it is the same
+        share a reference."""
         stage_0 = self.stage == 0 and self.dtype != "fp32"
         facts = {"stage 0": stage_0, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
-        facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
+        facts |= {
+            "clip": self.clip,
+            "adam": self.adam,
+            "orthogonal": self.orthogonal,
+            "extra": self.extra,
+        }
         facts |= {"whiten": self.whiten, "rotate": self.rotate, "maps": self.maps}
         return str(facts | {"size": self.size, "base": self.base, "ratio": self.adam_ratio})
 
@@ -119,7 +132,13 @@ OPTIMIZERS = {
 KFAC_ADAMW = {
     precision: {
         "type": "KFACAdamW",
-        "params": {"lr": LR, "betas": [0.8, 0.9], "eps": eps, "weight_decay": 0.1, "torch_adam": True},
+        "params": {
+            "lr": LR,
+            "betas": [0.8, 0.9],
+            "eps": eps,
+            "weight_decay": 0.1,
+            "torch_adam": True,
+        },
     }
     for precision, eps in (("fp32", 0.01), ("bf16", 0.1), ("fp16", 0.1))
 }
@@ -144,27 +163,49 @@ MODES = [
     Mode("z2-groups", 2, groups="decay", wrapper=Z12),
     Mode("z2-not_contiguous", 2, zero={"contiguous_gradients": False}, wrapper=Z12),
     Mode("z2-overlap", 2, zero={"overlap_comm": True, "contiguous_gradients": True}, wrapper=Z12),
-    Mode("z2-overlap-not_contiguous", 2, zero={"overlap_comm": True, "contiguous_gradients": False}, wrapper=Z12),
+    Mode(
+        "z2-overlap-not_contiguous",
+        2,
+        zero={"overlap_comm": True, "contiguous_gradients": False},
+        wrapper=Z12,
+    ),
     Mode("z2-round_robin", 2, zero={"round_robin_gradients": True}, wrapper=Z12),
     Mode("z2-all_reduce", 2, zero={"reduce_scatter": False}, wrapper=Z12),
     Mode("z2-small_buckets", 2, zero={"reduce_bucket_size": 200}, wrapper=Z12),
     Mode("z2-offload", 2, zero=OFFLOAD, wrapper=Z12),
     Mode("z2-offload-round_robin", 2, zero={**OFFLOAD, "round_robin_gradients": True}, wrapper=Z12),
-    Mode("z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12),
+    Mode(
+        "z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12
+    ),
     Mode("z3", 3, wrapper=Z3),
     Mode("z3-groups", 3, groups="decay", wrapper=Z3),
     Mode("z3-sub_groups", 3, zero={"sub_group_size": 100}, wrapper=Z3),
     Mode("z3-persistence_0", 3, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
-    Mode("z3-zero_init", 3, zero_init=True, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
+    Mode(
+        "z3-zero_init",
+        3,
+        zero_init=True,
+        zero={"stage3_param_persistence_threshold": 0},
+        wrapper=Z3,
+    ),
     Mode("z3-offload", 3, zero=OFFLOAD, wrapper=Z3),
-    Mode("z3-offload-half", 3, zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, fused=True, wrapper=Z3),
+    Mode(
+        "z3-offload-half",
+        3,
+        zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        fused=True,
+        wrapper=Z3,
+    ),
     Mode("z3-offload_param", 3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, wrapper=Z3),
     Mode("z0-bf16", 0, "bf16", wrapper="FP16_UnfusedOptimizer"),
     Mode("z0-bf16-fused", 0, "bf16", fused=True, wrapper="FP16_Optimizer"),
     Mode("z1-bf16", 1, "bf16", wrapper=Z12),
     Mode("z1-bf16-accum32", 1, "bf16", extra=FP32_ACCUM, wrapper="BF16_Optimizer"),
     Mode(
-        "z1-bf16-accum32-late", 1, "bf16", extra={**FP32_ACCUM, "bf16": {"immediate_grad_update": False}},
+        "z1-bf16-accum32-late",
+        1,
+        "bf16",
+        extra={**FP32_ACCUM, "bf16": {"immediate_grad_update": False}},
         wrapper="BF16_Optimizer",
     ),
     Mode("z1-bf16-offload", 1, "bf16", zero=OFFLOAD, wrapper=Z12),
@@ -188,22 +229,31 @@ MODES = [
     Mode("z1-offload-clipped", 1, zero=OFFLOAD, clip=CLIPPED, wrapper=Z12),
     Mode("z2-bf16-clipped", 2, "bf16", clip=CLIPPED, wrapper=Z12),
     Mode("z3-clipped", 3, clip=CLIPPED, wrapper=Z3),
-    Mode("z1-bf16-accum32-clipped", 1, "bf16", extra=FP32_ACCUM, clip=CLIPPED, wrapper="BF16_Optimizer"),
+    Mode(
+        "z1-bf16-accum32-clipped",
+        1,
+        "bf16",
+        extra=FP32_ACCUM,
+        clip=CLIPPED,
+        wrapper="BF16_Optimizer",
+    ),
     Mode("z2-fp16-corrected", 2, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z12),
     Mode("z3-fp16-corrected", 3, "fp16", extra=SCALE, kfac=CORRECTED, wrapper=Z3),
     Mode("z2-bf16-corrected", 2, "bf16", kfac=CORRECTED, wrapper=Z12),
     Mode("z3-bf16-accum32-corrected", 3, "bf16", extra=FP32_ACCUM, kfac=CORRECTED, wrapper=Z3),
-]  # fmt: skip
+]
 AUTOCAST = [
     Mode(
-        f"z{stage}-autocast_{dtype}", stage, clip=0.0 if dtype == "float16" else CLIP,
+        f"z{stage}-autocast_{dtype}",
+        stage,
+        clip=0.0 if dtype == "float16" else CLIP,
         extra={"torch_autocast": {"enabled": True, "dtype": dtype}},
     )
     for dtype in ("bfloat16", "float16")
     for stage in (0, 1, 2, 3)
-]  # fmt: skip
-# DeepSpeed gives partial offload a second, plain AdamW: refused. Every other one orthogonalized, in fp32 only: it
-# lifts small singular values up to the large ones, and their rounding with them.
+]
+# DeepSpeed gives partial offload a second, plain AdamW: refused. Every other one orthogonalized, in
+# fp32 only: it lifts small singular values up to the large ones, and their rounding with them.
 ADAM = [
     replace(
         mode,
@@ -217,6 +267,9 @@ ADAM = [
     )
     for index, mode in enumerate(MODES)
     if "half" not in mode.name and "corrected" not in mode.name
-] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
+] + [
+    Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False)
+    for stage in (0, 1, 2, 3)
+]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
 BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

@@ -1,5 +1,5 @@
-"""What the tests of model parallelism share: the whole model trained in one process, and engines that are compared with
-it, saved and refused."""
+"""What the tests of model parallelism share: the whole model trained in one process, and engines
+that are compared with it, saved and refused."""
 
 import contextlib
 import copy
@@ -24,7 +24,8 @@ from tests.spread import Variation, difference, within
 
 @dataclass
 class Whole:
-    """What one process found: weights at the end, factors by layer, kl-clip's last factor; and what may differ.
+    """What one process found: weights at the end, factors by layer, kl-clip's last factor; and what
+    may differ.
 
     Attributes:
         bound: of the weights, relative to the training; see tests/spread.py.
@@ -57,7 +58,10 @@ EVERYTHING = {
 }
 """What no oracle follows: ranks must still agree, and none wait for another."""
 
-INVERSE = {"preconditioner": {"method": "inverse", "kl_clip": 1e-4}, "damping": {"kind": "relative", "value": 0.3}}
+INVERSE = {
+    "preconditioner": {"method": "inverse", "kl_clip": 1e-4},
+    "damping": {"kind": "relative", "value": 0.3},
+}
 
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""
@@ -80,19 +84,23 @@ class StaggeredKFAC(ReferenceKFAC):
 
 
 def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = STEPS) -> Refreshes:
-    """Of all ranks and domains, after training; ``whole_name`` of a layer here is its name in the whole model."""
+    """Of all ranks and domains, after training; ``whole_name`` of a layer here is its name in the
+    whole model."""
     mine: Refreshes = [set() for _ in range(steps)]
     for kfac in job.preconditioners:
         for step in range(steps):
             for key in kfac.curvature.timetable.due(step).refresh:
-                mine[step] |= {(whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers}
+                mine[step] |= {
+                    (whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers
+                }
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return [set().union(*(of_rank[step] for of_rank in everyone)) for step in range(steps)]
 
 
 def whole_state(job) -> dict[str, Tensor]:
-    """Factors and eigenvalues of the whole job by their global names, each from a rank that has it. Collective."""
+    """Factors and eigenvalues of the whole job by their global names, each from a rank that has it.
+    Collective."""
     mine: dict[str, Tensor] = {}
     for kfac in job.preconditioners:
         names = {layer.name: kfac.engine_view.domain.global_name(layer) for layer in kfac.layers}
@@ -108,7 +116,11 @@ def whole_state(job) -> dict[str, Tensor]:
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return bool(first) and first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+    return (
+        bool(first)
+        and first.keys() == second.keys()
+        and all(torch.equal(v, second[k]) for k, v in first.items())
+    )
 
 
 def least_likely(prediction: Tensor, *ignored) -> Tensor:
@@ -142,7 +154,8 @@ def whole_batch(rows: int, tokens: int = 3) -> Loss:
 
 
 def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
-    """:func:`train_once`, and what its variations may differ by: on rank 0, for all, which share its cores."""
+    """:func:`train_once`, and what its variations may differ by: on rank 0, for all, which share
+    its cores."""
     found = [trained_whole(mode, model, loss, **options) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
@@ -162,11 +175,20 @@ def trained_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
 
 
 def train_once(
-    mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0, part: float = 1.0,
-    steps: int = STEPS, refreshes: Refreshes | None = None,
-    kind: type[ReferenceKFAC] = ReferenceKFAC, **options,
-) -> Whole:  # fmt: skip
-    """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
+    mode: Mode,
+    model: nn.Module,
+    loss: Loss,
+    variation: Variation,
+    *,
+    gradient_scale: float = 1.0,
+    part: float = 1.0,
+    steps: int = STEPS,
+    refreshes: Refreshes | None = None,
+    kind: type[ReferenceKFAC] = ReferenceKFAC,
+    **options,
+) -> Whole:
+    """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as
+    ``runs.reference`` does.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
@@ -184,7 +206,9 @@ def train_once(
     if refreshes is None:
         kfac = kind(work, **options)
     else:
-        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
+        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), (
+            f"nothing is staggered: {refreshes}"
+        )
         kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     step = ReferenceStep(mode, model, work, kfac)
@@ -199,10 +223,14 @@ def train_once(
         with torch.no_grad():
             for p, value in frozen:  # ReferenceStep decays everything
                 p.copy_(value)
-    return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
+    return Whole(
+        {name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu
+    )
 
 
-def compared(engine, mode: Mode, actual: dict[str, Tensor], expected: Whole, initial: dict, **more) -> dict:
+def compared(
+    engine, mode: Mode, actual: dict[str, Tensor], expected: Whole, initial: dict, **more
+) -> dict:
     """What this rank says of its weights and of one process's. The engine ends."""
     kfac = engine.kfac
     result = {
@@ -210,7 +238,9 @@ def compared(engine, mode: Mode, actual: dict[str, Tensor], expected: Whole, ini
         "bound": expected.bound,
         "nu_bound": expected.nu_bound,
         "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
-        "domains": [(own.engine_view.domain.name, len(own.layers)) for own in kfac.job.preconditioners],
+        "domains": [
+            (own.engine_view.domain.name, len(own.layers)) for own in kfac.job.preconditioners
+        ],
         "shared": kfac.preconditioner.observations.groups,
         "report": kfac.report,
         **more,
@@ -251,7 +281,8 @@ def shared_folder() -> str:
 
 
 def saved_experts(make: Callable, train: Callable) -> dict:
-    """Whether the state of ``make(ep_size)`` came back, also at another ep_size, and the steps of every domain."""
+    """Whether the state of ``make(ep_size)`` came back, also at another ep_size, and the steps of
+    every domain."""
     folder, first, second, other = shared_folder(), make(2), make(2), make(1)
     train(first, 3)
     first.save_checkpoint(folder, tag="t")
@@ -271,7 +302,9 @@ def everything_on(engine, weights: Callable, train: Callable) -> dict[str, Tenso
     train(engine, 8)
     after = weights(engine)
     assert not [name for name, value in after.items() if torch.equal(before[name], value)]
-    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
+    assert float(engine.kfac.metrics.summary.sum()) == 0, (
+        "not finite, not preconditioned or not decomposed"
+    )
     assert engine.kfac.counters()["job/calls_numbers"] == 8
     return after
 
@@ -279,4 +312,8 @@ def everything_on(engine, weights: Callable, train: Callable) -> dict[str, Tenso
 def same_everywhere(results: list[dict[str, Tensor]]) -> bool:
     """What several ranks have is the same on all of them."""
     pairs = [(one, other) for one in results for other in results]
-    return all(torch.equal(one[name], other[name]) for one, other in pairs for name in one.keys() & other.keys())
+    return all(
+        torch.equal(one[name], other[name])
+        for one, other in pairs
+        for name in one.keys() & other.keys()
+    )

@@ -29,9 +29,15 @@ from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 def make_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(FEATURES, 17), nn.SiLU(), nn.LayerNorm(17), nn.Linear(17, 19, bias=False), nn.Tanh(),
-        nn.Linear(19, 11), nn.Tanh(), nn.Linear(11, CLASSES),
-    )  # fmt: skip
+        nn.Linear(FEATURES, 17),
+        nn.SiLU(),
+        nn.LayerNorm(17),
+        nn.Linear(17, 19, bias=False),
+        nn.Tanh(),
+        nn.Linear(19, 11),
+        nn.Tanh(),
+        nn.Linear(11, CLASSES),
+    )
 
 
 class Fork(nn.Module):
@@ -78,11 +84,18 @@ def lengths(mode: Mode) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
         layers = [nn.Linear(FEATURES, 11), Block(), Block(), nn.Linear(11, CLASSES)]
         module = PipelineModule(
-            layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform", dynamic_shape=True,
-            activation_checkpoint_interval=interval, checkpointable_layers=["Block"],
-        )  # fmt: skip
+            layers,
+            num_stages=2,
+            loss_fn=cross_entropy,
+            partition_method="uniform",
+            dynamic_shape=True,
+            activation_checkpoint_interval=interval,
+            checkpointable_layers=["Block"],
+        )
         engine = build(mode, module, 3)
-        engine.train_batch(iter([make_batch(step, MICRO_ROWS, tokens) for step, tokens in enumerate((2, 5, 3))]))
+        engine.train_batch(
+            iter([make_batch(step, MICRO_ROWS, tokens) for step, tokens in enumerate((2, 5, 3))])
+        )
         found.append(whole_state(engine.kfac.job))
         engine.kfac.detach()
         engine.destroy()
@@ -105,8 +118,8 @@ def weights(engine) -> dict[str, Tensor]:
 
 
 def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
-    """Per (mode, micro-batches): how far this rank's stage is from one process; "fork" in the mode's name: of a model
-    whose first stage has two outputs."""
+    """Per (mode, micro-batches): how far this rank's stage is from one process; "fork" in the
+    mode's name: of a model whose first stage has two outputs."""
     world, results = dist.get_world_size(), []
     replicas = world // 2
     for mode, accumulation in cases:
@@ -133,7 +146,8 @@ def refusals(modes: dict[str, Mode]) -> dict[str, str]:
 
 
 def ramped(mode: Mode) -> dict:
-    """A pipeline with a batch ramp, and one whose batches and rates are set by hand between its steps."""
+    """A pipeline with a batch ramp, and one whose batches and rates are set by hand between its
+    steps."""
     found: dict = {"batches": []}
     for by_hand in (False, True):
         engine = two_stages(mode)
@@ -153,19 +167,27 @@ def ramped(mode: Mode) -> dict:
         found[by_hand] = weights(engine)
         engine.kfac.detach()
         engine.destroy()
-    return {**found, "same": all(torch.equal(found[True][name], value) for name, value in found[False].items())}
+    return {
+        **found,
+        "same": all(torch.equal(found[True][name], value) for name, value in found[False].items()),
+    }
 
 
 def tied_and_saved(kfac: dict) -> dict:
-    """A pipeline whose first and last layer are tied; trained, saved, loaded into another engine, trained on."""
+    """A pipeline whose first and last layer are tied; trained, saved, loaded into another engine,
+    trained on."""
 
     def make_engine(stages: int = 2, stage: int = 1):
         torch.manual_seed(0)
         layers = [
-            TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES), LayerSpec(nn.Linear, FEATURES, 7),
-            LayerSpec(nn.Linear, 7, FEATURES), TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
-        ]  # fmt: skip
-        model = PipelineModule(layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform")
+            TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
+            LayerSpec(nn.Linear, FEATURES, 7),
+            LayerSpec(nn.Linear, 7, FEATURES),
+            TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
+        ]
+        model = PipelineModule(
+            layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform"
+        )
         return build(Mode("pipe-tied", stage, kfac=kfac, clip=0.0), model, world=3 - stages)
 
     folder, first = shared_folder(), make_engine()
@@ -196,7 +218,9 @@ def tied_and_saved(kfac: dict) -> dict:
         "report": first.kfac.report,
         "refused": refused,
         "weights alone": all(  # DeepSpeed ties the weight alone, not the bias
-            torch.equal(value, loaded_alone[name]) for name, value in weights(plain).items() if "bias" not in name
+            torch.equal(value, loaded_alone[name])
+            for name, value in weights(plain).items()
+            if "bias" not in name
         ),
         "loaded": loaded,
         "loaded without stages": same(saved, whole_state(other.kfac.job)),

@@ -16,7 +16,8 @@ def compare(cases):
 
 
 def eventful(name: str):
-    """Weights after a run with events, recorded and launched as it is; and the numbers of replays."""
+    """Weights after a run with events, recorded and launched as it is; and the numbers of
+    replays."""
     recorded, plain = _eventful(name, steady=1), _eventful(name, steady=1_000_000)
     weights = {name: (values, plain[0][name]) for name, values in recorded[0].items()}
     return {"weights": weights, "recorded": recorded[1], "plain": plain[1]}
@@ -44,7 +45,8 @@ def _eventful(name: str, steady: int):
                     group["lr"] *= 0.5
             runs.train(engine, 1, steps=6, first=40)
             before = runs.weights(engine)["first.bias"].clone()
-            engine.module.first.bias.requires_grad_(False)  # its column of the direction is not zero
+            # its column of the direction is not zero
+            engine.module.first.bias.requires_grad_(False)
             runs.train(engine, 1, steps=4, first=50)
             if mode.adam:  # SGD's momentum goes on
                 assert torch.equal(runs.weights(engine)["first.bias"], before)

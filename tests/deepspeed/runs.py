@@ -36,7 +36,9 @@ from tests.spread import PLAIN, Expected, Variation, difference
 def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
     if groups == "one":
         return [{"params": list(model.parameters())}]
-    matrices = [p for n, p in model.named_parameters() if not n.endswith("bias") and "norm" not in n]
+    matrices = [
+        p for n, p in model.named_parameters() if not n.endswith("bias") and "norm" not in n
+    ]
     others = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
@@ -50,12 +52,16 @@ def sized(mode: Mode):
 
 @contextmanager
 def patched(mode: Mode):
-    """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses DeepSpeed's classes. Steps
-    are :func:`sized`."""
+    """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses
+    DeepSpeed's classes. Steps are :func:`sized`."""
     import deepspeed.runtime.engine as engine_module
     import deepspeed.runtime.zero.stage3 as stage3_module
 
-    accelerator, fused, cpu_adam = get_accelerator(), engine_module.FusedAdam, stage3_module.DeepSpeedCPUAdam
+    accelerator, fused, cpu_adam = (
+        get_accelerator(),
+        engine_module.FusedAdam,
+        stage3_module.DeepSpeedCPUAdam,
+    )
     supported = accelerator.is_fp16_supported
     accelerator.is_fp16_supported = lambda: True
     if mode.fused:
@@ -74,15 +80,20 @@ def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrid
     """An engine with K-FAC attached, silently."""
     world = dist.get_world_size()
     config = {**mode.config(accumulation, world), **overrides}
-    init = deepspeed.zero.Init(config_dict_or_path=config) if mode.zero_init else contextlib.nullcontext()
+    init = (
+        deepspeed.zero.Init(config_dict_or_path=config)
+        if mode.zero_init
+        else contextlib.nullcontext()
+    )
     with patched(mode), init:
         model = make_net(seed=seed) if model is None else model
     groups = parameter_groups(model, mode.groups)
     with patched(mode), contextlib.redirect_stdout(io.StringIO()), chosen(config["kfac"]) as block:
         engine, *_ = ds_kfac.initialize(
-            model=model, model_parameters=groups if mode.groups != "one" else groups[0]["params"],
+            model=model,
+            model_parameters=groups if mode.groups != "one" else groups[0]["params"],
             config={**config, "kfac": block},
-        )  # fmt: skip
+        )
     return engine
 
 
@@ -94,7 +105,9 @@ def micro_batches(step: int, accumulation: int):
     return zip(x[share].split(MICRO_ROWS), y[share].split(MICRO_ROWS), strict=True)
 
 
-def train(engine, accumulation: int, steps: int = STEPS, first: int = 0, times: float = 1.0) -> list[float]:
+def train(
+    engine, accumulation: int, steps: int = STEPS, first: int = 0, times: float = 1.0
+) -> list[float]:
     """Losses of some steps; what is trained is ``times`` as large."""
     dtype = engine.get_data_types()[0]
     losses = []
@@ -120,9 +133,11 @@ def weights(engine) -> dict[str, torch.Tensor]:
     elif type(optimizer).__name__ == "FP16_UnfusedOptimizer":
         for fp32, params in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             masters |= {id(p): q.detach() for p, q in zip(params, fp32, strict=True)}
-    elif type(optimizer).__name__ == "DeepSpeedZeroOptimizer":  # safe_get_* does not survive round_robin_gradients
+    elif type(optimizer).__name__ == "DeepSpeedZeroOptimizer":
+        # safe_get_* does not survive round_robin_gradients
         for group, partition in enumerate(optimizer.single_partition_of_fp32_groups):
-            partition = partition.detach().to(engine.device)  # offloaded ones too: NCCL sees GPUs only
+            # offloaded ones too: NCCL sees GPUs only
+            partition = partition.detach().to(engine.device)
             partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
             dist.all_gather(partitions, partition)
             flat, offsets = torch.cat(partitions), deepspeed_versions.offsets(optimizer, group)
@@ -140,25 +155,37 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 @cache
 def unscaled() -> bool:
-    """Whether stage 0 in fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393): it does since it has
-    this attribute."""
+    """Whether stage 0 in fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393):
+    it does since it has this attribute."""
     return "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
 
 
 def reference(
-    mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
-    before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
+    mode: Mode,
+    accumulation: int,
+    world: int,
+    initial: dict,
+    steps: int = STEPS,
+    kfac_config: dict | None = None,
+    before_step=None,
+    model: type[nn.Module] = Net,
+    kind: type[ReferenceKFAC] = ReferenceKFAC,
     variation: Variation = PLAIN,
-) -> dict:  # fmt: skip
-    """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the concatenated batch.
+) -> dict:
+    """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the
+    concatenated batch.
 
-    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
+    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the
+    settings of a step.
 
-    In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed. On the
-    device of the engines, whose 16-bit products and autocast rules are those that DeepSpeed gets.
+    In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in
+    DeepSpeed. On the device of the engines, whose 16-bit products and autocast rules are those that
+    DeepSpeed gets.
     """
     device = torch.device(get_accelerator().current_device_name())
-    dtype = variation.dtype({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype])
+    dtype = variation.dtype(
+        {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
+    )
     model = make_net(model).to(device)
     model.load_state_dict(initial)
     work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
@@ -169,11 +196,16 @@ def reference(
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
     step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
-    autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
+    autocast = {
+        "dtype": getattr(torch, autocast_dtype or "bfloat16"),
+        "enabled": autocast_dtype is not None,
+    }
     ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
     for index in range(steps):
         # whose example each is, and its place in the batch
-        x, y, kfac.ranks, kfac.places = variation.rows(*make_batch(index, len(ranks)), ranks, torch.arange(len(ranks)))
+        x, y, kfac.ranks, kfac.places = variation.rows(
+            *make_batch(index, len(ranks)), ranks, torch.arange(len(ranks))
+        )
         x, y = x.to(device, dtype), y.to(device)
         with torch.autocast(device.type, **autocast):
             loss = cross_entropy(work(x), y)
@@ -219,35 +251,43 @@ def maps_of_rows(maps: dict, layers: dict) -> dict[str, list[int]]:
             if re.fullmatch(pattern, name):
                 rows = len(layer.params[0])
                 sizes = [rows // blocks] * blocks if isinstance(blocks, int) else blocks
-                found[name] = [index for index, size in enumerate(sizes) for _ in range(size)] * (rows // sum(sizes))
+                found[name] = [index for index, size in enumerate(sizes) for _ in range(size)] * (
+                    rows // sum(sizes)
+                )
     return found
 
 
 class Rounding16:
-    """Where an engine in 16 bits rounds and the reference, whose gradients are those of one batch in fp32, does not.
+    """Where an engine in 16 bits rounds and the reference, whose gradients are those of one batch
+    in fp32, does not.
 
-    A twin of the model, without hooks, gives the gradients of micro-batches; they are rounded and added up in the
-    format in which DeepSpeed keeps them, at its loss scale.
+    A twin of the model, without hooks, gives the gradients of micro-batches; they are rounded and
+    added up in the format in which DeepSpeed keeps them, at its loss scale.
     """
 
     def __init__(self, mode: Mode, model: nn.Module, world: int, accumulation: int) -> None:
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
         kept_fp32 = mode.extra.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         self.kept = torch.float32 if kept_fp32 else self.dtype
-        self.scale = 2.0**8 if mode.dtype == "fp16" and mode.stage else 1.0  # stage 0: see reference
+        # stage 0: see reference
+        self.scale = 2.0**8 if mode.dtype == "fp16" and mode.stage else 1.0
         self.parts, self.travels = world * accumulation, world > 1
         self.twin = copy.deepcopy(model).to(self.dtype)
 
     def gradients(self, work: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """In place of those of ``work``."""
         self.twin.load_state_dict(work.state_dict())
-        params, trained = ([p for p in net.parameters() if p.requires_grad] for net in (self.twin, work))
+        params, trained = (
+            [p for p in net.parameters() if p.requires_grad] for net in (self.twin, work)
+        )
         outputs = self.twin(x)
         sums = [torch.zeros_like(p, dtype=self.kept) for p in params]
         for z, labels in zip(outputs.chunk(self.parts), y.chunk(self.parts), strict=True):
             loss = cross_entropy(z, labels) * (self.scale / self.parts)
             for total, g in zip(
-                sums, torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True), strict=True
+                sums,
+                torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True),
+                strict=True,
             ):
                 if g is not None:
                     total += g
@@ -260,20 +300,28 @@ class Rounding16:
 
 
 class ReferenceStep:
-    """What follows a backward of ``work``: unscaling, clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
+    """What follows a backward of ``work``: unscaling, clipping, K-FAC and the optimizer on
+    ``model``, the fp32 masters.
 
     Args:
         rounding: of results.
     """
 
     def __init__(
-        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *,
+        self,
+        mode: Mode,
+        model: nn.Module,
+        work: nn.Module,
+        kfac: ReferenceKFAC,
+        *,
         rounding: Rounding16 | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rounding = rounding
         self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
         options = {
-            key: value for key, value in mode.optimizer["params"].items() if key not in ("torch_adam", "adam_lr")
+            key: value
+            for key, value in mode.optimizer["params"].items()
+            if key not in ("torch_adam", "adam_lr")
         }
         self.options, self.groups = options, parameter_groups(model, mode.groups)
         self.ours: set[int] = set()
@@ -281,14 +329,18 @@ class ReferenceStep:
             mine = {id(p) for layer in kfac.layers.values() for p in layer.params}
             pairs = zip(model.parameters(), work.parameters(), strict=True)
             self.ours = {id(master) for master, p in pairs if id(p) in mine}
-        rest = [{**g, "params": [p for p in g["params"] if id(p) not in self.ours]} for g in self.groups]
+        rest = [
+            {**g, "params": [p for p in g["params"] if id(p) not in self.ours]} for g in self.groups
+        ]
         kind = torch.optim.AdamW if mode.adam else getattr(torch.optim, mode.optimizer["type"])
         spare = torch.nn.Parameter(torch.zeros(1))  # torch wants at least one parameter
         decay = options.get("weight_decay", 0.0)
         rate = {"lr": options["lr"] * mode.adam_ratio, "weight_decay": decay / mode.adam_ratio}
         self.optimizer = kind([g for g in rest if g["params"]] or [spare], **{**options, **rate})
         # 0.17.0 has BF16_Optimizer there, which has not
-        wrapped = mode.dtype == "fp16" or (mode.dtype == "bf16" and Version(deepspeed.__version__).release > (0, 17, 0))
+        wrapped = mode.dtype == "fp16" or (
+            mode.dtype == "bf16" and Version(deepspeed.__version__).release > (0, 17, 0)
+        )
         if mode.adam and mode.stage == 0 and wrapped:
             # these wrappers have stepped once with zero gradients; ``initial`` was read after it
             with torch.no_grad():
@@ -312,10 +364,16 @@ class ReferenceStep:
             matrices = [name for name, layer in layers if layer.orthogonal]
             heads = [name for name in matrices if whole or name.split(":")[0].endswith("head")]
             self.kfac.adam(
-                tuple(self.options["betas"]), self.options["eps"], whiten=self.mode.whiten, size=self.mode.size,
-                base=self.mode.base, orthogonal=[name for name in matrices if name not in heads], heads=heads,
-                ratio=self.mode.adam_ratio, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
-            )  # fmt: skip
+                tuple(self.options["betas"]),
+                self.options["eps"],
+                whiten=self.mode.whiten,
+                size=self.mode.size,
+                base=self.mode.base,
+                orthogonal=[name for name in matrices if name not in heads],
+                heads=heads,
+                ratio=self.mode.adam_ratio,
+                blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
+            )
         else:
             self.kfac.step(LR)
         self._round(params)
@@ -341,7 +399,9 @@ class ReferenceStep:
         for group in self.groups:
             for p in group["params"]:
                 if id(p) in self.ours and p.grad is not None:
-                    p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(LR * p.grad)
+                    p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(
+                        LR * p.grad
+                    )
 
 
 _expected: dict[tuple, tuple[Expected, dict]] = {}
@@ -353,7 +413,14 @@ def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options
     start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
     block = reference_options(options.get("kfac_config") or mode.kfac_block)
     others = {key: value for key, value in options.items() if key != "kfac_config"}
-    same = replace(mode, kfac={}).mathematics, str(mode.optimizer), str(block), str(others), accumulation, world
+    same = (
+        replace(mode, kfac={}).mathematics,
+        str(mode.optimizer),
+        str(block),
+        str(others),
+        accumulation,
+        world,
+    )
     key = (*same, str(start))
     if key not in _expected:
         _expected[key] = _spread(mode, accumulation, world, initial, **options), options
@@ -367,7 +434,8 @@ def _spread(mode: Mode, accumulation: int, world: int, initial: dict, **options)
 
 
 def compare(cases) -> dict:
-    """[(mode name, accumulation)] -> {case: (difference, wrapper, nu < 1 at some step, counts, moved)}."""
+    """[(mode name, accumulation)] -> {case: (difference, wrapper, nu < 1 at some step, counts,
+    moved)}."""
     results = {}
     world = dist.get_world_size()
     for name, accumulation in cases:
@@ -401,5 +469,8 @@ def held(model: nn.Module | None = None) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
+        "hooks": sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+            for m in modules
+        ),
     }

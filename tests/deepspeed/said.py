@@ -10,7 +10,8 @@ from ds_kfac.log import logger
 
 
 def error_of(action) -> str:
-    """ "Type: text" of what ``action`` raises of the errors that are meant for a user, "" if it raises none."""
+    """ "Type: text" of what ``action`` raises of the errors that are meant for a user, "" if it
+    raises none."""
     try:
         action()
     except (ValueError, RuntimeError) as error:
@@ -20,7 +21,8 @@ def error_of(action) -> str:
 
 @contextlib.contextmanager
 def heard(level: str = "WARNING"):
-    """What ds_kfac says on this rank. ``level``: of DeepSpeed's logger, which frameworks set to their own."""
+    """What ds_kfac says on this rank. ``level``: of DeepSpeed's logger, which frameworks set to
+    their own."""
     messages: list[str] = []
     handler, before = logging.Handler(), of_deepspeed.level
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -32,4 +34,6 @@ def heard(level: str = "WARNING"):
     finally:
         logger.removeHandler(handler)
         of_deepspeed.setLevel(before)
-    assert all(message in written.getvalue() for message in messages), "it is on standard error, too"
+    assert all(message in written.getvalue() for message in messages), (
+        "it is on standard error, too"
+    )

@@ -1,4 +1,5 @@
-"""Ulysses: attention over a sequence whose tokens lie on several ranks; the same model in one process."""
+"""Ulysses: attention over a sequence whose tokens lie on several ranks; the same model in one
+process."""
 
 from unittest.mock import patch
 
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment import assign
 from tests.deepspeed.modes import STEPS, Mode
-from tests.deepspeed.parallel import build, compared, least_likely, planned_refreshes, train_whole, whole_batch
+from tests.deepspeed.parallel import (
+    build,
+    compared,
+    least_likely,
+    planned_refreshes,
+    train_whole,
+    whole_batch,
+)
 from tests.deepspeed.runs import weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 
@@ -33,11 +41,15 @@ class SequenceNet(nn.Module):
         self.out = nn.Linear(12, 12, bias=False)
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, CLASSES)
-        self.attention = Attention() if group is None else DistributedAttention(Attention(), group, 2, 1)
+        self.attention = (
+            Attention() if group is None else DistributedAttention(Attention(), group, 2, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in (self.q(h), *self.kv(h).chunk(2, -1)))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)) for part in (self.q(h), *self.kv(h).chunk(2, -1))
+        )
         distributed = isinstance(self.attention, DistributedAttention)
         mixed = self.attention(q, k, v, 0) if distributed else self.attention(q, k, v)
         self.prediction = self.head(self.norm(h + self.out(mixed.flatten(2))))
@@ -60,20 +72,24 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
         if mode.name.endswith("monte_carlo"):
             engine.kfac.sampler = least_likely
         initial = weights(engine)
-        with patch.object(assign, "strides", lambda *factors, **options: {}):  # all rows of those that contribute
+        # all rows of those that contribute
+        with patch.object(assign, "strides", lambda *factors, **options: {}):
             for step in range(STEPS):
                 x, y = make_batch(step, replicas * ROWS, TOKENS)
                 x, y = (t.split(ROWS)[rank // 2].chunk(2, dim=1)[rank % 2] for t in (x, y))
                 loss = cross_entropy(engine(x), y)
                 engine.backward(loss if mean_over == "own" else loss / 2)
                 engine.step()
-        # "own": the mean of the ranks' losses is that of one process; DeepSpeed sums over the sequence up to stage 2
+        # "own": the mean of the ranks' losses is that of one process; DeepSpeed sums over the
+        # sequence up to stage 2
         part = {"own": 1.0, "whole": 0.5}[mean_over]
         scale = part * (1.0 if mode.stage == 3 else 2.0)
         final = weights(engine)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         options = {"gradient_scale": scale, "part": part, "refreshes": refreshes}
         expected = train_whole(mode, make_model(), whole_loss, **options)
-        faults = [fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault]
+        faults = [
+            fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault
+        ]
         results.append(compared(engine, mode, final, expected, initial, faults=faults))
     return results

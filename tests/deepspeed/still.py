@@ -9,8 +9,11 @@ from torch import nn
 import ds_kfac
 
 
-def still_engine(model: nn.Module, *, stage: int, micro_batch: int, kfac: dict[str, Any], **more: Any) -> Any:
-    """An engine at learning rate 0, without clipping, that trains the parameters that require a gradient.
+def still_engine(
+    model: nn.Module, *, stage: int, micro_batch: int, kfac: dict[str, Any], **more: Any
+) -> Any:
+    """An engine at learning rate 0, without clipping, that trains the parameters that require a
+    gradient.
 
     Args:
         kfac: the "kfac" block of its config.

@@ -1,4 +1,5 @@
-"""Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model in one process."""
+"""Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model
+in one process."""
 
 import copy
 from pathlib import Path
@@ -34,7 +35,11 @@ AUTOTP = {
         "layer_specs": [
             {"patterns": [".*(up|gate)\\.weight$"], "partition_type": "column"},
             {"patterns": [".*down\\.weight$"], "partition_type": "row"},
-            {"patterns": [".*gathered\\.weight$"], "partition_type": "column", "gather_output": True},
+            {
+                "patterns": [".*gathered\\.weight$"],
+                "partition_type": "column",
+                "gather_output": True,
+            },
             {"patterns": [".*(plain|head)\\.weight$"], "partition_type": "skip"},
         ],
     },
@@ -42,7 +47,8 @@ AUTOTP = {
 
 
 class ShardedNet(nn.Module):
-    """up, gate, down and gathered are cut; plain, norm and head are the same on all tensor-parallel ranks."""
+    """up, gate, down and gathered are cut; plain, norm and head are the same on all tensor-parallel
+    ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,15 +70,20 @@ def _first(output):
 
 
 class Grid:
-    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model. ``first``: the first one's part of it."""
+    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model. ``first``: the first
+    one's part of it."""
 
     def __init__(self, first: float = 0.5) -> None:
         self.first = first
         rank, world = dist.get_rank(), dist.get_world_size()
         model = [list(range(first, first + 2)) for first in range(0, world, 2)]
         data = [list(range(first, world, 2)) for first in range(2)]
-        self.model, self.data = ([(ranks, dist.new_group(ranks)) for ranks in groups] for groups in (model, data))
-        self.model, self.data = (next(g for r, g in one if rank in r) for one in (self.model, self.data))
+        self.model, self.data = (
+            [(ranks, dist.new_group(ranks)) for ranks in groups] for groups in (model, data)
+        )
+        self.model, self.data = (
+            next(g for r, g in one if rank in r) for one in (self.model, self.data)
+        )
 
     def get_model_parallel_group(self):
         return self.model
@@ -181,7 +192,9 @@ def make_engine(kind: str, mode: Mode, model: ShardedNet, grid: Grid):
 
 def refusals(cases: dict[str, tuple[str, Mode]]) -> dict[str, str]:
     grid = Grid()
-    return parallel.refusals(make_engine, {name: (*case, make_model(), grid) for name, case in cases.items()})
+    return parallel.refusals(
+        make_engine, {name: (*case, make_model(), grid) for name, case in cases.items()}
+    )
 
 
 def saved(mode: Mode) -> dict:
@@ -211,43 +224,64 @@ def saved(mode: Mode) -> dict:
 
 
 def unequal(modes: list[Mode]) -> list[dict]:
-    """Trained with shards of 13 and 3 of 16: what is not cut, as this rank has it, and who works on it."""
+    """Trained with shards of 13 and 3 of 16: what is not cut, as this rank has it, and who works on
+    it."""
     rank, replicas, results, grid = dist.get_rank(), dist.get_world_size() // 2, [], Grid(13 / 16)
     for mode in modes:
         engine = make_engine("megatron", mode, make_model(), grid)
         dtype = next(engine.module.parameters()).dtype
         for step in range(UNEQUAL_STEPS):
-            x, y = (t.chunk(replicas)[rank // 2] for t in make_batch(step, replicas * MICRO_ROWS, TOKENS))
+            x, y = (
+                t.chunk(replicas)[rank // 2]
+                for t in make_batch(step, replicas * MICRO_ROWS, TOKENS)
+            )
             engine.backward(cross_entropy(engine(x.to(dtype)), y))
             engine.step()
         kfac = engine.kfac.preconditioner
         copied = [layer.name for layer in kfac.layers if layer.copies > 1]
         roles = kfac.plan.assignment
-        results.append({
-            "copies": {n: v for n, v in weights(engine).items() if n.split(".")[0] not in PARTS | {"gathered": 0}},
-            "eigen_workers": {key: roles.eigen_workers[key] for n in copied for key in (f"{n}/A", f"{n}/G")},
-            "workers": {name: roles.workers[name] for name in copied},
-            "dtypes": (kfac.plan.wire, kfac.plan.gradient_dtypes),
-            "groups": kfac.observations.groups,
-        })  # fmt: skip
+        results.append(
+            {
+                "copies": {
+                    n: v
+                    for n, v in weights(engine).items()
+                    if n.split(".")[0] not in PARTS | {"gathered": 0}
+                },
+                "eigen_workers": {
+                    key: roles.eigen_workers[key] for n in copied for key in (f"{n}/A", f"{n}/G")
+                },
+                "workers": {name: roles.workers[name] for name in copied},
+                "dtypes": (kfac.plan.wire, kfac.plan.gradient_dtypes),
+                "groups": kfac.observations.groups,
+            }
+        )
         engine.kfac.detach()
         engine.destroy()
     return results
 
 
 def step_sizes(mode: Mode) -> dict[str, float]:
-    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per unit of rate, times
-    the root of the whole layer's shorter side: the mean singular value, but for the sides' ratio."""
+    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per
+    unit of rate, times the root of the whole layer's shorter side: the mean singular value, but for
+    the sides' ratio."""
     engine = make_engine("megatron", mode, make_model(), Grid())
     before = weights(engine)
-    engine.backward(cross_entropy(engine(make_batch(0, MICRO_ROWS, TOKENS)[0]), make_batch(0, MICRO_ROWS, TOKENS)[1]))
+    engine.backward(
+        cross_entropy(
+            engine(make_batch(0, MICRO_ROWS, TOKENS)[0]), make_batch(0, MICRO_ROWS, TOKENS)[1]
+        )
+    )
     engine.step()
     after, group = weights(engine), engine.optimizer.param_groups[0]
     sizes = {}
     for layer in engine.kfac.preconditioner.layers:
         kept = 1 - group["lr"] * group["weight_decay"]
-        moved = [(after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters]
-        sizes[layer.name] = float(torch.cat(moved).square().mean().sqrt()) * min(layer.whole_shape) ** 0.5
+        moved = [
+            (after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters
+        ]
+        sizes[layer.name] = (
+            float(torch.cat(moved).square().mean().sqrt()) * min(layer.whole_shape) ** 0.5
+        )
     return sizes
 
 
@@ -264,7 +298,10 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             parts.pop("gathered")
         engine = make_engine(kind, mode, model, grid)
         for step in range(STEPS):
-            x, y = (t.chunk(replicas)[rank // 2] for t in make_batch(step, replicas * MICRO_ROWS, TOKENS))
+            x, y = (
+                t.chunk(replicas)[rank // 2]
+                for t in make_batch(step, replicas * MICRO_ROWS, TOKENS)
+            )
             engine.backward(cross_entropy(engine(x), y))
             engine.step()
         whole_loss = whole_batch(replicas * MICRO_ROWS, TOKENS)
@@ -273,14 +310,25 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
         kind = BlockwiseInverse if inverse else ReferenceKFAC
         expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes, kind=kind)
         expected.weights = {
-            n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()
+            n: part(n, v, index) if n.split(".")[0] in parts else v
+            for n, v in expected.weights.items()
         }
-        start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
+        start = {
+            n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()
+        }
         kfac, final = engine.kfac.preconditioner, weights(engine)
-        results.append(compared(
-            engine, mode, final, expected, start,
-            kinds={layer.name: layer.kind for layer in kfac.layers},
-            whole=[(layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers],
-            replicated={n: final[n] for n in final if n.split(".")[0] not in parts},
-        ))  # fmt: skip
+        results.append(
+            compared(
+                engine,
+                mode,
+                final,
+                expected,
+                start,
+                kinds={layer.name: layer.kind for layer in kfac.layers},
+                whole=[
+                    (layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers
+                ],
+                replicated={n: final[n] for n in final if n.split(".")[0] not in parts},
+            )
+        )
     return results

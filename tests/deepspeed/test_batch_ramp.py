@@ -1,4 +1,5 @@
-"""A batch that grows trains like one engine that is fed the larger batches whole, at rates set by hand."""
+"""A batch that grows trains like one engine that is fed the larger batches whole, at rates set by
+hand."""
 
 import copy
 import math
@@ -28,18 +29,25 @@ MODES = [
 FIRST = 2 * MICRO_ROWS  # samples of a step of 2 ranks
 AT = [3 * FIRST, 7 * FIRST]
 STEPS = [1, 1, 1, 1, 2, 2, 4, 4]
-"""Micro-batches of each step by hand: a fourth single one, because DeepSpeed's count of them is odd after three."""
+"""Micro-batches of each step by hand: a fourth single one, because DeepSpeed's count of them is odd
+after three."""
 STEPS_OF_RATES = 40
 """Operations on a rate, one after another."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULE = {
     "type": "WarmupDecayLR",
-    "params": {"total_num_steps": 40, "warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": LR},
+    "params": {
+        "total_num_steps": 40,
+        "warmup_num_steps": 4,
+        "warmup_type": "linear",
+        "warmup_max_lr": LR,
+    },
 }
 
 
 def rate_by_hand(batches: int) -> float:
-    """WarmupDecayLR's, when so many batches of the first size were seen: DeepSpeed's first two steps have the same."""
+    """WarmupDecayLR's, when so many batches of the first size were seen: DeepSpeed's first two
+    steps have the same."""
     batches = max(0, batches - 1)
     return LR * (batches / 4 if batches < 4 else (40 - batches) / (40 - 4))
 
@@ -99,7 +107,9 @@ def worker(names: list[str]) -> dict:
             results[name] = {
                 "rows": rows,
                 "losses": expected,
-                "difference": max(float((w - final[n]).abs().max()) for n, w in weights(engine).items()),
+                "difference": max(
+                    float((w - final[n]).abs().max()) for n, w in weights(engine).items()
+                ),
                 "moved": max(float((w - initial[n]).abs().max()) for n, w in final.items()),
                 "samples": (engine.global_samples, ramp.batch, engine.train_batch_size()),
             }
@@ -113,15 +123,27 @@ def test_it_trains_like_batches_fed_whole():
             losses, batches, rates, samples = zip(*found["rows"], strict=True)
             assert list(batches) == STEPS, name
             seen = [sum(STEPS[:step]) for step in range(len(STEPS))]
-            wanted = [rate_by_hand(done) * math.sqrt(count) for done, count in zip(seen, STEPS, strict=True)]
+            wanted = [
+                rate_by_hand(done) * math.sqrt(count)
+                for done, count in zip(seen, STEPS, strict=True)
+            ]
             close(list(rates), wanted, sums=STEPS_OF_RATES, what=name)
-            assert list(samples) == [FIRST * sum(STEPS[: step + 1]) for step in range(len(STEPS))], name
+            assert list(samples) == [
+                FIRST * sum(STEPS[: step + 1]) for step in range(len(STEPS))
+            ], name
             assert found["samples"] == (FIRST * sum(STEPS), 4 * FIRST, 4 * FIRST), name
             dtype = DTYPES[BY_NAME[name].dtype]
-            close(list(losses), found["losses"], sums=len(STEPS) * (13 + 17 + 19), dtype=dtype, what=name)
+            close(
+                list(losses),
+                found["losses"],
+                sums=len(STEPS) * (13 + 17 + 19),
+                dtype=dtype,
+                what=name,
+            )
             share = 0.002 if dtype is torch.float32 else 0.05
             why = (
-                "elements with hardly any gradient turn with rounding; a rate or a sum that is wrong moves all by more"
+                "elements with hardly any gradient turn with rounding; a rate or a sum that is "
+                "wrong moves all by more"
             )
             near(found["difference"], 0.0, share * found["moved"], why, what=name)
 
@@ -148,21 +170,34 @@ def saved(payload: tuple[str, str]) -> dict:
 
 @pytest.mark.parametrize("name", ["adam-z0", "adam-z2", "adam-z3"])
 def test_a_ramp_goes_on_to_the_bit_and_ranks_agree(name, tmp_path):
-    one, other = run_ranks("tests.deepspeed.test_batch_ramp:saved", world=2, payload=(name, str(tmp_path)))
+    one, other = run_ranks(
+        "tests.deepspeed.test_batch_ramp:saved", world=2, payload=(name, str(tmp_path))
+    )
     assert one["resumed"] == one["after"]
     batches = [row[1] for row in one["before"] + one["after"]]
     assert batches == [row[1] for row in other["before"] + other["after"]]
-    assert batches[0] == 1 and batches[4] == 2 and batches[-1] == 4 and batches == sorted(batches), batches
+    assert (
+        batches[0] == 1 and batches[4] == 2 and batches[-1] == 4 and batches == sorted(batches)
+    ), batches
 
 
-def engine_of(scheduler=None, *, first=4, micro=4, managed=True, lr: float | torch.Tensor = 0.5) -> SimpleNamespace:
+def engine_of(
+    scheduler=None, *, first=4, micro=4, managed=True, lr: float | torch.Tensor = 0.5
+) -> SimpleNamespace:
     """What a ramp uses of an engine: DeepSpeed's order of things in a step, without a model."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     engine = SimpleNamespace(
-        optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_samples=0, micro_steps=0,
-        dp_world_size=1, global_rank=0, batch=first, _is_gradient_accumulation_boundary=None,
-        train_micro_batch_size_per_gpu=lambda: micro, managed_gradient_accumulation=lambda: managed,
-    )  # fmt: skip
+        optimizer=optimizer,
+        lr_scheduler=scheduler and scheduler(optimizer),
+        global_samples=0,
+        micro_steps=0,
+        dp_world_size=1,
+        global_rank=0,
+        batch=first,
+        _is_gradient_accumulation_boundary=None,
+        train_micro_batch_size_per_gpu=lambda: micro,
+        managed_gradient_accumulation=lambda: managed,
+    )
     engine.train_batch_size = lambda: engine.batch
     engine.gradient_accumulation_steps = lambda: engine.batch // micro
     engine.set_train_batch_size = lambda batch: setattr(engine, "batch", batch)
@@ -200,12 +235,17 @@ def refusal(engine, **arguments) -> str:
 
 def test_what_it_cannot_do_is_an_error_with_a_remedy():
     assert "largest is 4, but the batch is 4" in refusal(engine_of(), largest=4, at=[4])
-    assert "give at" in refusal(engine_of(), largest=16) and "removed in 0.2" in refusal(engine_of(), largest=16)
+    assert "give at" in refusal(engine_of(), largest=16) and "removed in 0.2" in refusal(
+        engine_of(), largest=16
+    )
     for at in ([8, 4], [4, 8, 16]):
-        assert f"at has to be 1 to 2 ascending numbers of samples (16 at most), got {at}" in refusal(
-            engine_of(), largest=16, at=at
+        assert (
+            f"at has to be 1 to 2 ascending numbers of samples (16 at most), got {at}"
+            in refusal(engine_of(), largest=16, at=at)
         )
-    assert "the caller decides where a step ends" in refusal(engine_of(managed=False), largest=16, at=[4])
+    assert "the caller decides where a step ends" in refusal(
+        engine_of(managed=False), largest=16, at=[4]
+    )
     engine = engine_of(first=8)
     engine.micro_steps = 1
     assert "in the middle of a step" in refusal(engine, largest=16, at=[4])
@@ -223,7 +263,11 @@ def test_schedules_that_go_on_from_their_last_rate():
     rates = [stepped(engine) for _ in range(6)]
     # steps of 1, 1 (the count is odd), 2, 4, 4, 4 micro-batches
     seen, sizes = [1, 2, 4, 8, 12, 16], [1, 2, 4, 4, 4, 4]
-    close(rates, [0.5 * 0.9**n * size**0.5 for n, size in zip(seen, sizes, strict=True)], sums=STEPS_OF_RATES)
+    close(
+        rates,
+        [0.5 * 0.9**n * size**0.5 for n, size in zip(seen, sizes, strict=True)],
+        sums=STEPS_OF_RATES,
+    )
     assert engine.global_samples == 4 * seen[-1] and ramp.batch == 16
 
 
@@ -231,7 +275,12 @@ def test_schedules_of_metrics_and_of_samples_are_stepped_once():
     engine = engine_of(plateau)
     ds_kfac.BatchRamp(engine, largest=16, at=[4, 8])
     rates = [stepped(engine, 1.0) for _ in range(5)]
-    close(rates[2:4], [0.5 * 2, 0.05 * 2], sums=STEPS_OF_RATES, what="patience of 2 steps, not of 2 first batches")
+    close(
+        rates[2:4],
+        [0.5 * 2, 0.05 * 2],
+        sums=STEPS_OF_RATES,
+        what="patience of 2 steps, not of 2 first batches",
+    )
 
 
 def test_without_a_schedule_the_rate_grows_by_the_batch_alone():
@@ -254,7 +303,9 @@ def hand(engine, change) -> None:
             group["lr"] = rate
 
 
-@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "lr", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"]
+)
 def test_a_rate_set_by_hand_stays_and_grows_with_the_batch(lr):
     engine = engine_of(lr=lr)
     ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
@@ -273,7 +324,11 @@ def test_a_rate_that_the_user_decays_decays_at_every_step():
     for _ in range(6):
         rates.append(stepped(engine))
         hand(engine, lambda rate: 0.9 * rate)
-    close(rates, [0.5 * 0.9**n * size**0.5 for n, size in enumerate([1, 2, 4, 4, 4, 4])], sums=STEPS_OF_RATES)
+    close(
+        rates,
+        [0.5 * 0.9**n * size**0.5 for n, size in enumerate([1, 2, 4, 4, 4, 4])],
+        sums=STEPS_OF_RATES,
+    )
 
 
 def test_a_schedule_goes_on_from_a_rate_set_by_hand_as_without_a_ramp():
@@ -322,7 +377,11 @@ def test_checkpoints_with_and_without_a_ramp_load_into_each_other():
     other_ramp = ds_kfac.BatchRamp(other, largest=16, at=[1000])
     other.micro_steps = 3
     other_ramp.load_state_dict(copy.deepcopy(state))
-    assert (other_ramp.first, other_ramp.batch, other.micro_steps) == (4, ramp.batch, engine.micro_steps)
+    assert (other_ramp.first, other_ramp.batch, other.micro_steps) == (
+        4,
+        ramp.batch,
+        engine.micro_steps,
+    )
     close(stepped(other), stepped(engine), sums=STEPS_OF_RATES)
     # where its batch cannot be had
     odd = engine_of(exponential, first=12, micro=12)

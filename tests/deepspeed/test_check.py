@@ -20,20 +20,36 @@ OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 
 REFUSED = {
     "prediction": (
-        {"optimizer": SGD, "kfac": {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}}, "no module 'tail'",
+        {"optimizer": SGD, "kfac": {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}},
+        "no module 'tail'",
     ),
     "offload": (
-        {"optimizer": OURS, "zero_optimization": OFFLOAD,},
+        {
+            "optimizer": OURS,
+            "zero_optimization": OFFLOAD,
+        },
         "cannot be offloaded in part",
     ),
-    "betas": ({"optimizer": {"type": "KFACAdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params.betas"),
+    "betas": (
+        {"optimizer": {"type": "KFACAdamW", "params": {"betas": [0.9, 1.5]}}},
+        "optimizer.params.betas",
+    ),
     "no optimizer": ({"kfac": {}}, "no optimizer"),
-}  # fmt: skip
+}
 FITS = {
     "AdamW": {"optimizer": ADAMW, "kfac": {}},
-    "SGD": {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
+    "SGD": {
+        "optimizer": SGD,
+        "kfac": {},
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    },
     "KFACAdamW": {"optimizer": OURS},
-    "KFACAdamW, bf16": {"optimizer": OURS, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "KFACAdamW, bf16": {
+        "optimizer": OURS,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    },
 }
 
 
@@ -67,10 +83,11 @@ def worker(folder: str) -> dict:
             said = f"refused: {error}"
         try:
             model = Net()
-            engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))[
-                0
-            ]
-            kfac = ds_kfac.attach(engine)  # the one that is there; an engine without an optimizer has none
+            engine = ds_kfac.initialize(
+                model=model, model_parameters=model.parameters(), config=copy.deepcopy(config)
+            )[0]
+            # the one that is there; an engine without an optimizer has none
+            kfac = ds_kfac.attach(engine)
         except ValueError as error:
             found[name] = said, f"refused: {error}"
             continue
@@ -78,7 +95,8 @@ def worker(folder: str) -> dict:
         same = {
             "config": kfac.preconditioner.config == subject.config,
             "clips": subject.context.clips == bool(engine.gradient_clipping()),
-            "moments": subject.rule.moments_count(subject.config) == rule.moments_count(kfac.preconditioner.config),
+            "moments": subject.rule.moments_count(subject.config)
+            == rule.moments_count(kfac.preconditioner.config),
             "optimizer": subject.rule is rule,
         }
         found[name] = said, same, kfac.report.splitlines()
@@ -112,7 +130,11 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.hidden, self.head = nn.Embedding(50, 12), nn.Linear(12, 12), nn.Linear(12, 50)
+        self.words, self.hidden, self.head = (
+            nn.Embedding(50, 12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 50),
+        )
 
 
 def warmup(kind: str = "WarmupLR", **params) -> dict:
@@ -126,15 +148,29 @@ def kfac_adamw(**params) -> dict:
 RATES = {
     "high, WarmupLR": (kfac_adamw(lr=0.2, weight_decay=0.01) | warmup(warmup_max_lr=0.2), True),
     "high, WarmupDecayLR": (
-        kfac_adamw(lr=0.2, weight_decay=0.01) | warmup("WarmupDecayLR", total_num_steps=100, warmup_max_lr=0.2), True,
+        kfac_adamw(lr=0.2, weight_decay=0.01)
+        | warmup("WarmupDecayLR", total_num_steps=100, warmup_max_lr=0.2),
+        True,
     ),
-    "high, WarmupCosineLR": (kfac_adamw(lr=0.2) | warmup("WarmupCosineLR", total_num_steps=100), True),
-    "high, a step of torch": (kfac_adamw(lr=0.2) | {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}}, True),
-    "the schedule's counts": (kfac_adamw(lr=0.2, weight_decay=0.01) | warmup(warmup_max_lr=2e-3), False),
-    "the schedule's is high": (kfac_adamw(lr=2e-3, weight_decay=0.01) | warmup(warmup_max_lr=0.2), True),
+    "high, WarmupCosineLR": (
+        kfac_adamw(lr=0.2) | warmup("WarmupCosineLR", total_num_steps=100),
+        True,
+    ),
+    "high, a step of torch": (
+        kfac_adamw(lr=0.2) | {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}},
+        True,
+    ),
+    "the schedule's counts": (
+        kfac_adamw(lr=0.2, weight_decay=0.01) | warmup(warmup_max_lr=2e-3),
+        False,
+    ),
+    "the schedule's is high": (
+        kfac_adamw(lr=2e-3, weight_decay=0.01) | warmup(warmup_max_lr=0.2),
+        True,
+    ),
     "high, no schedule": (kfac_adamw(lr=0.2), True),
     "defaults": (kfac_adamw(), False),
-}  # fmt: skip
+}
 
 
 def rates_worker(folder: str) -> dict:
@@ -149,9 +185,13 @@ def rates_worker(folder: str) -> dict:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             main(["check", "--config", str(path), "--model", f"{__name__}:Words"])
         model = Words()
-        engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = ds_kfac.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
         texts = printed.getvalue().splitlines(), engine.kfac.report.splitlines()
-        found[name] = [[line for line in lines if "far from every recipe" in line] for lines in texts]
+        found[name] = [
+            [line for line in lines if "far from every recipe" in line] for lines in texts
+        ]
         engine.destroy()
     return found
 

@@ -1,4 +1,5 @@
-"""Checkpoints: resuming equals not stopping; other world sizes and stages; what is missing is said."""
+"""Checkpoints: resuming equals not stopping; other world sizes and stages; what is missing is
+said."""
 
 import contextlib
 import io
@@ -18,12 +19,22 @@ from tests.models import make_batch, make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-# Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ in age.
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}, "burn_in": {"steps": 0}}
+# Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ
+# in age.
+KFAC = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 3},
+    "burn_in": {"steps": 0},
+}
 # kl-clip is by the largest rate so far, which a resumed run must know
 FALLING = {
     "type": "WarmupDecayLR",
-    "params": {"warmup_min_lr": 0.02, "warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 12},
+    "params": {
+        "warmup_min_lr": 0.02,
+        "warmup_max_lr": 0.1,
+        "warmup_num_steps": 2,
+        "total_num_steps": 12,
+    },
 }
 
 
@@ -65,14 +76,21 @@ def resume_worker(payload) -> dict:
                 other = build(mode, 1, **options)
                 unsaved = train(other, 1, steps=8)
                 other.destroy()
-        kfac, pairs = second.kfac.preconditioner, zip(weights(second).items(), weights(unbroken).items(), strict=True)
+        kfac, pairs = (
+            second.kfac.preconditioner,
+            zip(weights(second).items(), weights(unbroken).items(), strict=True),
+        )
         results[name] = {
-            "losses": losses[4:], "resumed": resumed, "undisturbed": unsaved == losses, "steps": kfac.steps,
+            "losses": losses[4:],
+            "resumed": resumed,
+            "undisturbed": unsaved == losses,
+            "steps": kfac.steps,
             "client_state": client_state,
             "same": all(torch.equal(own, other) for (_, own), (_, other) in pairs),
-            "rates": (float(kfac.peak_lr.get(0, 0.0)), second.get_lr()[0]), "nu": kfac.metrics.nu,
+            "rates": (float(kfac.peak_lr.get(0, 0.0)), second.get_lr()[0]),
+            "nu": kfac.metrics.nu,
             "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*/*")),
-        }  # fmt: skip
+        }
         unbroken.destroy()
         second.destroy()
     return results
@@ -80,15 +98,31 @@ def resume_worker(payload) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
-    names = ["z0", "z1", "z2", "z2-offload", "z3", "z1-bf16", "z1-bf16-accum32", "z3-bf16", "z2-fp16", "z2-falling_lr"]
+    names = [
+        "z0",
+        "z1",
+        "z2",
+        "z2-offload",
+        "z3",
+        "z1-bf16",
+        "z1-bf16-accum32",
+        "z3-bf16",
+        "z2-fp16",
+        "z2-falling_lr",
+    ]
     names += [
-        f"adam-{name}" for name in ("z0", "z1", "z2", "z2-offload", "z3", "z1-bf16-accum32", "z3-bf16", "z2-fp16")
+        f"adam-{name}"
+        for name in ("z0", "z1", "z2", "z2-offload", "z3", "z1-bf16-accum32", "z3-bf16", "z2-fp16")
     ]
     names = names if world > 1 else names[::3]
-    results = run_ranks("tests.deepspeed.test_checkpoint:resume_worker", world=world, payload=(str(tmp_path), names))
+    results = run_ranks(
+        "tests.deepspeed.test_checkpoint:resume_worker", world=world, payload=(str(tmp_path), names)
+    )
     for result in results:
         for name, run in result.items():
-            assert run["resumed"] == run["losses"] and run["same"], "the same world and stage: to the bit"
+            assert run["resumed"] == run["losses"] and run["same"], (
+                "the same world and stage: to the bit"
+            )
             assert run["undisturbed"], "saving changes nothing"
             assert run["client_state"].get("mine") == 5 and "ds_kfac" not in run["client_state"]
             assert run["steps"] == 8
@@ -98,19 +132,26 @@ def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
                 "each factor and each layer once, nothing else"
             )
         peak, last = result["z2-falling_lr"]["rates"]
-        assert last < 0.7 * peak and result["z2-falling_lr"]["nu"] < 1, "the rate fell, and kl-clip was at work"
+        assert last < 0.7 * peak and result["z2-falling_lr"]["nu"] < 1, (
+            "the rate fell, and kl-clip was at work"
+        )
 
 
 ROWS = 8  # of the global batch, whatever the world
 SIZE = 0.2
-"""Of KFACAdamW's steps: with larger ones the batch is fitted, and its gradient is what rounding leaves of it."""
+"""Of KFACAdamW's steps: with larger ones the batch is fitted, and its gradient is what rounding
+leaves of it."""
 
 
 def rows_engine(name: str, **options):
-    """One gradient worker a layer, so that every layer's state is on one rank. SGD has no state that a load at another
-    world size would lose: what a step does to the layers follows from weights, batch and K-FAC's state alone."""
+    """One gradient worker a layer, so that every layer's state is on one rank. SGD has no state
+    that a load at another world size would lose: what a step does to the layers follows from
+    weights, batch and K-FAC's state alone."""
     rows, mode = ROWS // torch.distributed.get_world_size(), replace(BY_NAME[name], size=SIZE)
-    kfac = {**KFAC, "assignment": {"gradient_worker_fraction": 1 / torch.distributed.get_world_size()}}
+    kfac = {
+        **KFAC,
+        "assignment": {"gradient_worker_fraction": 1 / torch.distributed.get_world_size()},
+    }
     if not mode.adam:
         options["optimizer"] = {"type": "SGD", "params": {"lr": 0.02}}
     return build(mode, 1, kfac=kfac, train_micro_batch_size_per_gpu=rows, **options)
@@ -162,7 +203,11 @@ def load_worker(payload) -> dict:
         engine.kfac.load_state(f"{folder}/{saved}", "tag")
         state, steps = own_state(engine), engine.kfac.preconditioner.steps
         train_rows(engine, 1, first=4)
-        results[saved, loaded, how] = {"state": state, "steps": steps, "next": layer_weights(engine)}
+        results[saved, loaded, how] = {
+            "state": state,
+            "steps": steps,
+            "next": layer_weights(engine),
+        }
         engine.destroy()
     return results
 
@@ -174,14 +219,21 @@ def distance(one: dict, other: dict) -> float:
 def test_state_loads_at_any_world_size_and_stage(tmp_path):
     saved = {}
     for world, names in ((1, ["z0", "z1", "adam-z0"]), (2, ["z2", "z3", "adam-z2"])):
-        parts = run_ranks("tests.deepspeed.test_checkpoint:save_worker", world=world, payload=(str(tmp_path), names))
+        parts = run_ranks(
+            "tests.deepspeed.test_checkpoint:save_worker",
+            world=world,
+            payload=(str(tmp_path), names),
+        )
         for name in names:
-            state = {layer: tensors for part in parts for layer, tensors in part[name]["state"].items()}
+            state = {
+                layer: tensors for part in parts for layer, tensors in part[name]["state"].items()
+            }
             saved[name] = {**parts[0][name], "state": state}
     # uninterrupted runs of other worlds and stages differ by rounding
     spread = {
         family: max(
-            torch.finfo(torch.float32).eps * max(float(w.abs().max()) for w in saved[names[0]]["next"].values()),
+            torch.finfo(torch.float32).eps
+            * max(float(w.abs().max()) for w in saved[names[0]]["next"].values()),
             *(distance(saved[names[0]]["next"], saved[name]["next"]) for name in names[1:]),
         )
         for family, names in {False: ["z0", "z1", "z2", "z3"], True: ["adam-z0", "adam-z2"]}.items()
@@ -200,15 +252,24 @@ def test_state_loads_at_any_world_size_and_stage(tmp_path):
     all_weights = {name: own["weights"] for name, own in saved.items()}
     for world in cases:
         payload = (str(tmp_path), cases[world], all_weights)
-        results = run_ranks("tests.deepspeed.test_checkpoint:load_worker", world=world, payload=payload)
+        results = run_ranks(
+            "tests.deepspeed.test_checkpoint:load_worker", world=world, payload=payload
+        )
         for case in cases[world]:
             parts, expected = [result[case] for result in results], saved[case[0]]
             actual = {layer: tensors for part in parts for layer, tensors in part["state"].items()}
-            assert sum(len(part["state"]) for part in parts) == len(actual) == len(expected["state"]) == 3
+            assert (
+                sum(len(part["state"]) for part in parts)
+                == len(actual)
+                == len(expected["state"])
+                == 3
+            )
             for layer, tensors in expected["state"].items():
                 same = [torch.equal(a, b) for a, b in zip(actual[layer], tensors, strict=True)]
                 assert all(same), (case, world, layer)
-            moved = distance(expected["next"], {n: expected["weights"][n] for n in expected["next"]})
+            moved = distance(
+                expected["next"], {n: expected["weights"][n] for n in expected["next"]}
+            )
             error = max(distance(part["next"], expected["next"]) for part in parts)
             assert all(part["steps"] == 4 for part in parts)
             bound = 10 * spread[BY_NAME[case[0]].adam]
@@ -228,7 +289,11 @@ def damage_worker(folder: str) -> dict:
     trained = list(weights(engine).values())
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        saves = {path.parents[2].name: path for path in Path(folder).glob("*/tag/kfac/*") if path.is_dir()}
+        saves = {
+            path.parents[2].name: path
+            for path in Path(folder).glob("*/tag/kfac/*")
+            if path.is_dir()
+        }
         (saves["missing_file"] / "middle.layer.pt").unlink()
         saves["missing_folder"].parent.rename(saves["missing_folder"].parent.with_name("gone"))
         header = saves["header"] / "header.json"
@@ -240,12 +305,23 @@ def damage_worker(folder: str) -> dict:
         fresh = build(mode, 1, seed=7, kfac=given)
         name = "missing_file" if name == "fresh" else name
         with heard() as messages:
-            error = error_of(lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options))
+            error = error_of(
+                lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options)
+            )
         same = all(torch.equal(a, b) for a, b in zip(weights(fresh).values(), trained, strict=True))
         # Adam's steps, as they are in the files: DeepSpeed's part was loaded
-        moments = [float(state["step"]) for state in fresh.basic_optimizer.state.values() if "step" in state]
+        moments = [
+            float(state["step"])
+            for state in fresh.basic_optimizer.state.values()
+            if "step" in state
+        ]
         said = "\n".join(m for m in messages if "ds_kfac" in m)
-        return {"error": error, "said": said, "engine": fresh, "deepspeed": same and set(moments) == {3.0}}
+        return {
+            "error": error,
+            "said": said,
+            "engine": fresh,
+            "deepspeed": same and set(moments) == {3.0},
+        }
 
     for name in ("plain", "missing_file", "fresh", "missing_folder", "header"):
         results[name] = load(name)
@@ -260,12 +336,21 @@ def damage_worker(folder: str) -> dict:
 
 def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()):
-        results = run_ranks("tests.deepspeed.test_checkpoint:damage_worker", world=2, payload=str(tmp_path))
+        results = run_ranks(
+            "tests.deepspeed.test_checkpoint:damage_worker", world=2, payload=str(tmp_path)
+        )
     for rank, result in enumerate(results):
         assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
-        assert "middle.layer.pt: is missing" in result["missing_file"]["error"], result["missing_file"]
-        assert '"checkpoint": {"on_missing": "fresh"}' in result["missing_file"]["error"], "a way that keeps the rest"
-        assert all(result[name]["deepspeed"] for name in ("missing_file", "fresh", "missing_folder", "header"))
+        assert "middle.layer.pt: is missing" in result["missing_file"]["error"], result[
+            "missing_file"
+        ]
+        assert '"checkpoint": {"on_missing": "fresh"}' in result["missing_file"]["error"], (
+            "a way that keeps the rest"
+        )
+        assert all(
+            result[name]["deepspeed"]
+            for name in ("missing_file", "fresh", "missing_folder", "header")
+        )
         assert result["fresh"]["error"] == "" and result["fresh"]["steps"] == 0
         assert "no K-FAC state" in result["missing_folder"]["error"]
         assert "header.json: wrong checksum" in result["header"]["error"]
@@ -280,7 +365,8 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
 
 
 def overwrite_worker(folder: str) -> dict:
-    """A tag written again: by a killed save, by a run without K-FAC; and loaded by an engine that has trained."""
+    """A tag written again: by a killed save, by a run without K-FAC; and loaded by an engine that
+    has trained."""
     from ds_kfac.checkpoint.save import save
 
     mode, results = BY_NAME["z2"], {}
@@ -292,7 +378,9 @@ def overwrite_worker(folder: str) -> dict:
     save(engine.kfac.job, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
     fresh = build(mode, 1, seed=99, kfac=KFAC)
     fresh.load_checkpoint(folder, tag="tag")
-    same = all(torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True))
+    same = all(
+        torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True)
+    )
     results["killed save"] = same, fresh.kfac.preconditioner.steps
     engine.save_checkpoint(folder, tag="tag")
     torch.distributed.barrier()
@@ -301,7 +389,8 @@ def overwrite_worker(folder: str) -> dict:
     plain = build(mode, 1, kfac={"enabled": False})
     train(plain, 1, steps=1)
     plain.save_checkpoint(folder, tag="tag")
-    fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
+    # has trained, and the folder of an older save is still there
+    fresh.load_checkpoint(folder, tag="tag")
     kfac = fresh.kfac.preconditioner
     empty = all(float(state.updates) == 0 for state in kfac.curvature.factors.values())
     empty = empty and all(state.basis is None for state in kfac.state.values())
@@ -310,24 +399,29 @@ def overwrite_worker(folder: str) -> dict:
 
 
 def test_an_overwritten_tag_never_mixes_two_saves(tmp_path):
-    for result in run_ranks("tests.deepspeed.test_checkpoint:overwrite_worker", world=2, payload=str(tmp_path)):
+    for result in run_ranks(
+        "tests.deepspeed.test_checkpoint:overwrite_worker", world=2, payload=str(tmp_path)
+    ):
         assert result["killed save"] == (True, 4)
         assert result["folders"] == 1, "old states are removed after the new save is complete"
         assert result["plain save over it"] == (True, 0, {})
 
 
 def regrouped_worker(folder: str) -> dict:
-    """Saved with one of two equal layers left out, loaded with the other one, with both and with none left out."""
+    """Saved with one of two equal layers left out, loaded with the other one, with both and with
+    none left out."""
     import ds_kfac
 
     def engine(stage, left_out):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
         config = {
-            "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage},
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"stage": stage},
             "optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True}},
-            "kfac": {**KFAC, "layers": {"exclude": left_out}}, "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
+            "kfac": {**KFAC, "layers": {"exclude": left_out}},
+            "zero_allow_untested_optimizer": True,
+        }
         return ds_kfac.initialize(model=model, config=config)[0]
 
     def step(engine):
@@ -346,11 +440,20 @@ def regrouped_worker(folder: str) -> dict:
 
 
 def test_a_state_of_other_layers_is_refused_also_where_its_sizes_fit(tmp_path):
-    (found,) = run_ranks("tests.deepspeed.test_checkpoint:regrouped_worker", world=1, payload=str(tmp_path))
+    (found,) = run_ranks(
+        "tests.deepspeed.test_checkpoint:regrouped_worker", world=1, payload=str(tmp_path)
+    )
     for (stage, *left_out), said in found.items():
         if left_out == ["0"]:
             assert said == "", (stage, said)
         elif left_out == ["1"]:
-            assert "has 0.weight, 1.weight in other parameter groups: kfac.layers" in said, (stage, said)
+            assert "has 0.weight, 1.weight in other parameter groups: kfac.layers" in said, (
+                stage,
+                said,
+            )
         else:
-            assert "has other parameter groups than this engine's KFACTorchAdamW" in said, (stage, left_out, said)
+            assert "has other parameter groups than this engine's KFACTorchAdamW" in said, (
+                stage,
+                left_out,
+                said,
+            )

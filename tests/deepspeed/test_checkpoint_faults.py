@@ -1,4 +1,5 @@
-"""Saves and loads in which something goes wrong or has changed: DeepSpeed's part always works, ours is never silent."""
+"""Saves and loads in which something goes wrong or has changed: DeepSpeed's part always works, ours
+is never silent."""
 
 import os
 import shutil
@@ -26,8 +27,8 @@ FRESH = {**KFAC, "checkpoint": {"on_missing": "fresh"}}
 
 
 class Adapters(nn.Module):
-    """Names that are no file names: keys of a ModuleDict, one with a leading slash, one with 300 letters, two that
-    differ in case alone."""
+    """Names that are no file names: keys of a ModuleDict, one with a leading slash, one with 300
+    letters, two that differ in case alone."""
 
     KEYS = ("en/de", "/tmp/escape", "up/", "x" * 300, "head", "Head")
 
@@ -52,13 +53,20 @@ def names(folder: Path) -> dict:
     torch.manual_seed(1)
     second = build(BY_NAME["z2"], 1, kfac=KFAC, model=Adapters())
     second.load_checkpoint(str(folder / "names"), tag="tag")
-    outside = [path for path in folder.rglob("*.layer.pt") if path.parents[1] != folder / "names/tag/kfac"]
+    outside = [
+        path for path in folder.rglob("*.layer.pt") if path.parents[1] != folder / "names/tag/kfac"
+    ]
     return {"losses": losses, "resumed": train(second, 1, steps=2, first=2), "outside": outside}
 
 
 def torn(folder: Path) -> dict:
-    """A tag at stage 3 written twice, of which one rank's second writing did not come to be; each rank's files."""
-    rank, tag, engine = torch.distributed.get_rank(), folder / "torn/tag", build(BY_NAME["z3"], 1, kfac=KFAC)
+    """A tag at stage 3 written twice, of which one rank's second writing did not come to be; each
+    rank's files."""
+    rank, tag, engine = (
+        torch.distributed.get_rank(),
+        folder / "torn/tag",
+        build(BY_NAME["z3"], 1, kfac=KFAC),
+    )
     train(engine, 1, steps=1)
     engine.save_checkpoint(str(folder / "torn"), tag="tag")
     torch.distributed.barrier()
@@ -82,8 +90,8 @@ def torn(folder: Path) -> dict:
 
 
 def interrupted(folder: Path) -> str:
-    """Killed after DeepSpeed had begun to write: the K-FAC state is there, whole, but nobody has said that it is the
-    tag's."""
+    """Killed after DeepSpeed had begun to write: the K-FAC state is there, whole, but nobody has
+    said that it is the tag's."""
     engine, original = build(BY_NAME["z2"], 1, kfac=KFAC), saving.finish
     train(engine, 1, steps=2)
     saving.finish = lambda *_: None
@@ -95,9 +103,13 @@ def interrupted(folder: Path) -> str:
 
 
 def copied(folder: Path) -> dict:
-    """A tag that a tool copied, without files named latest and with a new time for every file; and a save over it that
-    was killed before it had replaced one rank's optimizer states."""
-    engine, whole, copy = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "copied/whole", folder / "copied/copy"
+    """A tag that a tool copied, without files named latest and with a new time for every file; and
+    a save over it that was killed before it had replaced one rank's optimizer states."""
+    engine, whole, copy = (
+        build(BY_NAME["z2"], 1, kfac=KFAC),
+        folder / "copied/whole",
+        folder / "copied/copy",
+    )
     train(engine, 1, steps=2)
     engine.save_checkpoint(str(whole), tag="tag")
     torch.distributed.barrier()
@@ -110,7 +122,10 @@ def copied(folder: Path) -> dict:
     fresh = build(BY_NAME["z2"], 1, seed=5, kfac=KFAC)
     with heard() as messages:
         fresh.load_checkpoint(str(copy), tag="tag")
-    found = {"messages": "\n".join(messages), "losses": [train(it, 1, steps=2, first=2) for it in (engine, fresh)]}
+    found = {
+        "messages": "\n".join(messages),
+        "losses": [train(it, 1, steps=2, first=2) for it in (engine, fresh)],
+    }
     original, saving.finish = saving.finish, lambda *_: None
     fresh.save_checkpoint(str(copy), tag="tag")
     saving.finish = original
@@ -124,8 +139,13 @@ def copied(folder: Path) -> dict:
 
 
 def cut_off(folder: Path) -> dict:
-    """A save that ends in the moment in which ``latest`` is written: it names the last whole save."""
-    engine, place, original = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "cut_off", files.os.replace
+    """A save that ends in the moment in which ``latest`` is written: it names the last whole
+    save."""
+    engine, place, original = (
+        build(BY_NAME["z2"], 1, kfac=KFAC),
+        folder / "cut_off",
+        files.os.replace,
+    )
     train(engine, 1, steps=2)
     engine.save_checkpoint(str(place), tag="first")
 
@@ -190,7 +210,8 @@ def not_shared(folder: Path) -> dict:
 
 
 def other_fisher(folder: Path) -> dict:
-    """From any Fisher to any other, and from token to sequence rows: what is of another kind begins anew."""
+    """From any Fisher to any other, and from token to sequence rows: what is of another kind begins
+    anew."""
     kinds = {
         "empirical": {"fisher": "empirical"},
         "none": {"fisher": "activations_only"},
@@ -199,8 +220,11 @@ def other_fisher(folder: Path) -> dict:
     }
     found, updates = {}, {}
     for saved, loaded in (
-        ("empirical", "none"), ("none", "empirical"), ("empirical", "sampled"), ("empirical", "reduce"),
-    ):  # fmt: skip
+        ("empirical", "none"),
+        ("none", "empirical"),
+        ("empirical", "sampled"),
+        ("empirical", "reduce"),
+    ):
         for mode in ("z2", "adam-z2"):
             first, second = (
                 build(
@@ -221,18 +245,29 @@ def other_fisher(folder: Path) -> dict:
                 second.load_checkpoint(place, tag="tag")
             kfac = second.kfac.preconditioner
             updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
-            before = {name: [bool(getattr(s, side).vectors) for side in "AG"] for name, s in kfac.state.items()}
+            before = {
+                name: [bool(getattr(s, side).vectors) for side in "AG"]
+                for name, s in kfac.state.items()
+            }
             moments = None
-            if mode == "adam-z2":  # in the coordinates of the gradient, in which no basis has a part
+            # in the coordinates of the gradient, in which no basis has a part
+            if mode == "adam-z2":
                 expected, actual = unrotated(first), unrotated(second)
-                moments = max(float((actual[n] - m).abs().max() / m.abs().max()) for n, m in expected.items())
+                moments = max(
+                    float((actual[n] - m).abs().max() / m.abs().max()) for n, m in expected.items()
+                )
             losses = train(second, 1, steps=3, first=4)  # step 4 captures
             after = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
             ready = set(kfac.curvature.factors) <= kfac.curvature.ready
             found[mode, saved, loaded] = {
-                "said": "\n".join(messages), "updates": updates, "vectors": before, "moments": moments,
-                "after": after, "ready": ready, "finite": all(loss == loss for loss in losses),
-            }  # fmt: skip
+                "said": "\n".join(messages),
+                "updates": updates,
+                "vectors": before,
+                "moments": moments,
+                "after": after,
+                "ready": ready,
+                "finite": all(loss == loss for loss in losses),
+            }
             first.destroy()
             second.destroy()
     return found
@@ -255,19 +290,26 @@ def worker(folder: str) -> dict:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    return run_ranks("tests.deepspeed.test_checkpoint_faults:worker", world=2, payload=str(folder), timeout=600)
+    return run_ranks(
+        "tests.deepspeed.test_checkpoint_faults:worker", world=2, payload=str(folder), timeout=600
+    )
 
 
 def test_any_layer_name_can_be_saved(results):
     for result in results:
-        assert result["names"]["resumed"] == result["names"]["losses"] and not result["names"]["outside"]
+        assert (
+            result["names"]["resumed"] == result["names"]["losses"]
+            and not result["names"]["outside"]
+        )
 
 
 def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(results):
     for result in results:
         for name in ("error", "fresh"):  # the weights are torn too: nothing to go on with
             error = result["torn"][name]
-            assert "is torn" in error and "of step 3: rank 0" in error and "of step 1: rank 1" in error
+            assert (
+                "is torn" in error and "of step 3: rank 0" in error and "of step 1: rank 1" in error
+            )
 
 
 def test_a_save_that_did_not_reach_its_end_is_warned_of(results):
@@ -284,7 +326,11 @@ def test_a_copy_without_latest_and_with_new_times_is_the_same_save(results):
 def test_a_save_over_another_tag_that_did_not_replace_all_files_names_them(results):
     for result in results:
         error = result["copied"]["torn"]
-        assert "is torn" in error and "zero_pp_rank_1_mp_rank_00_optim_states.pt" in error and "states.json" in error
+        assert (
+            "is torn" in error
+            and "zero_pp_rank_1_mp_rank_00_optim_states.pt" in error
+            and "states.json" in error
+        )
         assert "zero_pp_rank_0" not in error
 
 
@@ -293,17 +339,28 @@ def test_a_save_that_ends_while_latest_is_written_leaves_the_last_one_named(resu
     for result in results:
         found = result["cut_off"]
         assert found["latest"] == "first" and "/first/" in found["loaded"]
-        assert "could not write" in found["error"] and "rank 0: OSError: [Errno 5] the end" in found["error"]
+        assert (
+            "could not write" in found["error"]
+            and "rank 0: OSError: [Errno 5] the end" in found["error"]
+        )
 
 
 def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(results):
     for rank, result in enumerate(results):
         found = result["unwritable"]
-        assert "rank 1: OSError: [Errno 28] No space left on device" in found["save"], "on every rank"
-        assert "DeepSpeed's own checkpoint" in found["save"] and '"on_missing": "fresh"' in found["save"]
+        assert "rank 1: OSError: [Errno 28] No space left on device" in found["save"], (
+            "on every rank"
+        )
+        assert (
+            "DeepSpeed's own checkpoint" in found["save"]
+            and '"on_missing": "fresh"' in found["save"]
+        )
         assert found["left"] == [], "a failed save leaves nothing"
         assert found["latest"] == "tag"
-        assert "was saved without its K-FAC state" in found["error"] and "No space left" in found["error"]
+        assert (
+            "was saved without its K-FAC state" in found["error"]
+            and "No space left" in found["error"]
+        )
         assert found["fresh"] == "" and found["error weights"] and found["fresh weights"]
         assert ("K-FAC starts afresh" in found["fresh said"]) == (rank == 0)
         assert "WARNING: ds_kfac" not in found["fresh said"]
@@ -313,7 +370,10 @@ def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(results):
 def test_a_folder_that_not_all_ranks_see_is_refused_at_the_first_save(results):
     for result in results:
         found = result["not_shared"]
-        assert "rank 1: ValueError" in found["error"] and "save to a shared file system" in found["error"]
+        assert (
+            "rank 1: ValueError" in found["error"]
+            and "save to a shared file system" in found["error"]
+        )
         assert found["deepspeed"] and not found["kfac"]
 
 
@@ -326,9 +386,13 @@ def test_a_factor_of_another_kind_begins_anew(results):
                 assert updates == (0 if key[-1] in restarted else 2), (mode, saved, loaded, key)
             assert loaded != "none" or not any(key.endswith("/G") for key in found["updates"])
             for vectors in found["vectors"].values():
-                assert vectors == [True, "none" not in (saved, loaded)], "in use until the new batch is there"
+                assert vectors == [True, "none" not in (saved, loaded)], (
+                    "in use until the new batch is there"
+                )
             if rank == 0 and loaded != "none":
                 assert "head/G" in found["said"] and "start empty (saved: " in found["said"]
-            assert all(found["after"][key] == updates + 2 for key, updates in found["updates"].items())
+            assert all(
+                found["after"][key] == updates + 2 for key, updates in found["updates"].items()
+            )
             assert found["ready"] and found["finite"]
             assert found["moments"] is None or found["moments"] < 1e-5, "Adam goes on where it was"

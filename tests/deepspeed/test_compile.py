@@ -1,5 +1,6 @@
-"""engine.compile(): training with K-FAC is that of the engine that is not compiled, and the compiled graphs are those
-of an engine without K-FAC: no break and no recompilation of ours, whatever is due."""
+"""engine.compile(): training with K-FAC is that of the engine that is not compiled, and the
+compiled graphs are those of an engine without K-FAC: no break and no recompilation of ours,
+whatever is due."""
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def counts() -> dict[str, int]:
     }
 
 
-def trained(name: str, block: dict, compile_options: dict | None) -> tuple[dict, dict, list[dict[str, int]]]:
+def trained(
+    name: str, block: dict, compile_options: dict | None
+) -> tuple[dict, dict, list[dict[str, int]]]:
     """Initial and final weights with the factors, and the counts after each step."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -65,7 +68,10 @@ def trained(name: str, block: dict, compile_options: dict | None) -> tuple[dict,
         for _ in range(2):  # evaluation is compiled once, captured or not
             kfac.capture.active = not kfac.capture.active
             with torch.no_grad():
-                engine(torch.randn(4, 3, 13, dtype=engine.get_data_types()[0]), torch.zeros(4, 3, dtype=torch.long))
+                engine(
+                    torch.randn(4, 3, 13, dtype=engine.get_data_types()[0]),
+                    torch.zeros(4, 3, dtype=torch.long),
+                )
             history.append(counts())
     engine.destroy()
     return initial, final, history
@@ -82,9 +88,18 @@ def worker(cases) -> dict:
         _, actual, history = trained(name, BLOCK, options)
         bound = 1.0
         if dist.get_rank() == 0:
-            bound = expected(BY_NAME[name], 1, dist.get_world_size(), initial, steps=STEPS, kfac_config=BLOCK).bound
-        initial |= {key: torch.zeros_like(value) for key, value in eager.items() if key not in initial}
-        results[name, options["backend"]] = difference(actual, eager, initial), bound, history, plain
+            bound = expected(
+                BY_NAME[name], 1, dist.get_world_size(), initial, steps=STEPS, kfac_config=BLOCK
+            ).bound
+        initial |= {
+            key: torch.zeros_like(value) for key, value in eager.items() if key not in initial
+        }
+        results[name, options["backend"]] = (
+            difference(actual, eager, initial),
+            bound,
+            history,
+            plain,
+        )
     return results
 
 
@@ -96,16 +111,30 @@ def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(world, 
             assert not within(name, error, bound), (name, backend, error, bound)
             assert history[0]["graphs"] == 0, "a captured step is not compiled"
             for key in ("graphs", "breaks", "recompiled"):
-                # at stage 3 DeepSpeed breaks the graph itself, and more often in its first step, not compiled here
-                same = history[2][key] <= plain[2][key] if name == "z3" else history[2][key] == plain[2][key]
+                # at stage 3 DeepSpeed breaks the graph itself, and more often in its first step,
+                # not compiled here
+                same = (
+                    history[2][key] <= plain[2][key]
+                    if name == "z3"
+                    else history[2][key] == plain[2][key]
+                )
                 assert same or (name, key) == ("z3", "graphs"), (name, key, history, plain)
                 assert history[STEPS - 1][key] == history[2][key], (name, key, history)
-            assert name == "z3" or (plain[2]["graphs"], plain[2]["breaks"]) == (1, 0), (name, plain[2])
-            assert history[STEPS]["graphs"] == history[STEPS + 1]["graphs"], (name, "evaluation", history)
+            assert name == "z3" or (plain[2]["graphs"], plain[2]["breaks"]) == (1, 0), (
+                name,
+                plain[2],
+            )
+            assert history[STEPS]["graphs"] == history[STEPS + 1]["graphs"], (
+                name,
+                "evaluation",
+                history,
+            )
 
 
 def test_inductor_trains_the_same():
-    (result,) = run_ranks("tests.deepspeed.test_compile:worker", world=1, payload=[("z2", {"backend": "inductor"})])
+    (result,) = run_ranks(
+        "tests.deepspeed.test_compile:worker", world=1, payload=[("z2", {"backend": "inductor"})]
+    )
     if result["z2", "inductor"] is None:  # seen with ATEN_CPU_CAPABILITY=avx2
         pytest.skip("torch's inductor makes NaN of this model without K-FAC")
     error, bound, history, _ = result["z2", "inductor"]
@@ -118,8 +147,13 @@ def test_inductor_trains_the_same():
 def test_a_trace_and_an_export_in_a_captured_step_have_the_operations_of_the_model_alone(sampled):
     def operations() -> list[int]:
         traced = torch.jit.trace(model, x).inlined_graph
-        exported = [torch.export.export(model, (x,), strict=strict).graph for strict in (False, True)]
-        return [len(list(graph.nodes())) if graph is traced else len(graph.nodes) for graph in (traced, *exported)]
+        exported = [
+            torch.export.export(model, (x,), strict=strict).graph for strict in (False, True)
+        ]
+        return [
+            len(list(graph.nodes())) if graph is traced else len(graph.nodes)
+            for graph in (traced, *exported)
+        ]
 
     model, x = (
         torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0), torch.nn.Linear(8, 3)),

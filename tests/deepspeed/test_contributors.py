@@ -1,5 +1,5 @@
-"""Factors from the rows of some ranks, or from some rows of one: equal to tests/oracle.py fed with just these, in every
-ZeRO stage."""
+"""Factors from the rows of some ranks, or from some rows of one: equal to tests/oracle.py fed with
+just these, in every ZeRO stage."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.distributed
 STEPS, TOKENS = 6, 3
 ROWS = TOKENS * MICRO_ROWS
 SMALL = {"plan": {"BUCKET_BYTES": 512}}
-"""Too small for all sums: the first batch comes from the eigen workers alone, later ones in several messages."""
+"""Too small for all sums: the first batch comes from the eigen workers alone, later ones in several
+messages."""
 
 
 def case(stage: int, rows, *, accumulation: int = 1, adam: bool = False, **kfac):
@@ -33,7 +34,9 @@ CASES = {
     "two-z0": case(0, 2 * ROWS),
     "two-accumulated": case(2, 5 * ROWS, accumulation=4),
     "two-corrected": case(2, 2 * ROWS, preconditioner={**KFAC["preconditioner"], **CORRECTED}),
-    "two-inverse": case(1, 2 * ROWS, preconditioner={**KFAC["preconditioner"], "method": "inverse"}),
+    "two-inverse": case(
+        1, 2 * ROWS, preconditioner={**KFAC["preconditioner"], "method": "inverse"}
+    ),
     "one-small": case(2, ROWS, **SMALL),
     "two-small": case(3, 2 * ROWS, **SMALL),
     "all-small": case(2, "all", **SMALL),
@@ -46,11 +49,18 @@ STRIDED = {
     "strided-one": case(2, ROWS // 3),
     "strided-one-z0": case(0, ROWS // 5, adam=True),
     "strided-one-accumulated": case(3, 4 * ROWS // 7, accumulation=4),
-    "strided-one-corrected": case(1, ROWS // 3, preconditioner={**KFAC["preconditioner"], **CORRECTED}),
+    "strided-one-corrected": case(
+        1, ROWS // 3, preconditioner={**KFAC["preconditioner"], **CORRECTED}
+    ),
     "strided-one-small": case(2, ROWS // 2, **SMALL),
 }
-STRIDES = {"strided-one": 3, "strided-one-z0": 6, "strided-one-accumulated": 8, "strided-one-corrected": 3,
-           "strided-one-small": 2}  # fmt: skip
+STRIDES = {
+    "strided-one": 3,
+    "strided-one-z0": 6,
+    "strided-one-accumulated": 8,
+    "strided-one-corrected": 3,
+    "strided-one-small": 2,
+}
 CASES |= STRIDED
 EXPECTED |= dict.fromkeys(STRIDED, 1)
 
@@ -74,8 +84,12 @@ def worker(names) -> dict:
             def only(layer: str, side: str) -> torch.Tensor:
                 key = f"{layer}/{side}"
                 ranks = plan.contributors.of(key, plan.assignment.eigen_workers[key], step)
-                here, stride = torch.isin(reference.ranks, torch.tensor(list(ranks))), plan.contributors.strides
-                row = (reference.places % MICRO_ROWS)[:, None] * TOKENS + torch.arange(TOKENS)  # [N, T], of its call
+                here, stride = (
+                    torch.isin(reference.ranks, torch.tensor(list(ranks))),
+                    plan.contributors.strides,
+                )
+                # [N, T], of its call
+                row = (reference.places % MICRO_ROWS)[:, None] * TOKENS + torch.arange(TOKENS)
                 every = stride.get(key, 1)
                 taken = row % every == phase(step, every)
                 return (here[:, None] & taken).flatten() * (every * world / len(ranks))
@@ -85,13 +99,19 @@ def worker(names) -> dict:
         final = weights(engine)
         found = None
         if dist.get_rank() == 0:
-            found = expected(mode, accumulation, world, initial, steps=STEPS, before_step=before_step)
+            found = expected(
+                mode, accumulation, world, initial, steps=STEPS, before_step=before_step
+            )
         results[name] = {
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound if found else 1.0,
             "sent": sent,
-            "first": sorted({first.contributors.counts.get(key, world) for key in kfac.curvature.specs}),
-            "counts": sorted({kfac.plan.contributors.counts.get(key, world) for key in kfac.curvature.specs}),
+            "first": sorted(
+                {first.contributors.counts.get(key, world) for key in kfac.curvature.specs}
+            ),
+            "counts": sorted(
+                {kfac.plan.contributors.counts.get(key, world) for key in kfac.curvature.specs}
+            ),
             "strides": sorted(set(kfac.plan.contributors.strides.values())),
             "summary": kfac.metrics.values(),
         }
@@ -102,15 +122,22 @@ def worker(names) -> dict:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_factors_of_some_ranks_match_the_reference_with_their_rows(world):
     wrong = []
-    for results in run_ranks("tests.deepspeed.test_contributors:worker", world=world, payload=some(CASES, world)):
+    for results in run_ranks(
+        "tests.deepspeed.test_contributors:worker", world=world, payload=some(CASES, world)
+    ):
         for name, result in results.items():
             wrong += within(f"{name} on {world}", result["difference"], result["bound"])
             count = min(world, EXPECTED[name])
             assert result["counts"] == [count], (name, result["counts"])
             assert result["first"] == (
-                [1] if SMALL.items() <= CASES[name][0].kfac.items() and "all-" not in name else [world]
+                [1]
+                if SMALL.items() <= CASES[name][0].kfac.items() and "all-" not in name
+                else [world]
             ), name
-            assert result["strides"] == ([STRIDES[name]] if name in STRIDES else []), (name, result["strides"])
+            assert result["strides"] == ([STRIDES[name]] if name in STRIDES else []), (
+                name,
+                result["strides"],
+            )
             if count == 1:
                 assert not any(result["sent"][1:]), (name, "statistics need no network")
     assert not wrong, "\n".join(wrong)
@@ -125,7 +152,9 @@ def saving(folder: str) -> None:
 
 def loading(folder: str) -> tuple:
     engine = build(STRIDED["strided-one"][0], 1, seed=99)
-    engine.load_checkpoint(folder, tag="tag", load_optimizer_states=False, load_lr_scheduler_states=False)
+    engine.load_checkpoint(
+        folder, tag="tag", load_optimizer_states=False, load_lr_scheduler_states=False
+    )
     engine.kfac.load_state(folder, "tag")
     kfac = engine.kfac.preconditioner
     loaded = kfac.observations.rows

@@ -1,4 +1,5 @@
-"""A, G and EKFAC's corrected eigenvalues of an engine are those of the library curvlinops (Dangel et al.)."""
+"""A, G and EKFAC's corrected eigenvalues of an engine are those of the library curvlinops (Dangel
+et al.)."""
 
 import functools
 from collections.abc import Callable
@@ -61,10 +62,12 @@ def engine_states(folders: list[str]) -> list[dict[str, Tensor]]:
 
 @patch("ds_kfac.directions.kfac_gradient.DECAY", 0.9999)
 def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Tensor]:
-    """Of an engine that captures the whole batch at its first step and then, at rate 0, sees it row by row.
+    """Of an engine that captures the whole batch at its first step and then, at rate 0, sees it row
+    by row.
 
-    The first step makes A, G and the eigenbases. Corrected eigenvalues S are a mean over steps of N R^2: that of the
-    batch's gradient, then those of N single rows. Without the first, and over N, it is the mean over rows of R^2.
+    The first step makes A, G and the eigenbases. Corrected eigenvalues S are a mean over steps of N
+    R^2: that of the batch's gradient, then those of N single rows. Without the first, and over N,
+    it is the mean over rows of R^2.
     """
     kfac = {
         "factor": {"rows": "all", "update_interval": 1000},
@@ -92,7 +95,9 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
     for name in LAYERS:
         A, G = batch[f"{name}.A.factor.pt"], batch[f"{name}.G.factor.pt"]
         found |= {f"{name} A": dense(A["packed"]), f"{name} G": dense(G["packed"])}
-        whole, single = (files[f"{name}.layer.pt"]["moments"]["second_OI"] for files in (batch, rows))
+        whole, single = (
+            files[f"{name}.layer.pt"]["moments"]["second_OI"] for files in (batch, rows)
+        )
         found[f"{name} S"] = ((ROWS + 1) * single - whole) / ROWS**2
     return found
 
@@ -112,13 +117,27 @@ def dense(packed: Tensor) -> Tensor:
     return C
 
 
-def by_curvlinops(kind: type[nn.Module], start: dict[str, Tensor], variation: Variation) -> dict[str, Tensor]:
+def by_curvlinops(
+    kind: type[nn.Module], start: dict[str, Tensor], variation: Variation
+) -> dict[str, Tensor]:
     x, y = variation.rows(*data())
     model = kind()
     model.load_state_dict(start)
-    arguments = (model, nn.CrossEntropyLoss(), list(model.parameters()), [(x.to(variation.dtype(x.dtype)), y)])
-    options = {"fisher_type": "empirical", "separate_weight_and_bias": False, "check_deterministic": False}
-    kfac, ekfac = KFACLinearOperator(*arguments, **options), EKFACLinearOperator(*arguments, **options)
+    arguments = (
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x.to(variation.dtype(x.dtype)), y)],
+    )
+    options = {
+        "fisher_type": "empirical",
+        "separate_weight_and_bias": False,
+        "check_deterministic": False,
+    }
+    kfac, ekfac = (
+        KFACLinearOperator(*arguments, **options),
+        EKFACLinearOperator(*arguments, **options),
+    )
     kfac.compute_kronecker_factors()
     ekfac.compute_eigenvalue_correction()
     factors, corrected = kfac.state_dict(), ekfac.state_dict()["corrected_eigenvalues"]
@@ -127,7 +146,8 @@ def by_curvlinops(kind: type[nn.Module], start: dict[str, Tensor], variation: Va
         S = corrected[name]
         found[f"{name} A"] = factors["input_covariances"][name]
         found[f"{name} G"] = factors["gradient_covariances"][name]
-        found[f"{name} S"] = S if isinstance(S, Tensor) else next(iter(S.values()))  # without a bias: by parameter
+        # without a bias: by parameter
+        found[f"{name} S"] = S if isinstance(S, Tensor) else next(iter(S.values()))
     return found
 
 
@@ -135,12 +155,17 @@ def by_curvlinops(kind: type[nn.Module], start: dict[str, Tensor], variation: Va
 def states(tmp_path_factory) -> list[dict[str, Tensor]]:
     """Of each run."""
     folders = [str(tmp_path_factory.mktemp("saves")) for _ in RUNS]
-    return run_ranks("tests.deepspeed.test_curvlinops:engine_states", world=WORLD, payload=folders)[0]
+    return run_ranks("tests.deepspeed.test_curvlinops:engine_states", world=WORLD, payload=folders)[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
 def curvlinops() -> Callable[[type[nn.Module], Variation], dict[str, Tensor]]:
-    starts = {kind: {name: p.detach().clone() for name, p in make_net(kind).named_parameters()} for kind, _ in RUNS}
+    starts = {
+        kind: {name: p.detach().clone() for name, p in make_net(kind).named_parameters()}
+        for kind, _ in RUNS
+    }
     return functools.cache(lambda kind, variation: by_curvlinops(kind, starts[kind], variation))
 
 
@@ -152,4 +177,6 @@ def test_engines_have_curvlinops_matrices(states, curvlinops, kind, what):
     found = spread.expected(lambda variation: {what: curvlinops(kind, variation)[what]}, zero)
     assert found.spread < 1e-2, "the bound must mean something"
     for state in own:
-        assert not spread.within(what, difference({what: state[what]}, found.weights, zero), found.bound)
+        assert not spread.within(
+            what, difference({what: state[what]}, found.weights, zero), found.bound
+        )

@@ -1,4 +1,5 @@
-"""A head that is cut into parts is stepped as a whole one, in every engine mode, and the parts have several owners."""
+"""A head that is cut into parts is stepped as a whole one, in every engine mode, and the parts have
+several owners."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -15,13 +16,19 @@ from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, difference, within
 
 MODES = (
-    "adam-z0", "adam-z1", "adam-z2-round_robin", "adam-z3-offload", "adam-z2-bf16", "adam-z3",
-)  # fmt: skip
+    "adam-z0",
+    "adam-z1",
+    "adam-z2-round_robin",
+    "adam-z3-offload",
+    "adam-z2-bf16",
+    "adam-z3",
+)
 CUT = patch.multiple(cut, LARGEST=60, PART=13)
 """The head, [5, 12] with a bias, is the only layer that keeps Adam's direction; five parts."""
 
 EXACT = {"results": torch.float32}
-"""In 16 bits results are rounded where they travel, and those of parts do where those of a whole head need not."""
+"""In 16 bits results are rounded where they travel, and those of parts do where those of a whole
+head need not."""
 
 
 def without_G(name: str) -> Mode:
@@ -32,13 +39,18 @@ def without_G(name: str) -> Mode:
 
 
 def worker(names) -> dict:
-    """Mode -> (difference from a whole head, what that may be, its layers and who owns them, problems of counts)."""
+    """Mode -> (difference from a whole head, what that may be, its layers and who owns them,
+    problems of counts)."""
     found = {}
     for name in names:
         mode, whole = without_G(name), []
         for variation in ({}, *variations(mode)):
-            engine, initial, final = trained(mode, Apart, bias=True, share=True, **{**EXACT, **variation})
-            assert [layer.name for layer in engine.kfac.preconditioner.layers if "head" in layer.name] == ["head"]
+            engine, initial, final = trained(
+                mode, Apart, bias=True, share=True, **{**EXACT, **variation}
+            )
+            assert [
+                layer.name for layer in engine.kfac.preconditioner.layers if "head" in layer.name
+            ] == ["head"]
             engine.destroy()
             whole.append(final)
         spread = max(difference(other, whole[0], initial) for other in whole[1:])
@@ -59,10 +71,14 @@ def worker(names) -> dict:
 
 @pytest.mark.distributed
 def test_a_head_in_parts_steps_as_a_whole_one():
-    found = run_ranks("tests.deepspeed.test_cut:worker", world=2, payload=list(MODES), timeout=600)[0]
+    found = run_ranks("tests.deepspeed.test_cut:worker", world=2, payload=list(MODES), timeout=600)[
+        0
+    ]
     problems = []
     for name, (error, bound, parts, owners, silent) in found.items():
-        assert parts == [f"head.{index}" for index in range(expert_stacks.CLASSES)] and silent == [], name
+        assert (
+            parts == [f"head.{index}" for index in range(expert_stacks.CLASSES)] and silent == []
+        ), name
         assert owners == {0, 1}, name
         problems += within(name, error, bound)
     assert not problems, problems

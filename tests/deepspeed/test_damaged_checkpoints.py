@@ -1,4 +1,5 @@
-"""Damaged K-FAC state: refused on every rank with nothing changed, or provably harmless. Nothing of it is silent."""
+"""Damaged K-FAC state: refused on every rank with nothing changed, or provably harmless. Nothing of
+it is silent."""
 
 import shutil
 from pathlib import Path
@@ -43,7 +44,8 @@ def worker(folder: str) -> dict:
     train(engine, 1, steps=1, first=3)
     header = save(engine.kfac.job, tag)
     finish(engine.kfac.job, tag, header)
-    saved = {key: value.clone() for key, value in tensors(engine).items()}  # steps change them in place
+    # steps change them in place
+    saved = {key: value.clone() for key, value in tensors(engine).items()}
     train(engine, 1, steps=1, first=4)
     job, state = engine.kfac.job, tag / "kfac" / header["save_id"]
     if rank == 0:
@@ -65,8 +67,12 @@ def worker(folder: str) -> dict:
         except CheckpointError as problem:
             error = str(problem)
         now = tensors(engine)
-        same = job.steps == steps and all(torch.equal(now[key], value) for key, value in before.items())
-        as_saved = job.steps == 4 and all(torch.equal(now[key], value) for key, value in saved.items())
+        same = job.steps == steps and all(
+            torch.equal(now[key], value) for key, value in before.items()
+        )
+        as_saved = job.steps == 4 and all(
+            torch.equal(now[key], value) for key, value in saved.items()
+        )
         results[kind, name] = error, same, as_saved
 
     for name, (damage, _) in DAMAGES.items():
@@ -80,7 +86,9 @@ def worker(folder: str) -> dict:
 
 def test_no_damage_is_silent(tmp_path):
     assert len(DAMAGES) >= 38
-    results = run_ranks("tests.deepspeed.test_damaged_checkpoints:worker", world=2, payload=str(tmp_path))
+    results = run_ranks(
+        "tests.deepspeed.test_damaged_checkpoints:worker", world=2, payload=str(tmp_path)
+    )
     assert results[0].keys() == results[1].keys()
     for result in results:
         for (kind, name), (error, same, as_saved) in result.items():

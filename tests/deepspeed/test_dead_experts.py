@@ -1,4 +1,5 @@
-"""An expert without tokens takes no curvature from those that share its A, nor makes that one refresh more often."""
+"""An expert without tokens takes no curvature from those that share its A, nor makes that one
+refresh more often."""
 
 import pytest
 import torch
@@ -28,16 +29,25 @@ class Avoids(nn.Module):
 def worker(mode: str) -> dict:
     """Dead expert -> layers without a basis, and on this rank step -> refreshed factors."""
     found = {}
-    block = {**BY_NAME[mode].kfac_block, "eigenbasis": {"refresh_interval": REFRESH}, "burn_in": {"steps": 0}}
+    block = {
+        **BY_NAME[mode].kfac_block,
+        "eigenbasis": {"refresh_interval": REFRESH},
+        "burn_in": {"steps": 0},
+    }
     for dead in (None, *range(EXPERTS)):
         model = make(Upright)
         model.router = Avoids(dead)
-        engine = build(BY_NAME[mode], 1, model=model, kfac=block, train_micro_batch_size_per_gpu=ROWS)
+        engine = build(
+            BY_NAME[mode], 1, model=model, kfac=block, train_micro_batch_size_per_gpu=ROWS
+        )
         curvature, refreshed = engine.kfac.preconditioner.curvature, {}
         shared = {spec.key for spec in curvature.specs.values() if len(spec.layers) == EXPERTS}
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
-            x, y = torch.randn(ROWS, WIDTH, generator=generator), torch.randint(5, (ROWS,), generator=generator)
+            x, y = (
+                torch.randn(ROWS, WIDTH, generator=generator),
+                torch.randint(5, (ROWS,), generator=generator),
+            )
             engine.backward(engine(x, y))
             engine.step()
             refreshed[step] = {key for key, last in curvature.log.fresh.items() if last == step}
@@ -52,10 +62,16 @@ def test_an_expert_without_tokens_takes_no_basis_from_others_nor_makes_them_refr
     ranks = run_ranks("tests.deepspeed.test_dead_experts:worker", world=world, payload="z2")
     for dead in range(EXPERTS):
         without = set().union(*(found[dead][0] for found in ranks))
-        assert len(without) == 2 and all(f"[{dead}]" in name or f".{dead}" in name for name in without), without
+        assert len(without) == 2 and all(
+            f"[{dead}]" in name or f".{dead}" in name for name in without
+        ), without
         for found in ranks:
             _, refreshed, shared = found[dead]
             assert shared, "no A is shared, so nothing is tested"
             for step, keys in refreshed.items():
-                assert keys <= found[None][1][step], (dead, step, "refreshes that the others have not made")
+                assert keys <= found[None][1][step], (
+                    dead,
+                    step,
+                    "refreshes that the others have not made",
+                )
                 assert shared & keys == shared & found[None][1][step], (dead, step)

@@ -1,5 +1,5 @@
-"""A program may change what torch takes where nothing is said: the dtype and the device of new tensors, and whether
-they are inference tensors. What K-FAC computes does not change with it."""
+"""A program may change what torch takes where nothing is said: the dtype and the device of new
+tensors, and whether they are inference tensors. What K-FAC computes does not change with it."""
 
 import ast
 import contextlib
@@ -18,7 +18,8 @@ from tests.ranks import run_ranks
 FLOATING = {"zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace"}
 """Functions that make tensors of the default dtype."""
 OTHERS = {"tensor", "as_tensor", "arange", "randint", "tril_indices", "triu_indices"}
-"""Their dtype is that of what they are given, if it is integers; their device is the default one, too."""
+"""Their dtype is that of what they are given, if it is integers; their device is the default one,
+too."""
 APART = {"reference.py", "estimate/subject.py"}
 """A page to read, and examples of other people's models."""
 
@@ -46,8 +47,18 @@ def test_every_new_tensor_says_its_dtype_and_its_device():
 
 
 def test_a_call_that_says_nothing_is_found():
-    assert len(unsaid("torch.zeros(3)\ntorch.zeros(3, dtype=x)\ntorch.tensor(1.0)\ntorch.ones(3, device=x)")) == 4
-    assert not unsaid("torch.zeros(3, dtype=x, device=y)\ntorch.empty(2, **options)\ntorch.tensor([1], device=x)")
+    assert (
+        len(
+            unsaid(
+                "torch.zeros(3)\ntorch.zeros(3, dtype=x)\ntorch.tensor(1.0)\ntorch.ones(3, "
+                "device=x)"
+            )
+        )
+        == 4
+    )
+    assert not unsaid(
+        "torch.zeros(3, dtype=x, device=y)\ntorch.empty(2, **options)\ntorch.tensor([1], device=x)"
+    )
 
 
 @contextlib.contextmanager
@@ -75,7 +86,8 @@ def worker(names: list[str]) -> dict:
             model = make_net()
             # DeepSpeed builds no engine of tensors on a device that holds none
             with changed() if change != "device" else contextlib.nullcontext():
-                # at stage 0 DeepSpeed computes by what it clips in the default dtype, with any optimizer
+                # at stage 0 DeepSpeed computes by what it clips in the default dtype, with any
+                # optimizer
                 clip = {} if BY_NAME[name].stage else {"gradient_clipping": 0.0}
                 engine = build(BY_NAME[name], 2, model=model, **clip)
             engine.kfac.detach()
@@ -88,10 +100,19 @@ def worker(names: list[str]) -> dict:
                         engine.backward(engine(x, y))
                         with torch.inference_mode(change == "inference"):
                             engine.step()
-            factors = {key: state.packed_P for key, state in kfac.preconditioner.curvature.factors.items()}
+            factors = {
+                key: state.packed_P for key, state in kfac.preconditioner.curvature.factors.items()
+            }
             with changed():
-                said = kfac.explain("middle"), {key: float(value) for key, value in kfac.counters().items()}
-            found[name, change] = weights(engine) | factors, said, dict(kfac.preconditioner.proving.unfit)
+                said = (
+                    kfac.explain("middle"),
+                    {key: float(value) for key, value in kfac.counters().items()},
+                )
+            found[name, change] = (
+                weights(engine) | factors,
+                said,
+                dict(kfac.preconditioner.proving.unfit),
+            )
             engine.destroy()
     return found
 

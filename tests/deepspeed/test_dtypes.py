@@ -47,7 +47,8 @@ def worker(cases: list[tuple[str, dict, list[str]]]) -> list[tuple]:
 
 @pytest.mark.parametrize("mode", ["z0", "adam-z0"])
 def test_it_does_not_matter_of_which_dtype_the_first_layer_is(mode):
-    """At stage 0 the optimizer steps parameters as they are; gradients travel in the widest dtype of any."""
+    """At stage 0 the optimizer steps parameters as they are; gradients travel in the widest dtype
+    of any."""
     orders = [["first", "middle", "head"], ["middle", "head", "first"]]
     cases = [(mode, NARROW, order) for order in orders]
     for results in run_ranks("tests.deepspeed.test_dtypes:worker", world=2, payload=cases):

@@ -1,4 +1,5 @@
-"""The estimator against engines: bytes and calls by kind, step by step, and memory; all of it exactly."""
+"""The estimator against engines: bytes and calls by kind, step by step, and memory; all of it
+exactly."""
 
 from functools import partial
 from unittest.mock import patch
@@ -27,9 +28,12 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)
 ROWS = 2 * GPT_2.context
-SHARED = tuple((f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks))
+SHARED = tuple(
+    (f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks)
+)
 STEPS = {"plain": 3, "update": 2, "refresh": 4}
-"""Steps of these kinds with the intervals below, after the first one, in which shared inputs are found."""
+"""Steps of these kinds with the intervals below, after the first one, in which shared inputs are
+found."""
 EXPERTS = Mixture(2, 16, 4, 12, 256, 16, head=4, grouped=2, experts=3, top=2)
 
 
@@ -40,14 +44,21 @@ class MoE(nn.Module):
         super().__init__()
         self.model = MixtureOfExperts(EXPERTS, bias=bias)
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta and ("proj" in name or "sinks" in name or name.endswith("gate.weight")):
-                nn.init.normal_(parameter)  # what torch leaves empty; and so that every expert gets tokens
+            if not parameter.is_meta and (
+                "proj" in name or "sinks" in name or name.endswith("gate.weight")
+            ):
+                # what torch leaves empty; and so that every expert gets tokens
+                nn.init.normal_(parameter)
 
     def forward(self, tokens, targets):
         return F.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-MODELS = {"gpt": lambda: GPT(GPT_2), "experts": lambda: MoE(False), "lying experts": lambda: MoE(True)}
+MODELS = {
+    "gpt": lambda: GPT(GPT_2),
+    "experts": lambda: MoE(False),
+    "lying experts": lambda: MoE(True),
+}
 TOGETHER = {"gpt": SHARED} | dict.fromkeys(
     ("experts", "lying experts"),
     tuple(
@@ -69,10 +80,30 @@ INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relativ
 
 
 def case(
-    stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", model="gpt", **blocks
+    stage: int,
+    dtype: str = "fp32",
+    *,
+    adam=False,
+    zero=None,
+    extra=None,
+    groups="one",
+    model="gpt",
+    **blocks,
 ) -> Mode:
-    own = {key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value for key, value in blocks.items()}
-    return Mode(model, stage, dtype, adam=adam, kfac={**KFAC, **own}, zero=zero or {}, extra=extra or {}, groups=groups)
+    own = {
+        key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in blocks.items()
+    }
+    return Mode(
+        model,
+        stage,
+        dtype,
+        adam=adam,
+        kfac={**KFAC, **own},
+        zero=zero or {},
+        extra=extra or {},
+        groups=groups,
+    )
 
 
 def cases(world: int) -> dict[str, Mode]:
@@ -87,13 +118,27 @@ def cases(world: int) -> dict[str, Mode]:
         for name in ("", ", bf16 wire"):
             found[f"stage {stage}{name}"] = case(stage, **forms[name])
     chosen = {
-        2: ("1 workers, bf16 wire", "2 workers", "2 workers, inverse", "stage 1, bf16 wire", "stage 2", "stage 3"),
+        2: (
+            "1 workers, bf16 wire",
+            "2 workers",
+            "2 workers, inverse",
+            "stage 1, bf16 wire",
+            "stage 2",
+            "stage 3",
+        ),
         4: (
-            "1 workers", "1 workers, inverse", "2 workers, bf16 wire", "4 workers", "4 workers, bf16 wire",
-            "4 workers, inverse", "stage 1", "stage 2, bf16 wire", "stage 3, bf16 wire",
+            "1 workers",
+            "1 workers, inverse",
+            "2 workers, bf16 wire",
+            "4 workers",
+            "4 workers, bf16 wire",
+            "4 workers, inverse",
+            "stage 1",
+            "stage 2, bf16 wire",
+            "stage 3, bf16 wire",
         ),
         8: ("2 workers, bf16 wire", "stage 2", "stage 3, bf16 wire"),
-    }  # fmt: skip
+    }
     found = {name: found[name] for name in chosen[world]}
     if world == 8:
         return found
@@ -102,27 +147,33 @@ def cases(world: int) -> dict[str, Mode]:
         alone = {"factor": {"fisher": "activations_only"}}
         return found | {
             "experts, KFACAdamW, stage 2": case(2, adam=True, model="experts", **alone),
-            "lying experts, KFACAdamW, stage 3, bf16": case(3, "bf16", adam=True, model="lying experts", **alone),
+            "lying experts, KFACAdamW, stage 3, bf16": case(
+                3, "bf16", adam=True, model="lying experts", **alone
+            ),
             "experts, stage 2, bf16": case(2, "bf16", model="experts"),
             "lying experts, stage 0": case(0, model="lying experts"),
             "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
             "adaptive": case(2, adaptive=1e-9),
             "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM),
             "offload": case(2, zero=OFFLOAD),
-            "inverse, every layer type": case(3, **INVERSE, layers={"types": ["Linear", "LayerNorm"]}),
+            "inverse, every layer type": case(
+                3, **INVERSE, layers={"types": ["Linear", "LayerNorm"]}
+            ),
             "blocks": case(0, factor={"dense_max": 20}),
         }
     return found | {
         "KFACAdamW, clipped": case(2, adam=True),
         "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
         "round robin": case(1, zero={"round_robin_gradients": True}),
-        "inverse, tikhonov, bf16 wire": case(0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}),
+        "inverse, tikhonov, bf16 wire": case(
+            0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}
+        ),
         "inverse, stage 2": case(2, **INVERSE),
         "inverse, no G, blocks": case(
             0, **INVERSE, factor={"dense_max": 20, "fisher": "activations_only"}
         ),
         "every layer type": case(3, layers={"types": ["Linear", "LayerNorm"]}),
-    }  # fmt: skip
+    }
 
 
 class Buffers:
@@ -139,7 +190,9 @@ class Buffers:
 
 
 def run(engine) -> None:
-    dtype = torch.randint(256, (2, GPT_2.context), generator=torch.Generator().manual_seed(dist.get_rank()))
+    dtype = torch.randint(
+        256, (2, GPT_2.context), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
     engine.backward(engine(dtype, dtype.roll(-1, 1)))
     engine.step()
 
@@ -154,7 +207,10 @@ def measured(mode: Mode) -> dict:
         run(engine)
         for kind in (kind for kind, when in STEPS.items() if when == step):
             after = (channel.sent, channel.received, channel.calls)
-            found[kind] = [{k: now[k] - then[k] for k in KINDS} for now, then in zip(after, before, strict=True)]
+            found[kind] = [
+                {k: now[k] - then[k] for k in KINDS}
+                for now, then in zip(after, before, strict=True)
+            ]
         if step == STEPS["refresh"]:
             found["buffers"] = dict(buffers.seen)
     factors, reducer = kfac.curvature.factors.values(), kfac.curvature.reducer
@@ -169,7 +225,9 @@ def measured(mode: Mode) -> dict:
             if kfac.rank in {slot.owner, *slot.contributors}
         ),
     }
-    found["shards"] = [(s.param, s.start, s.numel, s.rank) for s in sorted(kfac.layout.shards.shards)]
+    found["shards"] = [
+        (s.param, s.start, s.numel, s.rank) for s in sorted(kfac.layout.shards.shards)
+    ]
     found["places"] = [(s.group, s.offset) for s in sorted(kfac.layout.shards.shards)]
     engine.destroy()
     return found
@@ -225,8 +283,15 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
             for kind in STEPS:
                 step, (sent, received, calls) = getattr(found, kind), result[kind]
                 assert sent == {k: step.sent(k)[rank] for k in KINDS}, (name, kind, rank)
-                assert received == {k: step.sent(k, axis=0)[rank] for k in KINDS}, (name, kind, rank)
-                assert list(calls.values()) == list(step.calls) and sum(step.calls) <= 4, (name, kind)
+                assert received == {k: step.sent(k, axis=0)[rank] for k in KINDS}, (
+                    name,
+                    kind,
+                    rank,
+                )
+                assert list(calls.values()) == list(step.calls) and sum(step.calls) <= 4, (
+                    name,
+                    kind,
+                )
             memory = {kind: int(found.memory[kind][rank]) for kind in found.memory}
             assert_memory(name, memory, result)
             order = sorted(found.shards.shards)
@@ -238,7 +303,9 @@ def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
 def assert_memory(name: str, memory: dict, result: dict) -> None:
     measured = result["memory"]
     state = sum(memory[kind] for kind in ("factors", "history", "eigenbases", "moments"))
-    assert memory["factors"] == measured["factors"] and memory["history"] == measured["history"], name
+    assert memory["factors"] == measured["factors"] and memory["history"] == measured["history"], (
+        name
+    )
     assert state == measured["state"], name
     assert memory["sums"] == measured["sums"], name
     if measured["adam"]:
@@ -259,11 +326,15 @@ def spread_cases(world: int) -> dict[str, Mode]:
     spread = partial(case, plan=STAGGERED)
     return {
         "stage 0": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
-        "stage 0, all workers": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}),
+        "stage 0, all workers": spread(
+            0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}
+        ),
         "stage 1": spread(1, eigenbasis=basis),
         "stage 2": spread(2, eigenbasis=basis, **BF16),
         "stage 3": spread(3, eigenbasis=basis),
-        "stage 0, inverse": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
+        "stage 0, inverse": spread(
+            0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1.0}, **INVERSE
+        ),
     }
 
 
@@ -276,11 +347,19 @@ def spread_worker(names) -> dict:
         channel = engine.kfac.preconditioner.channel
         for _ in range(SETTLED):
             run(engine)
-        before = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
+        before = {
+            kind: (channel.sent[kind], channel.received[kind], channel.calls[kind])
+            for kind in KINDS
+        }
         for _ in range(PERIOD):
             run(engine)
-        after = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
-        found[name] = {kind: [b - a for a, b in zip(before[kind], after[kind], strict=True)] for kind in KINDS}
+        after = {
+            kind: (channel.sent[kind], channel.received[kind], channel.calls[kind])
+            for kind in KINDS
+        }
+        found[name] = {
+            kind: [b - a for a, b in zip(before[kind], after[kind], strict=True)] for kind in KINDS
+        }
         engine.destroy()
     return found
 

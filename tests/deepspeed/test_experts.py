@@ -11,15 +11,24 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 # DeepSpeed clips by an average of the ranks' norms
-MODES = [Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}}) for stage in (0, 1, 2)]
+MODES = [
+    Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}})
+    for stage in (0, 1, 2)
+]
 SCALE = [
     Mode("moe-z1-scaled", 1, clip=0.0, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-5}}),
     Mode("moe-z1-inverse", 1, clip=0.0, kfac={**INVERSE, "communication": {"dtype": "fp32"}}),
-    Mode("moe-z0-comm_opt", 0, clip=0.0, kfac={
-        "preconditioner": {"kl_clip": 1e-5}, "offload": {"device": "cpu"},
-        "assignment": {"gradient_worker_fraction": 1.0, "memory_budget_gb": 1.0},
-    }),
-]  # fmt: skip
+    Mode(
+        "moe-z0-comm_opt",
+        0,
+        clip=0.0,
+        kfac={
+            "preconditioner": {"kl_clip": 1e-5},
+            "offload": {"device": "cpu"},
+            "assignment": {"gradient_worker_fraction": 1.0, "memory_budget_gb": 1.0},
+        },
+    ),
+]
 CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]
 ADAM = [Mode(f"moe-adam-z{stage}", stage, adam=True, clip=0.0) for stage in (0, 1)]
 CASES += [(mode, 2, False) for mode in SCALE + ADAM]
@@ -28,7 +37,9 @@ CASES += [(mode, 2, False) for mode in SCALE + ADAM]
 @pytest.mark.parametrize("world", [2, 4])
 def test_experts_match_one_process(world):
     cases = some(CASES, world)
-    for rank, results in enumerate(run_ranks("tests.deepspeed.expert_runs:compare", world=world, payload=cases)):
+    for rank, results in enumerate(
+        run_ranks("tests.deepspeed.expert_runs:compare", world=world, payload=cases)
+    ):
         for (mode, ep_size, starved), result in zip(cases, results, strict=True):
             where = f"{mode.name} ep_size {ep_size} rank {rank}"
             assert result["domains"] == [
@@ -48,12 +59,20 @@ def test_g_of_an_expert_is_that_of_one_process():
     for result in (found for of_rank in results for found in of_rank):
         for name, value in result["expected"].items():
             seen += name.startswith("experts")
-            near(result["found"][name], value, 1e-5 * float(value.abs().max()), "fp32 sums", what=name)
+            near(
+                result["found"][name],
+                value,
+                1e-5 * float(value.abs().max()),
+                "fp32 sums",
+                what=name,
+            )
     assert seen == 3 * 8, "two layers of each of four experts, also recomputed"
 
 
 REFUSED = {
-    "weight_sharing": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}),
+    "weight_sharing": Mode(
+        "moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}
+    ),
     "monte_carlo": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
 }
 
@@ -73,5 +92,9 @@ def test_with_everything_on_all_ranks_have_the_same_weights():
 def test_a_checkpoint_holds_the_experts_of_every_rank():
     for result in run_ranks("tests.deepspeed.expert_runs:saved", world=2, payload=MODES[2]):
         assert result["loaded"] == [True, True] and result["steps"] == [3, 3]
-        experts = {key.split("deepspeed_experts.")[1][0] for key in result["keys"] if "deepspeed_experts" in key}
+        experts = {
+            key.split("deepspeed_experts.")[1][0]
+            for key in result["keys"]
+            if "deepspeed_experts" in key
+        }
         assert experts == set("0123"), "in global numbers"

@@ -1,4 +1,5 @@
-"""What ``engine.kfac.explain`` says of a layer, against what a run did to it; one rank alone may ask."""
+"""What ``engine.kfac.explain`` says of a layer, against what a run did to it; one rank alone may
+ask."""
 
 import contextlib
 import io
@@ -49,13 +50,16 @@ class Own(nn.Linear):
 
 
 def asked_worker(name: str) -> list:
-    """What a rank says before the first step and after the third, of the layer that rank 1 keeps."""
+    """What a rank says before the first step and after the third, of the layer that rank 1
+    keeps."""
     engine, found = build(BY_NAME[name], 1), []
     for steps in (0, 3):
         train(engine, 1, steps)
         if dist.get_rank() == 1:  # the other asks nothing: no collective
             calls = engine.kfac.counters()
-            found.append((engine.kfac.explain("middle"), engine.kfac.explain("first"), engine.kfac.explain()))
+            found.append(
+                (engine.kfac.explain("middle"), engine.kfac.explain("first"), engine.kfac.explain())
+            )
             assert engine.kfac.counters() == calls
     for unknown in ("midle", "norm"):
         try:
@@ -76,23 +80,34 @@ def test_one_rank_alone_may_ask(name):
     assert keeps == ["middle"], "else the texts below are another rank's"
     middle, first, table = before
     assert "state: no basis: A has no update yet" in middle and "next refresh: step 0" in middle
-    assert "state: known on rank 0: call explain there" in first and "A: dense, 14 wide; on rank 0: call" in first
+    assert (
+        "state: known on rank 0: call explain there" in first
+        and "A: dense, 14 wide; on rank 0: call" in first
+    )
     assert [line.split()[0] for line in table.splitlines()] == ["layer", "first", "middle", "head"]
     middle, first, table = after
     assert "middle (Linear, [19, 17]) after 3 applied steps, seen from rank 1:" in middle
     assert "state: basis of step 2" in middle and "3 updates; last batch: step 2, 24 rows" in middle
     assert "next update: step 3; next refresh: step 4" in middle and "until step 50" in middle
-    assert ("gradient and moments: preconditioned and kept on rank 1" in middle) == name.startswith("adam")
+    assert ("gradient and moments: preconditioned and kept on rank 1" in middle) == name.startswith(
+        "adam"
+    )
     assert "basis of step 2" in table and "known on rank 0" in table
-    assert "midle" in unknown and "near it are middle" in unknown and "explain() lists all" in unknown
-    assert left_out.endswith("34 parameters) is not preconditioned; at attach: LayerNorm is not in kfac.layers.types")
+    assert (
+        "midle" in unknown and "near it are middle" in unknown and "explain() lists all" in unknown
+    )
+    assert left_out.endswith(
+        "34 parameters) is not preconditioned; at attach: LayerNorm is not in kfac.layers.types"
+    )
 
 
 def why_worker(_) -> dict[str, str]:
     proving.RAISES = False
     found: dict[str, str] = {}
 
-    def said(what: str, layer: str, steps: int, change=lambda engine: None, model=None, **block) -> None:
+    def said(
+        what: str, layer: str, steps: int, change=lambda engine: None, model=None, **block
+    ) -> None:
         with contextlib.redirect_stderr(io.StringIO()):
             engine = build(BY_NAME["z2"], 1, model=model, kfac={**KFAC, **block})
             change(engine)
@@ -114,7 +129,8 @@ def why_worker(_) -> dict[str, str]:
         work(engine)
 
     def spoil(engine):
-        """Inputs whose squares are not finite, though gradients are: else DeepSpeed would skip the step."""
+        """Inputs whose squares are not finite, though gradients are: else DeepSpeed would skip the
+        step."""
         engine.module.head.register_forward_pre_hook(lambda module, args: (args[0] * 1e20,))
         engine.module.head.register_forward_hook(lambda module, args, output: output * 1e-20)
 
@@ -129,12 +145,19 @@ def why_worker(_) -> dict[str, str]:
 
     def break_hook(engine):
         kfac = engine.kfac.preconditioner
-        kfac.capture.fail(next(layer for layer in kfac.layers if layer.name == "middle"), TypeError("no matrix"))
+        kfac.capture.fail(
+            next(layer for layer in kfac.layers if layer.name == "middle"), TypeError("no matrix")
+        )
 
     said("frozen", "middle", 2, lambda engine: later(engine, 2, freeze))
     said("hook", "middle", 1, lambda engine: later(engine, 3, break_hook))
     said("hook, proven", "middle", 1, lambda engine: later(engine, 2, break_hook))
-    said("no rows", "first", 1, lambda engine: later(engine, 2, lambda engine: make_zero(engine.module)))
+    said(
+        "no rows",
+        "first",
+        1,
+        lambda engine: later(engine, 2, lambda engine: make_zero(engine.module)),
+    )
     said("zero", "middle", 1, empty)
     said("not finite", "head", 1, lambda engine: later(engine, 1, spoil))
     said("kept", "middle", 1, lambda engine: later(engine, 2, fail))
@@ -147,27 +170,53 @@ def why() -> dict[str, str]:
 
 
 SAYS = {
-    "not proven": ["no basis: not proven, its rows do not make up its gradient: its gradient is not that of the rows "
-                   "of 1 calls", "the next update proves again; a layer keeps its raw gradient",
-                   "next update: step 1; next refresh: step 2"],
-    "no gradient": ["no basis: A has taken no batch yet", "step 0, 0 rows", "step 1; next refresh: step 1"],
+    "not proven": [
+        "no basis: not proven, its rows do not make up its gradient: its gradient is not that of "
+        "the rows "
+        "of 1 calls",
+        "the next update proves again; a layer keeps its raw gradient",
+        "next update: step 1; next refresh: step 2",
+    ],
+    "no gradient": [
+        "no basis: A has taken no batch yet",
+        "step 0, 0 rows",
+        "step 1; next refresh: step 1",
+    ],
     "the model": ["(model) (Linear, [13, 14])", "state: basis of step 0"],
     "zero": ["no basis: A is zero, as all its rows are"],
     "failed": ["no basis: A could not be decomposed on rank 0 in step 0, whose log has the error"],
-    "few rows": ["last batch: step 0, 12 rows, fewer than the 1000 that an update asks for (factor.rows)"],
+    "few rows": [
+        "last batch: step 0, 12 rows, fewer than the 1000 that an update asks for (factor.rows)"
+    ],
     "staggered": ["state: basis of step 0", "staggered: A by "],
     "adaptive": ["adaptive: A every "],
-    "no rows": ["2 updates; last batch: step 2, 0 rows on the ranks that contribute, so it left the factor as it was; "
-                "unchanged since step 1"],
-    "not finite": ["1 updates; last batch: step 1, 12 rows, not finite, so it left the factor as it was; "
-                   "unchanged since step 0"],
-    "frozen": ["step 3, 0 rows as its weight is frozen, so it left the factor as it was; unchanged since step 1"],
-    "hook": ["basis of step 2; a hook failed (TypeError: no matrix): its rows are not taken any more in this process, "
-             "and from the next check of rows on it is without curvature"],
-    "hook, proven": ["no basis: a hook failed (TypeError: no matrix): its rows are not taken any more in "
-                     "this process;"],
-    "kept": ["basis of step 0; the refresh of A in step 2 failed on rank 0; the refresh of G in step 2 failed"],
-}  # fmt: skip
+    "no rows": [
+        "2 updates; last batch: step 2, 0 rows on the ranks that contribute, so it left the "
+        "factor as it was; "
+        "unchanged since step 1"
+    ],
+    "not finite": [
+        "1 updates; last batch: step 1, 12 rows, not finite, so it left the factor as it was; "
+        "unchanged since step 0"
+    ],
+    "frozen": [
+        "step 3, 0 rows as its weight is frozen, so it left the factor as it was; unchanged since "
+        "step 1"
+    ],
+    "hook": [
+        "basis of step 2; a hook failed (TypeError: no matrix): its rows are not taken any more "
+        "in this process, "
+        "and from the next check of rows on it is without curvature"
+    ],
+    "hook, proven": [
+        "no basis: a hook failed (TypeError: no matrix): its rows are not taken any more in "
+        "this process;"
+    ],
+    "kept": [
+        "basis of step 0; the refresh of A in step 2 failed on rank 0; the refresh of G in step 2 "
+        "failed"
+    ],
+}
 
 
 @pytest.mark.parametrize("what", SAYS)
@@ -193,12 +242,18 @@ def without_worker(_) -> list[list[str]]:
 def test_layers_without_a_basis_are_named_once_after_five_updates():
     said = run_ranks("tests.deepspeed.test_explain:without_worker", world=1)[0]
     assert [len(texts) for texts in said] == [0, 0, 0, 0, 1, 1, 1]
-    assert "5 updates of theirs in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain" in said[-1][0]
+    assert (
+        "5 updates of theirs in a row: layers.0, layers.1, layers.2 and 2 more; engine.kfac.explain"
+        in said[-1][0]
+    )
 
 
 def in_turn_worker(_) -> list[str]:
     engine = build(
-        BY_NAME["adam-z2"], 1, model=Deep(), kfac={"factor": {"update_interval": 2}, "burn_in": {"steps": 0}}
+        BY_NAME["adam-z2"],
+        1,
+        model=Deep(),
+        kfac={"factor": {"update_interval": 2}, "burn_in": {"steps": 0}},
     )
     with patch.object(warner.logger, "warning") as warning:
         for step in range(14):
@@ -211,7 +266,10 @@ def in_turn_worker(_) -> list[str]:
 
 def test_layers_that_are_trained_in_other_steps_than_those_of_their_updates_are_named_once():
     (said,) = run_ranks("tests.deepspeed.test_explain:in_turn_worker", world=1)[0]
-    assert "frozen at the last 5 updates, so their factors stay as they are: layers.1. If other steps" in said
+    assert (
+        "frozen at the last 5 updates, so their factors stay as they are: layers.1. If other steps"
+        in said
+    )
 
 
 def resumed_worker(folder: str) -> list[str]:
@@ -229,7 +287,11 @@ def resumed_worker(folder: str) -> list[str]:
 
 
 def test_a_basis_of_a_checkpoint_is_one_until_the_next_refresh(tmp_path):
-    loaded, stepped = run_ranks("tests.deepspeed.test_explain:resumed_worker", world=1, payload=str(tmp_path))[0]
+    loaded, stepped = run_ranks(
+        "tests.deepspeed.test_explain:resumed_worker", world=1, payload=str(tmp_path)
+    )[0]
     assert "state: basis of a checkpoint" in loaded
     assert "2 updates, none since this process started or loaded" in loaded
-    assert "state: basis of step 2" in stepped and "3 updates; last batch: step 2, 12 rows" in stepped
+    assert (
+        "state: basis of step 2" in stepped and "3 updates; last batch: step 2, 12 rows" in stepped
+    )

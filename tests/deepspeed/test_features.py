@@ -1,5 +1,5 @@
-"""Fisher kinds, layer types, sides, padding, moments, sums over unequally many labels, DeepSpeed's tiles: each trains
-like tests/oracle.py, in ZeRO 0, 2 and 3."""
+"""Fisher kinds, layer types, sides, padding, moments, sums over unequally many labels, DeepSpeed's
+tiles: each trains like tests/oracle.py, in ZeRO 0, 2 and 3."""
 
 import copy
 from dataclasses import replace
@@ -27,7 +27,9 @@ TYPES = {"layers": {"types": ALL}}
 CORRECTED = {"eigenvalues": "corrected", "kl_clip": 0.001}
 
 
-def case(model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, items=False, **blocks):
+def case(
+    model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, items=False, **blocks
+):
     """A row of the table: kfac blocks merged into the tests' own."""
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
     mode = {"adam": adam, "orthogonal": orthogonal, "maps": dict(maps), "kfac": kfac}
@@ -39,7 +41,11 @@ class FusedNet(TokenNet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.rms, self.down = nn.Linear(7, 12), nn.RMSNorm(12), nn.Linear(12, 7, bias=False)
+        self.up, self.rms, self.down = (
+            nn.Linear(7, 12),
+            nn.RMSNorm(12),
+            nn.Linear(12, 7, bias=False),
+        )
         self.twins = nn.ModuleList([nn.Linear(12, 12) for _ in range(6)])
 
     def forward(self, tokens, labels, attention_mask=None):
@@ -56,7 +62,10 @@ class TrainerNet(TokenNet):
     def forward(self, tokens: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         x = self.embedding(tokens)
         logits = self.lm_head(x + self.mlp(self.norm(x)) + 0.3 * torch.cumsum(x, dim=1))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+        return (
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            / num_items_in_batch
+        )
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.rms(self.up(x))))
@@ -84,7 +93,9 @@ CASES = {
     "corrected": case(preconditioner=CORRECTED),
     "activations_only": case(factor={"fisher": "activations_only"}),
     "monte_carlo": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}),
-    "monte_carlo-masked": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}, masked=True),
+    "monte_carlo-masked": case(
+        factor={"fisher": "monte_carlo", "prediction": "lm_head"}, masked=True
+    ),
     "reduce": case(factor={"weight_sharing": "reduce"}, **TYPES),
     "reduce-masked": case(factor={"weight_sharing": "reduce"}, masked=True, **TYPES),
     "masked": case(masked=True, **TYPES),
@@ -113,8 +124,10 @@ CASES = {
     "adam-blocks": case(adam=True, factor={"dense_max": 8}),
     "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
     "adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS),
-    "batched-adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"batched": True}),
-}  # fmt: skip
+    "batched-adam-maps": case(
+        FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"batched": True}
+    ),
+}
 
 
 def drawn(logits, labels):
@@ -126,8 +139,8 @@ def drawn(logits, labels):
 
 
 def batch(step: int, settings: dict, world: int):
-    """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not be the whole's; of
-    items 4 to 12."""
+    """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not
+    be the whole's; of items 4 to 12."""
     tokens, labels = make_tokens(step, world * ACCUMULATION * ROWS)
     mask = None
     if settings["items"]:
@@ -143,7 +156,12 @@ def batch(step: int, settings: dict, world: int):
 
 
 def expected_weights(
-    name: str, mode, initial: dict, world: int, variation: Variation, kind: type[ReferenceKFAC] | None = None
+    name: str,
+    mode,
+    initial: dict,
+    world: int,
+    variation: Variation,
+    kind: type[ReferenceKFAC] | None = None,
 ) -> dict:
     settings = CASES[name]
     kind = kind or ReferenceKFAC
@@ -173,28 +191,44 @@ def worker(payload) -> dict:
             if stage == "z3" and settings["mode"]["kfac"]["factor"].get("fisher") == "monte_carlo":
                 continue  # refused
             mode = replace(BY_NAME[stage], **copy.deepcopy(settings["mode"]))
-            engine = build(mode, ACCUMULATION, model=make_net(settings["model"]), train_micro_batch_size_per_gpu=ROWS)
+            engine = build(
+                mode,
+                ACCUMULATION,
+                model=make_net(settings["model"]),
+                train_micro_batch_size_per_gpu=ROWS,
+            )
             initial = weights(engine)
             sizes = {len(x.layers) for x in engine.kfac.preconditioner.direction.layer_groups}
             assert (max(sizes, default=1) > 1) == ("batched" in name), f"{name}: groups of {sizes}"
             if name == "tf32":
-                assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, engine.kfac.report
+                assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, (
+                    engine.kfac.report
+                )
             if engine.kfac.sampling:
-                engine.kfac.sampler = lambda logits, reached, generator: drawn(logits, reached.any(-1).long() - 1)
+                engine.kfac.sampler = lambda logits, reached, generator: drawn(
+                    logits, reached.any(-1).long() - 1
+                )
             for index in range(STEPS):
                 whole = batch(index, settings, world)
                 for micro in range(ACCUMULATION):
                     first = (rank * ACCUMULATION + micro) * ROWS
-                    tokens, labels, mask = (None if t is None else t[first : first + ROWS] for t in whole)
-                    if settings["items"]:  # as transformers' Trainer does with average_tokens_across_devices
-                        loss = engine(tokens, labels=labels, num_items_in_batch=(whole[1] >= 0).sum())
+                    tokens, labels, mask = (
+                        None if t is None else t[first : first + ROWS] for t in whole
+                    )
+                    # as transformers' Trainer does with average_tokens_across_devices
+                    if settings["items"]:
+                        loss = engine(
+                            tokens, labels=labels, num_items_in_batch=(whole[1] >= 0).sum()
+                        )
                         engine.backward(loss * world, scale_wrt_gas=False)
                     else:
                         engine.backward(engine(tokens, labels=labels, attention_mask=mask))
                     engine.step()
             final = weights(engine)
             if rank == 0 and name not in expected:  # every stage starts with the same weights
-                expected[name] = spread.expected(partial(expected_weights, name, mode, initial, world), initial)
+                expected[name] = spread.expected(
+                    partial(expected_weights, name, mode, initial, world), initial
+                )
             results[name, stage] = (
                 difference(final, expected[name].weights, initial) if rank == 0 else 0.0,
                 expected[name].bound if rank == 0 else 1.0,

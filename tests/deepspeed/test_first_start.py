@@ -1,4 +1,5 @@
-"""What DeepSpeed compiles at a first start on a CPU is said before, with the remedy; and how to launch."""
+"""What DeepSpeed compiles at a first start on a CPU is said before, with the remedy; and how to
+launch."""
 
 import importlib.util
 import os
@@ -25,9 +26,14 @@ TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 SHM, ADAM = "deepspeed_shm_comm", "fused_adam"
 
 
-@pytest.mark.parametrize("optimizer, launched, ops", [
-    (ADAMW, True, (SHM, ADAM)), (TORCH_ADAMW, True, (SHM,)), (ADAMW, False, (ADAM,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer, launched, ops",
+    [
+        (ADAMW, True, (SHM, ADAM)),
+        (TORCH_ADAMW, True, (SHM,)),
+        (ADAMW, False, (ADAM,)),
+    ],
+)
 def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launched, ops, tmp_path):
     """The compiler fails at once, and so does the run."""
     script = tmp_path / "train.py"
@@ -39,11 +45,19 @@ def test_what_will_be_compiled_is_said_before_with_the_remedy(optimizer, launche
         kept["MASTER_PORT"] = str(free_port())
     kept |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CXX": "false"}
     kept["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "builds")
-    run = subprocess.run([sys.executable, str(script)], env=kept, capture_output=True, text=True, timeout=300,
-                         check=False)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     lines = [line for line in run.stderr.splitlines() if line.startswith("ds_kfac")]
     line = lines[0 if launched else 1]  # without a launcher the first says so
-    assert line.startswith(f"ds_kfac: WARNING: DeepSpeed now compiles {' and '.join(ops)} below {tmp_path / 'builds'}")
+    assert line.startswith(
+        f"ds_kfac: WARNING: DeepSpeed now compiles {' and '.join(ops)} below {tmp_path / 'builds'}"
+    )
     assert "minutes" in line and all(remedy in line for op, remedy in WITHOUT.items() if op in ops)
     assert run.returncode != 0, "it was compiled"
 
@@ -78,23 +92,49 @@ ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=conf
 """
 
 
-@pytest.mark.skipif(bool(importlib.util.find_spec("mpi4py")), reason="with mpi4py DeepSpeed starts without a launcher")
+@pytest.mark.skipif(
+    bool(importlib.util.find_spec("mpi4py")),
+    reason="with mpi4py DeepSpeed starts without a launcher",
+)
 def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     kept |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1"}
-    run = subprocess.run([sys.executable, str(script)], env=kept, capture_output=True, text=True, timeout=300,
-                         check=False)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert run.returncode == 1
-    assert "no launcher has started this process" in run.stderr and "start it with `deepspeed train.py`" in run.stderr
+    assert (
+        "no launcher has started this process" in run.stderr
+        and "start it with `deepspeed train.py`" in run.stderr
+    )
 
 
 def test_python_without_asserts_attaches(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     command = [sys.executable, "-O", str(script)]
-    run = subprocess.run(command, env=kept | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}, capture_output=True,
-                         text=True, timeout=300, check=False)  # fmt: skip
+    run = subprocess.run(
+        command,
+        env=kept | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert run.returncode == 0 and "ds_kfac steps 100%" in run.stderr, run.stderr[-2000:]

@@ -1,5 +1,5 @@
-"""Programs as others write them, each a kind of its own: A and G of every layer in every captured step are those of
-plain autograd, or the layers are told that do not fit."""
+"""Programs as others write them, each a kind of its own: A and G of every layer in every captured
+step are those of plain autograd, or the layers are told that do not fit."""
 
 import contextlib
 import copy
@@ -47,7 +47,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class Program(nn.Module):
-    """A model, and a step of it. ``told``: layers that do not fit, in steps before ``first`` if there is one."""
+    """A model, and a step of it. ``told``: layers that do not fit, in steps before ``first`` if
+    there is one."""
 
     accumulation = 1
     first = 0
@@ -63,7 +64,12 @@ class Depths(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.router, self.block, self.head = nn.Linear(D, 8), nn.Linear(8, 1), mlp(8, 9, 8), nn.Linear(8, C)
+        self.emb, self.router, self.block, self.head = (
+            nn.Linear(D, 8),
+            nn.Linear(8, 1),
+            mlp(8, 9, 8),
+            nn.Linear(8, C),
+        )
 
     def forward(self, x, labels):
         h = self.emb(x)
@@ -131,7 +137,12 @@ class ReversibleFunction(torch.autograd.Function):
 class Reversible(Program):
     def __init__(self) -> None:
         super().__init__()
-        self.i, self.f, self.g, self.o = nn.Linear(D, 8), mlp(4, 5, 4), mlp(4, 6, 4), nn.Linear(8, C)
+        self.i, self.f, self.g, self.o = (
+            nn.Linear(D, 8),
+            mlp(4, 5, 4),
+            mlp(4, 6, 4),
+            nn.Linear(8, C),
+        )
 
     def forward(self, x):
         return self.o(ReversibleFunction.apply(self.i(x), self.f, self.g))
@@ -142,12 +153,19 @@ class Graph(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.i, self.edge, self.node, self.o = nn.Linear(D, 8), mlp(16, 9, 8), nn.Linear(16, 8), nn.Linear(8, C)
+        self.i, self.edge, self.node, self.o = (
+            nn.Linear(D, 8),
+            mlp(16, 9, 8),
+            nn.Linear(16, 8),
+            nn.Linear(8, C),
+        )
 
     def forward(self, x, edges, graphs):
         h = self.i(x)
         for _ in range(2):
-            sent = torch.zeros_like(h).index_add(0, edges[1], self.edge(torch.cat([h[edges[0]], h[edges[1]]], -1)))
+            sent = torch.zeros_like(h).index_add(
+                0, edges[1], self.edge(torch.cat([h[edges[0]], h[edges[1]]], -1))
+            )
             h = torch.tanh(self.node(torch.cat([h, sent], -1)))
         return self.o(torch.zeros(3, 8).index_add(0, graphs, h))
 
@@ -159,7 +177,8 @@ class Graph(Program):
 
 
 class Meta(Program):
-    """Fast weights by functional_call, of the first order, whose gradient is that of the weights."""
+    """Fast weights by functional_call, of the first order, whose gradient is that of the
+    weights."""
 
     second = False
 
@@ -190,12 +209,20 @@ class Weighed(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.one, self.other, self.adapter = mlp(D, 8), nn.Linear(8, C), nn.Linear(8, 1), mlp(8, 4, 8)
+        self.trunk, self.one, self.other, self.adapter = (
+            mlp(D, 8),
+            nn.Linear(8, C),
+            nn.Linear(8, 1),
+            mlp(8, 4, 8),
+        )
 
     def forward(self, x, y, t, gate):
         h = self.trunk(x)
         h = h + gate * self.adapter(h)
-        return {"aux": F.mse_loss(self.other(h).squeeze(-1), t), "ce": F.cross_entropy(self.one(h), y)}
+        return {
+            "aux": F.mse_loss(self.other(h).squeeze(-1), t),
+            "ce": F.cross_entropy(self.one(h), y),
+        }
 
     def run(self, engine, step):
         losses = engine(data(step, N, D), labels(step, N), data(step, N), float(step > 0))
@@ -209,7 +236,9 @@ class Offloaded(Program):
     def __init__(self) -> None:
         super().__init__()
         self.i, self.o = nn.Linear(D, 8), nn.Linear(8, C)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
+        )
 
     def forward(self, x):
         h = checkpoint_sequential(self.blocks, 2, self.i(x), use_reentrant=True)
@@ -218,7 +247,8 @@ class Offloaded(Program):
 
 
 class BothWays(Program):
-    """One scan of a padded sequence from both sides. Padding that the loss sees counts, though a mask leaves it out."""
+    """One scan of a padded sequence from both sides. Padding that the loss sees counts, though a
+    mask leaves it out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +360,9 @@ def worker(kinds: list[type[Program]]) -> dict:
             return as_it_is(self, sums)
 
         with contextlib.redirect_stderr(io.StringIO()), patch.object(Reducer, "reduce", reduce):
-            engine = build(Mode("z0", 0, kfac=EVERY_STEP), kind.accumulation, model=model, optimizer=STILL)
+            engine = build(
+                Mode("z0", 0, kfac=EVERY_STEP), kind.accumulation, model=model, optimizer=STILL
+            )
             kfac = engine.kfac.preconditioner
             for step in range(STEPS):
                 torch.manual_seed(step)
@@ -344,7 +376,9 @@ def worker(kinds: list[type[Program]]) -> dict:
                     keys = kfac.sharing.inputs.key(layer), layer.keys[1]
                     if keys[1] in seen:
                         pair = zip((layer.A, layer.G), keys, strict=True)
-                        found[layer.name] = [side.blocks(seen[key])[0][0] for side, key in pair if key in seen]
+                        found[layer.name] = [
+                            side.blocks(seen[key])[0][0] for side, key in pair if key in seen
+                        ]
                 steps.append((set(kfac.proving.unfit), found, truth.factors()))
             engine.destroy()
         results[kind.__name__] = steps
@@ -353,7 +387,9 @@ def worker(kinds: list[type[Program]]) -> dict:
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    return run_ranks("tests.deepspeed.test_fresh_programs:worker", world=1, payload=[*RIGHT, *TOLD])[0]
+    return run_ranks(
+        "tests.deepspeed.test_fresh_programs:worker", world=1, payload=[*RIGHT, *TOLD]
+    )[0]
 
 
 @pytest.mark.parametrize("kind", RIGHT)

@@ -1,5 +1,5 @@
-"""DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without; what DeepSpeed handed out
-is filled, never replaced."""
+"""DeepSpeed's own doors to gradients and states give and take the same with K-FAC as without; what
+DeepSpeed handed out is filled, never replaced."""
 
 import contextlib
 import io
@@ -32,19 +32,37 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 MODES = [
-    "z0", "z0-bf16", "z0-fp16-fused", "z1", "z1-offload", "z1-bf16-accum32", "z2", "z2-not_contiguous", "z2-offload",
-    "z2-fp16", "z2-bf16-accum32", "z2-bf16-offload", "z3", "z3-offload", "z3-fp16",
-]  # fmt: skip
+    "z0",
+    "z0-bf16",
+    "z0-fp16-fused",
+    "z1",
+    "z1-offload",
+    "z1-bf16-accum32",
+    "z2",
+    "z2-not_contiguous",
+    "z2-offload",
+    "z2-fp16",
+    "z2-bf16-accum32",
+    "z2-bf16-offload",
+    "z3",
+    "z3-offload",
+    "z3-fp16",
+]
 OFF = {"kfac": {"enabled": False}}
 
 
 def attach(engine, block=KFAC):
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), chosen(block) as config:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        chosen(block) as config,
+    ):
         return ds_kfac.attach(engine, config)
 
 
 def objects(thing, where: str = "", depth: int = 5) -> dict[str, object]:
-    """Every container and tensor that is reached through attributes, keys and places, by its way there."""
+    """Every container and tensor that is reached through attributes, keys and places, by its way
+    there."""
     found: dict[str, object] = {}
     if isinstance(thing, Mapping):
         inside = {f"{where}[{index}]": value for index, value in enumerate(thing.values())}
@@ -54,7 +72,9 @@ def objects(thing, where: str = "", depth: int = 5) -> dict[str, object]:
         inside = {f"{where}.{name}": value for name, value in vars(thing).items()}
     for way, value in inside.items():
         if isinstance(value, torch.Tensor):
-            found |= {way: value} | ({f"{way}.grad": value.grad} if value.is_leaf and value.grad is not None else {})
+            found |= {way: value} | (
+                {f"{way}.grad": value.grad} if value.is_leaf and value.grad is not None else {}
+            )
         elif isinstance(value, (dict, list, tuple, set)):
             found[way] = value
             if depth and not isinstance(value, set) and len(value) < 200:
@@ -63,10 +83,14 @@ def objects(thing, where: str = "", depth: int = 5) -> dict[str, object]:
 
 
 def handed_out(engine) -> dict[str, object]:
-    found = objects(engine.optimizer, "optimizer") | objects(engine.basic_optimizer, "basic_optimizer")
+    found = objects(engine.optimizer, "optimizer") | objects(
+        engine.basic_optimizer, "basic_optimizer"
+    )
     found |= objects(engine, "engine", 2) | objects(engine.engine_timers, "engine_timers")
     for name, param in engine.module.named_parameters():
-        found |= objects(param, name) | ({f"{name}.grad": param.grad} if param.grad is not None else {})
+        found |= objects(param, name) | (
+            {f"{name}.grad": param.grad} if param.grad is not None else {}
+        )
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is not None:
             found |= objects(mapping, f"{name}._hp_mapping")
@@ -87,7 +111,9 @@ def containers_worker(names: list[str]) -> dict:
             engine.kfac.detach()
             after = handed_out(engine)
             for at, now in (("attached", during), ("detached", after)):
-                found += [(at, steps, way) for way, thing in before.items() if now.get(way) is not thing]
+                found += [
+                    (at, steps, way) for way, thing in before.items() if now.get(way) is not thing
+                ]
             found += [("left", steps, way) for way in after.keys() - before.keys()]
         results[name] = len(before), found
         engine.destroy()
@@ -95,7 +121,9 @@ def containers_worker(names: list[str]) -> dict:
 
 
 def test_nothing_that_deepspeed_handed_out_is_replaced():
-    for result in run_ranks("tests.deepspeed.test_gradient_access:containers_worker", world=2, payload=MODES):
+    for result in run_ranks(
+        "tests.deepspeed.test_gradient_access:containers_worker", world=2, payload=MODES
+    ):
         for name, (reached, found) in result.items():
             assert reached > 30 and not found, (name, found)
 
@@ -117,12 +145,15 @@ def gradients(engine, accumulation: int, step: int) -> dict[str, torch.Tensor | 
 def put(engine, value: float) -> dict[str, torch.Tensor]:
     """Other gradients, and what DeepSpeed gives then."""
     for param in engine.module.parameters():
-        if engine.zero_optimization_stage() == 3:  # its safe_set_full_grad fails where a parameter is padded
+        # its safe_set_full_grad fails where a parameter is padded
+        if engine.zero_optimization_stage() == 3:
             local = safe_get_local_grad(param)
             safe_set_local_grad(param, torch.full_like(local, value))
         else:
             safe_set_full_grad(param, torch.full(param.shape, value))
-    return {name: safe_get_full_grad(p).detach().clone() for name, p in engine.module.named_parameters()}
+    return {
+        name: safe_get_full_grad(p).detach().clone() for name, p in engine.module.named_parameters()
+    }
 
 
 def same(given: list[dict]) -> list[str]:
@@ -134,17 +165,26 @@ def same(given: list[dict]) -> list[str]:
 
 def access_worker(cases: list[tuple[str, int]]) -> dict:
     proving.RAISES = False  # a gradient that is set is not that of the rows
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "gradient_clipping": 0.0}  # a step tells its gradient
+    # a step tells its gradient
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "gradient_clipping": 0.0}
     results = {}
     for name, accumulation in cases:
         mode, found = BY_NAME[name], {}
         with patched(mode):
             plain, ours = engines = [build(mode, accumulation, **sgd, **OFF) for _ in range(2)]
 
-            def step(number: int, value: float | None, engines=engines, case=(name, accumulation), found=found) -> None:
+            def step(
+                number: int,
+                value: float | None,
+                engines=engines,
+                case=(name, accumulation),
+                found=found,
+            ) -> None:
                 # of BF16_Optimizer only a staging copy can be set, which does not move anything
                 moves = value is not None and case[0] != "z1-bf16-accum32"
-                found["get", number] = same([gradients(engine, case[1], number) for engine in engines])
+                found["get", number] = same(
+                    [gradients(engine, case[1], number) for engine in engines]
+                )
                 if value is not None:
                     found["set", number] = same([put(engine, value) for engine in engines])
                 for engine in engines:
@@ -154,7 +194,10 @@ def access_worker(cases: list[tuple[str, int]]) -> dict:
                 if moves:
                     left = [weights(engine) for engine in engines]
                     if value:  # K-FAC steps its layers otherwise
-                        left = [{n: w for n, w in whole.items() if n.startswith("norm")} for whole in left]
+                        left = [
+                            {n: w for n, w in whole.items() if n.startswith("norm")}
+                            for whole in left
+                        ]
                     found["stepped", number] = same(left)
 
             attach(ours)
@@ -173,7 +216,9 @@ CASES = [(name, 2) for name in MODES] + [(name, 1) for name in MODES[::3]]
 
 
 def test_gradients_are_got_and_set_as_without_kfac():
-    for result in run_ranks("tests.deepspeed.test_gradient_access:access_worker", world=2, payload=CASES):
+    for result in run_ranks(
+        "tests.deepspeed.test_gradient_access:access_worker", world=2, payload=CASES
+    ):
         for case, found in result.items():
             assert all(not names for names in found.values()) and len(found) >= 6, (case, found)
 
@@ -214,13 +259,18 @@ def middle_worker(names: list[str]) -> dict:
 
 def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
     modes = [*MODES, "z1-bf16-accum32-late", "z1-fp16-accum32"]
-    for result in run_ranks("tests.deepspeed.test_gradient_access:middle_worker", world=2, payload=modes):
+    for result in run_ranks(
+        "tests.deepspeed.test_gradient_access:middle_worker", world=2, payload=modes
+    ):
         for name, said in result.items():
             assert said.pop("trains on"), name
             for point, text in said.items():
                 ends = point == "new" or point.endswith(".1 after engine.step()")
                 assert ends == (text == "attached"), (name, point, text)
-                assert ends or "middle of a step: there is a gradient that no step has taken yet" in text, (name, text)
+                assert (
+                    ends
+                    or "middle of a step: there is a gradient that no step has taken yet" in text
+                ), (name, text)
 
 
 def states_worker(names: list[str]) -> dict:
@@ -229,22 +279,33 @@ def states_worker(names: list[str]) -> dict:
         mode, found = BY_NAME[name], {}
         with patched(mode):
             engine = build(mode, 1, gradient_clipping=0.0)
-            moments = {n: 0.2 * g.float() for n, g in gradients(engine, 1, 0).items()}  # after one step, by beta 0.8
+            # after one step, by beta 0.8
+            moments = {n: 0.2 * g.float() for n, g in gradients(engine, 1, 0).items()}
             engine.step()
         layers = {id(param) for param in engine.kfac.preconditioner.layout.params}
         for parameter, param in engine.module.named_parameters():
             shape = getattr(param, "ds_shape", param.shape)
-            doors = [safe_get_full_optimizer_state, partial(safe_set_full_optimizer_state, value=torch.ones(shape))]
+            doors = [
+                safe_get_full_optimizer_state,
+                partial(safe_set_full_optimizer_state, value=torch.ones(shape)),
+            ]
             if mode.stage == 3:
                 part = torch.ones_like(param.ds_tensor)
-                doors += [safe_get_local_optimizer_state, partial(safe_set_local_optimizer_state, value=part)]
+                doors += [
+                    safe_get_local_optimizer_state,
+                    partial(safe_set_local_optimizer_state, value=part),
+                ]
             for place, door in enumerate(doors):
                 if id(param) in layers:
-                    found[parameter, place] = error_of(lambda door=door, p=param: door(p, optim_state_key="exp_avg"))
+                    found[parameter, place] = error_of(
+                        lambda door=door, p=param: door(p, optim_state_key="exp_avg")
+                    )
             if id(param) not in layers:
                 state = safe_get_full_optimizer_state(param, "exp_avg")
                 found[parameter, "moment"] = state, moments[parameter]
-        found["others"] = {n: safe_get_full_fp32_param(p).shape for n, p in engine.module.named_parameters()}
+        found["others"] = {
+            n: safe_get_full_fp32_param(p).shape for n, p in engine.module.named_parameters()
+        }
         results[name] = found
         engine.destroy()
     return results
@@ -252,9 +313,18 @@ def states_worker(names: list[str]) -> dict:
 
 def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_others_are_there():
     """Else two of two ranks in ZeRO-1/2: one that raised, one that waited for it."""
-    names = ["adam-z1", "adam-z2", "adam-z2-groups", "adam-z2-offload", "adam-z3", "adam-z3-offload"]
+    names = [
+        "adam-z1",
+        "adam-z2",
+        "adam-z2-groups",
+        "adam-z2-offload",
+        "adam-z3",
+        "adam-z3-offload",
+    ]
     names += ["adam-z1-bf16-accum32"]
-    for result in run_ranks("tests.deepspeed.test_gradient_access:states_worker", world=2, payload=names, timeout=90):
+    for result in run_ranks(
+        "tests.deepspeed.test_gradient_access:states_worker", world=2, payload=names, timeout=90
+    ):
         for name, found in result.items():
             shapes = found.pop("others")
             assert shapes == {n: p.shape for n, p in make_net().named_parameters()}, name
@@ -264,5 +334,9 @@ def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_other
                     dtype = torch.bfloat16 if "bf16" in name else torch.float32
                     close(value[0], value[1], sums=8, dtype=dtype, what=f"{name} {parameter}")
                 else:
-                    assert "KFACAdamW: there is no 'exp_avg' of this parameter" in value, (name, parameter, value)
+                    assert "KFACAdamW: there is no 'exp_avg' of this parameter" in value, (
+                        name,
+                        parameter,
+                        value,
+                    )
             assert sum(what == "moment" for _, what in found) == 2 and len(found) > 10, name

@@ -1,4 +1,5 @@
-"""Programs whose layers see one input and get gradients of different rows, or a gradient that is not of rows alone."""
+"""Programs whose layers see one input and get gradients of different rows, or a gradient that is
+not of rows alone."""
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ from tests.models import cross_entropy
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-EVERY_STEP = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+EVERY_STEP = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 1},
+    "burn_in": {"steps": 0},
+}
 STILL = {"type": "SGD", "params": {"lr": 1e-30}}
 WIDTH, ROWS = 12, 8
 
@@ -57,7 +62,9 @@ def worker(cases) -> dict:
                 tasks = TASK[who](step, micro, rank)
                 losses = [cross_entropy(head, y) for head in engine(x)]
                 if "weight" in who:
-                    engine.backward(sum(float(at in tasks) * loss for at, loss in enumerate(losses)))
+                    engine.backward(
+                        sum(float(at in tasks) * loss for at, loss in enumerate(losses))
+                    )
                 else:
                     engine.backward(sum(losses[at] for at in tasks))
                 engine.step()
@@ -75,8 +82,15 @@ def worker(cases) -> dict:
             state = kfac.curvature.factors.get(kfac.sharing.inputs.key(layer))
             if name in expected and state is not None:
                 A[name] = layer.A.blocks(state.packed_P)[0][0]
-        means = {name: torch.cat(rows).T @ torch.cat(rows) / len(torch.cat(rows)) for name, rows in expected.items()}
-        updates = {key: float(factor.updates) for key, factor in kfac.curvature.factors.items() if key.endswith("/A")}
+        means = {
+            name: torch.cat(rows).T @ torch.cat(rows) / len(torch.cat(rows))
+            for name, rows in expected.items()
+        }
+        updates = {
+            key: float(factor.updates)
+            for key, factor in kfac.curvature.factors.items()
+            if key.endswith("/A")
+        }
         found[who] = A, means, kfac.observations.groups, updates
         engine.destroy()
     return found
@@ -164,4 +178,8 @@ def penalty_worker(_) -> dict:
 
 def test_a_layer_whose_gradient_is_later_not_of_its_rows_is_found_at_the_next_proof():
     """Captured steps 1 and 3 prove. The other head has its A in common with it."""
-    assert run_ranks("tests.deepspeed.test_heads:penalty_worker", world=1)[0] == [set(), set(), {"one", "other"}]
+    assert run_ranks("tests.deepspeed.test_heads:penalty_worker", world=1)[0] == [
+        set(),
+        set(),
+        {"one", "other"},
+    ]

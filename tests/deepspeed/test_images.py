@@ -1,5 +1,6 @@
-"""A CNN without any nn.Linear trains like tests/oracle_images.py in ZeRO 0 to 3: strides, groups, depthwise filters, a
-transposed convolution, a head that two resolutions share, norms of images in training and in eval mode."""
+"""A CNN without any nn.Linear trains like tests/oracle_images.py in ZeRO 0 to 3: strides, groups,
+depthwise filters, a transposed convolution, a head that two resolutions share, norms of images in
+training and in eval mode."""
 
 import copy
 from dataclasses import replace
@@ -68,13 +69,18 @@ CASES = {
         damping={"kind": "relative", "value": 0.3},
         preconditioner={"eigenvalues": "corrected", "kl_clip": 0.001},
     ),
-    "inverse": case(preconditioner={"method": "inverse"}, damping={"kind": "relative", "value": 0.3}),
+    "inverse": case(
+        preconditioner={"method": "inverse"}, damping={"kind": "relative", "value": 0.3}
+    ),
     "reduce": case(factor={"weight_sharing": "reduce"}),
     "adam": case(adam=True, orthogonal=True),
     "adam-A": case(
-        adam=True, orthogonal=True, factor={"fisher": "activations_only"}, layers={"types": CONVOLUTIONS}
+        adam=True,
+        orthogonal=True,
+        factor={"fisher": "activations_only"},
+        layers={"types": CONVOLUTIONS},
     ),
-}  # fmt: skip
+}
 
 
 def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +100,9 @@ def expected_weights(mode, initial: dict, world: int, variation: Variation) -> d
         x, y = batch(index, parts * ROWS)
         for images, labels in zip(x.split(ROWS), y.split(ROWS), strict=True):
             images, labels = variation.rows(images, labels)
-            (cross_entropy(model(images.to(variation.dtype(images.dtype))), labels) / parts).backward()
+            (
+                cross_entropy(model(images.to(variation.dtype(images.dtype))), labels) / parts
+            ).backward()
         step(1.0)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -110,18 +118,24 @@ def worker(payload) -> dict:
             orthogonal=settings["orthogonal"],
             kfac=copy.deepcopy(settings["kfac"]),
         )
-        engine = build(mode, ACCUMULATION, model=make_net(ConvNet), train_micro_batch_size_per_gpu=ROWS)
+        engine = build(
+            mode, ACCUMULATION, model=make_net(ConvNet), train_micro_batch_size_per_gpu=ROWS
+        )
         initial = weights(engine)
         for index in range(STEPS):
             x, y = batch(index, world * ACCUMULATION * ROWS)
             for micro in range(ACCUMULATION):
-                own = slice((rank * ACCUMULATION + micro) * ROWS, (rank * ACCUMULATION + micro + 1) * ROWS)
+                own = slice(
+                    (rank * ACCUMULATION + micro) * ROWS, (rank * ACCUMULATION + micro + 1) * ROWS
+                )
                 engine.backward(cross_entropy(engine(x[own]), y[own]))
                 engine.step()
         final = weights(engine)
         key = name + mode.groups
         if rank == 0 and key not in expected:  # every stage starts with the same weights
-            expected[key] = spread.expected(partial(expected_weights, mode, initial, world), initial)
+            expected[key] = spread.expected(
+                partial(expected_weights, mode, initial, world), initial
+            )
         results[name, stage] = (
             difference(final, expected[key].weights, initial) if rank == 0 else 0.0,
             expected[key].bound if rank == 0 else 1.0,
@@ -134,7 +148,12 @@ def worker(payload) -> dict:
 
 def test_a_cnn_matches_reference_in_every_stage():
     stages = ["z0", "z2", "z3"]
-    cases = [(name, stage) for i, name in enumerate(CASES) for k, stage in enumerate(stages) if not i or k != i % 3]
+    cases = [
+        (name, stage)
+        for i, name in enumerate(CASES)
+        for k, stage in enumerate(stages)
+        if not i or k != i % 3
+    ]
     cases += [("kfac", "z1"), ("kfac", "z2-groups"), ("adam", "adam-z2-groups")]
     wrong = []
     for (name, stage), (error, bound, layers, trouble) in run_ranks(
@@ -163,7 +182,9 @@ def traps_worker(_) -> dict:
     except ValueError as error:
         found["scalar"] = str(error)
     for name, more in (("plain", {}), ("buffers", {"data_types": {"buffer_dtype": "bf16"}})):
-        engine = build(mode, 1, model=make_net(ConvNet), train_micro_batch_size_per_gpu=ROWS, **more)
+        engine = build(
+            mode, 1, model=make_net(ConvNet), train_micro_batch_size_per_gpu=ROWS, **more
+        )
         found[name] = engine.kfac.report
         if name == "buffers":
             x, y = batch(0, ROWS)
@@ -177,7 +198,9 @@ def traps_worker(_) -> dict:
     for kind in ("relative", "tikhonov"):
         model = make_net(ConvNet)
         nn.init.zeros_(model.norm.weight)
-        engine = build(BY_NAME["z2"], 1, model=model, kfac={**KFAC, "damping": {"kind": kind, "value": 0.1}})
+        engine = build(
+            BY_NAME["z2"], 1, model=model, kfac={**KFAC, "damping": {"kind": kind, "value": 0.1}}
+        )
         found[kind] = engine.kfac.report
         engine.destroy()
     return found
@@ -185,7 +208,9 @@ def traps_worker(_) -> dict:
 
 def test_traps_of_images_are_said():
     found = run_ranks("tests.deepspeed.test_images:traps_worker", world=2)[0]
-    assert "stem.weight is stored in another order than its shape (channels_last, a" in found["format"]
+    assert (
+        "stem.weight is stored in another order than its shape (channels_last, a" in found["format"]
+    )
     assert "scale has no dimension" in found["scalar"] and "p.data.view(1)" in found["scalar"]
     assert "BatchNorm's running statistics stay each rank's own" in found["plain"]
     warning = "WARNING: 1 norms begin with a weight of zero (norm, ..)"
@@ -193,4 +218,7 @@ def test_traps_of_images_are_said():
     remedy = '"data_types": {"buffer_dtype": ...}'
     assert remedy in found["plain"] and remedy not in found["buffers"]
     assert found["finite"] and not found["trouble"]
-    assert "matrix parameters" in found["plain"] and "in 6 K-FAC layers (5 Conv2d, 1 ConvTranspose2d)" in found["plain"]
+    assert (
+        "matrix parameters" in found["plain"]
+        and "in 6 K-FAC layers (5 Conv2d, 1 ConvTranspose2d)" in found["plain"]
+    )

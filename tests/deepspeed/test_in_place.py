@@ -1,5 +1,5 @@
-"""Layers of one shape whose gradients lie at equal distances are stepped there: read without a copy, results written
-over them. Weights are those of steps that copy."""
+"""Layers of one shape whose gradients lie at equal distances are stepped there: read without a
+copy, results written over them. Weights are those of steps that copy."""
 
 from unittest.mock import patch
 
@@ -17,17 +17,25 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 IN_PLACE = (
-    "adam-z1", "adam-z1-bf16-accum32", "adam-z2", "adam-z2-not_contiguous", "adam-z2-bf16", "adam-z3", "adam-z3-bf16",
+    "adam-z1",
+    "adam-z1-bf16-accum32",
+    "adam-z2",
+    "adam-z2-not_contiguous",
+    "adam-z2-bf16",
+    "adam-z3",
+    "adam-z3-bf16",
     "z2-bf16-corrected",
-)  # fmt: skip
+)
 APART = ("adam-z0", "adam-z0-bf16")
-"""Where each parameter has a gradient of its own; elsewhere a group's lie in one tensor when the optimizer steps it."""
+"""Where each parameter has a gradient of its own; elsewhere a group's lie in one tensor when the
+optimizer steps it."""
 WIDTH, STEPS = 12, 5
 KFAC = {"burn_in": {"steps": 0}, "report": "none", "plan": {"batched": True}}
 
 
 class Net(nn.Module):
-    """Blocks with a fused matrix, whose parts lie apart in a batch of them, and one with a bias, which is copied."""
+    """Blocks with a fused matrix, whose parts lie apart in a batch of them, and one with a bias,
+    which is copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +63,10 @@ def trained(name: str, counts: list[int] | None) -> dict[str, Tensor]:
         return x
 
     torch.manual_seed(0)
-    with patch.object(step_tensors, "evenly_spaced", view), patch.object(exchange, "evenly_spaced", view):
+    with (
+        patch.object(step_tensors, "evenly_spaced", view),
+        patch.object(exchange, "evenly_spaced", view),
+    ):
         engine = build(mode, 1, kfac=KFAC, model=Net())
         dtype = next(engine.module.parameters()).dtype
         for step in range(STEPS):
@@ -74,6 +85,8 @@ def worker(_) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[int]
 
 
 def test_weights_are_those_of_steps_that_copy():
-    for name, (in_place, copied, counts) in run_ranks("tests.deepspeed.test_in_place:worker", world=1)[0].items():
+    for name, (in_place, copied, counts) in run_ranks(
+        "tests.deepspeed.test_in_place:worker", world=1
+    )[0].items():
         assert (3 in counts) == (name in IN_PLACE), f"{name}: views of {counts}"
         exact(in_place, copied, what=name)

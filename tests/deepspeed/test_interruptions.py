@@ -1,4 +1,5 @@
-"""What is left of a step, a backward or a forward that raises; and what goes on where a layer's rows are not known."""
+"""What is left of a step, a backward or a forward that raises; and what goes on where a layer's
+rows are not known."""
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -39,7 +40,8 @@ class Fragile(Net):
             raise self.error
         if self.error is not None:
             z.register_hook(self.raises)
-        z = F.linear(torch.tanh(self.middle(z)), self.head.weight, self.head.bias)  # for which torch is watched
+        # for which torch is watched
+        z = F.linear(torch.tanh(self.middle(z)), self.head.weight, self.head.bias)
         return z if y is None else cross_entropy(z, y)
 
     def raises(self, gradient):
@@ -47,21 +49,29 @@ class Fragile(Net):
 
 
 def raising_worker(names: list[str]) -> dict:
-    """Weights and unfit layers where a backward raised in each step before its own; and what a Ctrl-C in a forward
-    leaves of torch."""
+    """Weights and unfit layers where a backward raised in each step before its own; and what a
+    Ctrl-C in a forward leaves of torch."""
     found = {}
     for name in names:
         for backward in (None, False, True):
             options = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}}
             torch.manual_seed(0)
-            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, **options}, model=Fragile())
+            engine = build(
+                BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, **options}, model=Fragile()
+            )
             plain, model = F.linear, engine.module
             for step in range(4):
                 raises = step > 0 and backward is not None
-                model.error, model.backward = (KeyboardInterrupt(), backward) if raises else (None, False)
+                model.error, model.backward = (
+                    (KeyboardInterrupt(), backward) if raises else (None, False)
+                )
                 with suppress(KeyboardInterrupt):
                     if raises:
-                        engine.backward(engine(torch.randn(3, 4, FEATURES), torch.zeros(3, 4, dtype=torch.int64)))
+                        engine.backward(
+                            engine(
+                                torch.randn(3, 4, FEATURES), torch.zeros(3, 4, dtype=torch.int64)
+                            )
+                        )
                 assert F.linear is plain and not _get_current_function_mode_stack()
                 model.error = None
                 engine.optimizer.zero_grad()
@@ -73,7 +83,9 @@ def raising_worker(names: list[str]) -> dict:
 
 def test_a_forward_or_backward_that_raises_leaves_nothing_behind():
     names = ["z0", "adam-z0"]
-    (found,) = run_ranks("tests.deepspeed.test_interruptions:raising_worker", world=1, payload=names)
+    (found,) = run_ranks(
+        "tests.deepspeed.test_interruptions:raising_worker", world=1, payload=names
+    )
     for (name, backward), (actual, unfit) in found.items():
         assert not unfit, (name, backward)
         for key, weight in found[name, None][0].items():
@@ -85,7 +97,8 @@ def no_memory(*_) -> None:
 
 
 def left_worker(names: list[str]) -> dict:
-    """After a micro-batch whose backward raises behind a whole one; and after steps of K-FAC that raise half-way."""
+    """After a micro-batch whose backward raises behind a whole one; and after steps of K-FAC that
+    raise half-way."""
     found = {}
     for name in names:
         mode = replace(BY_NAME[name], kfac={**BY_NAME[name].kfac_block, **EVERY})
@@ -97,7 +110,8 @@ def left_worker(names: list[str]) -> dict:
             engine.backward(engine(*batch))
             engine.step()
             loss = engine(*batch)
-            loss.register_hook(no_memory)  # before DeepSpeed gets any gradient: of more it would raise itself
+            # before DeepSpeed gets any gradient: of more it would raise itself
+            loss.register_hook(no_memory)
             with suppress(torch.OutOfMemoryError):
                 engine.backward(loss)
             engine.optimizer.zero_grad()
@@ -187,39 +201,64 @@ class Attends(nn.Module):
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
 ADAM = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-EVERY = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+EVERY = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 1},
+    "burn_in": {"steps": 0},
+}
 
 
 def made(model, *given, **config):
     parameters = [*model.parameters(), *given]
-    return ds_kfac.initialize(model=model, model_parameters=parameters, config={**CONFIG, **config})[0]
+    return ds_kfac.initialize(
+        model=model, model_parameters=parameters, config={**CONFIG, **config}
+    )[0]
 
 
 def odd_worker(_) -> dict:
     proving.RAISES, found = False, {}
-    engine = build(BY_NAME["adam-z2"], 1, model=Lost(), kfac={**BY_NAME["adam-z2"].kfac_block, **EVERY})
+    engine = build(
+        BY_NAME["adam-z2"], 1, model=Lost(), kfac={**BY_NAME["adam-z2"].kfac_block, **EVERY}
+    )
     train(engine, 1, steps=10)
     kfac = engine.kfac.preconditioner
-    found["steps of moments"] = {name: float(state.moments.updates) for name, state in kfac.state.items()}, kfac.steps
+    found["steps of moments"] = (
+        {name: float(state.moments.updates) for name, state in kfac.state.items()},
+        kfac.steps,
+    )
     found["unfit"] = [*kfac.proving.unfit]
     engine.destroy()
 
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    block = {**EVERY, "eigenbasis": {"refresh_interval": 4}, "preconditioner": {"kl_clip": 1e-5}, "report": "none"}
+    block = {
+        **EVERY,
+        "eigenbasis": {"refresh_interval": 4},
+        "preconditioner": {"kl_clip": 1e-5},
+        "report": "none",
+    }
     for hidden in "ab":
         for recorded in (False, True):
             with taped(1) if recorded else nullcontext():
                 torch.manual_seed(0)
-                engine = made(Alike(hidden), optimizer=sgd, kfac=block, zero_optimization={"stage": 1},
-                              zero_allow_untested_optimizer=True)  # fmt: skip
+                engine = made(
+                    Alike(hidden),
+                    optimizer=sgd,
+                    kfac=block,
+                    zero_optimization={"stage": 1},
+                    zero_allow_untested_optimizer=True,
+                )
                 for step in range(8):
-                    engine.backward(engine(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))))
+                    engine.backward(
+                        engine(torch.randn(16, 8, generator=torch.Generator().manual_seed(step)))
+                    )
                     engine.step()
                 found["scales", hidden, recorded] = weights(engine), float(engine.kfac.metrics.nu)
                 engine.destroy()
 
     profiler = {"enabled": True, "profile_step": 2, "output_file": "/dev/null"}
-    engine = made(Attends(), optimizer=ADAM, kfac={**EVERY, "report": "none"}, flops_profiler=profiler)
+    engine = made(
+        Attends(), optimizer=ADAM, kfac={**EVERY, "report": "none"}, flops_profiler=profiler
+    )
     for _step in range(4):
         engine.backward(engine(torch.randn(4, 5, 8)))
         engine.step()
@@ -234,7 +273,9 @@ def odd_worker(_) -> dict:
 
     engine = build(BY_NAME["z2"], 1)
     kfac = engine.kfac.preconditioner  # the hooks of step 0 are prepared
-    kfac.observe(replace(kfac.observations, rows=dict.fromkeys((layer.name for layer in kfac.layers), 10**6)))
+    kfac.observe(
+        replace(kfac.observations, rows=dict.fromkeys((layer.name for layer in kfac.layers), 10**6))
+    )
     found["slots"] = len(kfac.curvature.reducer._slots), len(kfac.due.capture)
     engine.destroy()
     return found
@@ -243,12 +284,15 @@ def odd_worker(_) -> dict:
 def test_layers_without_known_rows_programs_and_plans_that_change():
     (found,) = run_ranks("tests.deepspeed.test_interruptions:odd_worker", world=1, payload=None)
     moments, steps = found["steps of moments"]
-    assert found["unfit"] == ["head"] and set(moments.values()) == {float(steps)}, "a layer keeps its moments"
+    assert found["unfit"] == ["head"] and set(moments.values()) == {float(steps)}, (
+        "a layer keeps its moments"
+    )
     for hidden in "ab":
         (plain, nu), (recorded, _) = found["scales", hidden, False], found["scales", hidden, True]
         assert nu < 0.5, "kl-clip has something to scale"
         for name, weight in plain.items():
-            close(recorded[name], weight, sums=8 * 3 * 16 * 8, what=f"{hidden} {name}")  # steps, products, rows, sides
+            # steps, products, rows, sides
+            close(recorded[name], weight, sums=8 * 3 * 16 * 8, what=f"{hidden} {name}")
     assert found["profiled"] == 4
     for given in ("given", "of an object"):
         assert "parameter of shape [1] that the model has not got" in found[given]

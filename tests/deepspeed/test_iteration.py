@@ -1,4 +1,5 @@
-"""KFACAdamW's refreshes as on a GPU, from the last eigenbasis: like the oracle, resumed to the bit, exact where due."""
+"""KFACAdamW's refreshes as on a GPU, from the last eigenbasis: like the oracle, resumed to the bit,
+exact where due."""
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -63,7 +64,9 @@ def test_it_trains_like_the_oracle(world):
     found = run_ranks("tests.deepspeed.test_iteration:compare_worker", world=world)[0]
     for (name, _), result in found.items():
         iterated = result["counts"].get("refreshes_iteration", 0) > 0
-        assert iterated == ("burn-in" not in name) and not result["counts"].get("refresh_retries"), name
+        assert iterated == ("burn-in" not in name) and not result["counts"].get(
+            "refresh_retries"
+        ), name
         assert not within(name, result["difference"], result["bound"])
 
 
@@ -76,7 +79,8 @@ RESUMED = {
 
 
 def resume_worker(folder: str) -> dict:
-    """Four steps, a save, a load into another seed's engine and nineteen more, past the tenth refresh."""
+    """Four steps, a save, a load into another seed's engine and nineteen more, past the tenth
+    refresh."""
     results = {}
     with as_on_a_gpu():
         for name, given in RESUMED.items():
@@ -90,7 +94,10 @@ def resume_worker(folder: str) -> dict:
             train(second, 1, steps=19, first=5)
             after, expected = weights(second), weights(first)
             iterated = second.kfac.counters()["refreshes_iteration"]
-            results[name] = max(float((after[n] - expected[n]).abs().max()) for n in expected), iterated > 0
+            results[name] = (
+                max(float((after[n] - expected[n]).abs().max()) for n in expected),
+                iterated > 0,
+            )
             first.destroy()
             second.destroy()
     return results
@@ -98,7 +105,9 @@ def resume_worker(folder: str) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_equals_not_stopping(world, tmp_path):
-    for result in run_ranks("tests.deepspeed.test_iteration:resume_worker", world=world, payload=str(tmp_path)):
+    for result in run_ranks(
+        "tests.deepspeed.test_iteration:resume_worker", world=world, payload=str(tmp_path)
+    ):
         assert result == dict.fromkeys(RESUMED, (0.0, True))
 
 
@@ -106,7 +115,10 @@ def counters_worker(_) -> dict:
     """Of twelve refreshes, the first two of them in the burn-in."""
     found = {}
     blocks = {"burn_in": {"steps": 4}, "eigenbasis": {"refresh_interval": 2}}
-    for name, given in (("adam", mode(2, **blocks)), ("gradient", replace(mode(2, "empirical", **blocks), adam=False))):
+    for name, given in (
+        ("adam", mode(2, **blocks)),
+        ("gradient", replace(mode(2, "empirical", **blocks), adam=False)),
+    ):
         with as_on_a_gpu():
             engine = build(given, 4)
             train(engine, 4, steps=24)
@@ -123,20 +135,27 @@ def test_the_burn_in_and_every_tenth_refresh_after_it_are_by_eigh_and_the_gradie
     assert (adam["refreshes_eigh"], adam["refreshes_iteration"]) == (3 * 3, 9 * 3)
     assert not adam.get("refresh_retries")
     assert gradient["refreshes_iteration"] == 0
-    assert "orthogonal iteration" in found["adam report"] and "orthogonal iteration" not in found["gradient report"]
+    assert (
+        "orthogonal iteration" in found["adam report"]
+        and "orthogonal iteration" not in found["gradient report"]
+    )
 
 
 def of_another_layer(work, workers, **options):
-    """As the plan places eigen workers where that pays: on a rank that has another of the layers than the first."""
+    """As the plan places eigen workers where that pays: on a rank that has another of the layers
+    than the first."""
     placed = dict(place_eigen_workers(work, workers, **options))
     for factor in work.factors:
-        others = {rank for name in factor.layers for rank in workers[name]} - set(workers[factor.layers[0]])
+        others = {rank for name in factor.layers for rank in workers[name]} - set(
+            workers[factor.layers[0]]
+        )
         placed[factor.key] = min(others, default=placed[factor.key])
     return placed
 
 
 def shared_worker(_) -> tuple[list[tuple[int, int]], int]:
-    """(eigen worker, worker of the first layer) of each A that several layers share; and iterated refreshes."""
+    """(eigen worker, worker of the first layer) of each A that several layers share; and iterated
+    refreshes."""
     with (
         as_on_a_gpu(),
         patch.object(assign, "place_eigen_workers", of_another_layer),
@@ -144,13 +163,22 @@ def shared_worker(_) -> tuple[list[tuple[int, int]], int]:
     ):
         model = expert_stacks.make(expert_stacks.Upright)
         engine = build(mode(2), 1, model=model, train_micro_batch_size_per_gpu=ROWS)
-        kfac, generator = engine.kfac.preconditioner, torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+        kfac, generator = (
+            engine.kfac.preconditioner,
+            torch.Generator().manual_seed(7 + torch.distributed.get_rank()),
+        )
         for _ in range(4):
             x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator)
-            engine.backward(engine(x, torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)))
+            engine.backward(
+                engine(x, torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator))
+            )
             engine.step()
         roles, counts = kfac.plan.assignment, kfac.metrics.counts
-        pairs = [(roles.eigen_workers[f.key], roles.workers[f.layers[0]][0]) for f in roles.factors if f.layers[1:]]
+        pairs = [
+            (roles.eigen_workers[f.key], roles.workers[f.layers[0]][0])
+            for f in roles.factors
+            if f.layers[1:]
+        ]
         return pairs, counts["refreshes_iteration"]
 
 

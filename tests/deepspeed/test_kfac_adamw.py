@@ -1,4 +1,5 @@
-"""The optimizer KFACAdamW as a user meets it: config, norms and clipping, schedules, memory, loss scales, detaching."""
+"""The optimizer KFACAdamW as a user meets it: config, norms and clipping, schedules, memory, loss
+scales, detaching."""
 
 import contextlib
 import copy
@@ -27,13 +28,20 @@ OURS = {"type": "KFACAdamW", "params": {"lr": 0.01, "torch_adam": True}}
 
 
 def config(**changes) -> dict:
-    base = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "optimizer": copy.deepcopy(OURS)}
+    base = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2},
+        "optimizer": copy.deepcopy(OURS),
+    }
     return {**base, "steps_per_print": None, **changes}
 
 
 def start(settings: dict, model=None, **keywords):
     engine, optimizer, _, scheduler = ds_kfac.initialize(
-        model=model or make_net(), model_parameters=keywords.pop("parameters", None), config=settings, **keywords
+        model=model or make_net(),
+        model_parameters=keywords.pop("parameters", None),
+        config=settings,
+        **keywords,
     )
     return engine, optimizer, scheduler
 
@@ -50,21 +58,32 @@ def errors_worker(_) -> dict:
     params = OURS["params"]
     model = make_net()
     return {
-        "unknown parameter": problem(config(optimizer={"type": "KFACAdamW", "params": {**params, "beta": [0.9, 0.9]}})),
+        "unknown parameter": problem(
+            config(optimizer={"type": "KFACAdamW", "params": {**params, "beta": [0.9, 0.9]}})
+        ),
         "misspelt": problem(config(optimizer={"type": "KfacAdam", "params": {"lr": 0.01}})),
         "disabled": problem(config(kfac={"enabled": False})),
-        "two optimizers": problem(config(), model=model, optimizer=torch.optim.AdamW(model.parameters())),
+        "two optimizers": problem(
+            config(), model=model, optimizer=torch.optim.AdamW(model.parameters())
+        ),
         "partial offload": problem(
-            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}})
+            config(
+                zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+            )
         ),
         "wrong block": problem(config(kfac={"adam": {"rotat": True}})),
-        "no curvature": problem(config(kfac={"adam": {"rotate": False}, "factor": {"fisher": "empirical"}})),
+        "no curvature": problem(
+            config(kfac={"adam": {"rotate": False}, "factor": {"fisher": "empirical"}})
+        ),
     }
 
 
 def test_contradictions_are_said_before_an_engine_is_built():
     errors = run_ranks("tests.deepspeed.test_kfac_adamw:errors_worker", world=1)[0]
-    assert "optimizer.params.beta: KFACAdamW has no such parameter; did you mean betas?" in errors["unknown parameter"]
+    assert (
+        "optimizer.params.beta: KFACAdamW has no such parameter; did you mean betas?"
+        in errors["unknown parameter"]
+    )
     assert 'did you mean "KFACAdamW"?' in errors["misspelt"]
     assert 'use "AdamW" to train without it' in errors["disabled"]
     assert "choose one" in errors["two optimizers"]
@@ -75,12 +94,17 @@ def test_contradictions_are_said_before_an_engine_is_built():
 
 def behaviour_worker(_) -> dict:
     results = {}
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    schedule = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
     for stage in (0, 2, 3):
         norms, states, rates = {}, {}, {"plain": [], "ours": []}
         for name, optimizer in (("plain", PLAIN), ("ours", OURS)):
             zero = {"stage": stage}
-            settings = config(optimizer=copy.deepcopy(optimizer), zero_optimization=zero, gradient_clipping=0.05)
+            settings = config(
+                optimizer=copy.deepcopy(optimizer), zero_optimization=zero, gradient_clipping=0.05
+            )
             settings |= {"scheduler": schedule, "bf16": {"enabled": False}}
             if name == "plain":
                 engine, *_ = deepspeed.initialize(model=make_net(), config=settings)
@@ -96,7 +120,9 @@ def behaviour_worker(_) -> dict:
                 if step == 0:
                     first = weights(engine)
             inner, groups = engine.basic_optimizer, len(engine.optimizer.param_groups)
-            elements = sum(t.numel() for state in inner.state.values() for t in state.values() if t.numel() > 1)
+            elements = sum(
+                t.numel() for state in inner.state.values() for t in state.values() if t.numel() > 1
+            )
             moments = torch.tensor(float(elements))
             if name == "ours":
                 kfac = engine.kfac.preconditioner
@@ -111,19 +137,30 @@ def behaviour_worker(_) -> dict:
                 states["plain"] = float(moments) / (1 if stage else dist.get_world_size())
             del first
             engine.destroy()
-        results[stage] = {"norms": norms, "states": states, "rates": rates["ours"], "plain rates": rates["plain"]}
+        results[stage] = {
+            "norms": norms,
+            "states": states,
+            "rates": rates["ours"],
+            "plain rates": rates["plain"],
+        }
         results[stage]["groups"] = groups
     return results
 
 
 def test_norm_schedule_and_memory_are_those_of_adamw():
     numel = sum(p.numel() for p in make_net().parameters())
-    for stage, result in run_ranks("tests.deepspeed.test_kfac_adamw:behaviour_worker", world=2)[0].items():
+    for stage, result in run_ranks("tests.deepspeed.test_kfac_adamw:behaviour_worker", world=2)[
+        0
+    ].items():
         norms = result["norms"]
         # the first gradient is the same; that it is the raw one's norm holds for all
         close(norms["ours"][0], norms["plain"][0], sums=numel, dtype=torch.float32, what=str(stage))
-        assert result["groups"] == 2 and result["rates"] == result["plain rates"], "every group follows the schedule"
-        assert len({rate for rates in result["plain rates"] for rate in rates}) == 3, "which changes them"
+        assert result["groups"] == 2 and result["rates"] == result["plain rates"], (
+            "every group follows the schedule"
+        )
+        assert len({rate for rates in result["plain rates"] for rate in rates}) == 3, (
+            "which changes them"
+        )
         padding = 2 * 4 * 3  # of flat groups
         assert result["states"]["ours"] <= 2 * numel + padding
         assert result["states"]["plain"] >= 2 * numel
@@ -134,8 +171,12 @@ def implied_worker(_) -> dict:
     engine, *_ = start(config())
     layers = [layer.name for layer in engine.kfac.preconditioner.layers]
     groups = [bool(group.get("kfac")) for group in engine.optimizer.param_groups]
-    shown = start(config(kfac={"damping": {"value": 2.0}, "adam": {"except_layers": ["head", "fc"]}}))[0].kfac.report
-    other = start(config(optimizer=copy.deepcopy(PLAIN), kfac={"adam": {"whiten": 0.2}}))[0].kfac.report
+    shown = start(
+        config(kfac={"damping": {"value": 2.0}, "adam": {"except_layers": ["head", "fc"]}})
+    )[0].kfac.report
+    other = start(config(optimizer=copy.deepcopy(PLAIN), kfac={"adam": {"whiten": 0.2}}))[
+        0
+    ].kfac.report
     frozen = make_net()
     frozen.middle.weight.requires_grad_(False)
     frozen_engine, *_ = start(config(), model=frozen)
@@ -148,9 +189,13 @@ def implied_worker(_) -> dict:
         except RuntimeError as error:
             detached = str(error)
     return {
-        "layers": layers, "groups": groups, "shown": shown, "other": other, "detached": detached,
+        "layers": layers,
+        "groups": groups,
+        "shown": shown,
+        "other": other,
+        "detached": detached,
         "frozen": [layer.name for layer in frozen_engine.kfac.preconditioner.layers],
-    }  # fmt: skip
+    }
 
 
 def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
@@ -159,7 +204,11 @@ def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
     assert "without effect with KFACAdamW: kfac.damping.value" in result["shown"]
     assert "kfac.adam.except_layers 'fc', which no layer's name ends with" in result["shown"]
     assert "2 layers orthogonalized at lr, 1 along Adam's direction at " in result["shown"]
-    rows = {line.split()[0]: line for line in result["shown"].splitlines() if line.startswith("  ") and line.split()}
+    rows = {
+        line.split()[0]: line
+        for line in result["shown"].splitlines()
+        if line.startswith("  ") and line.split()
+    }
     assert rows["first"].endswith("orthogonalized")
     assert rows["head"].endswith("Adam's direction: kfac.adam.except_layers 'head'")
     assert "without effect with AdamW: kfac.adam.whiten" in result["other"]
@@ -168,10 +217,12 @@ def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
 
 
 def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], list[float]]]]:
-    """Sizes of a layer's steps, and loss scales, which grow every 4 steps or never; with clipping, too.
+    """Sizes of a layer's steps, and loss scales, which grow every 4 steps or never; with clipping,
+    too.
 
-    ZeRO 1 and 2 double the scale before they divide by it, so that the gradients of that step are half as large, for
-    every optimizer. Where the scale never grows, that step's loss is half as large instead.
+    ZeRO 1 and 2 double the scale before they divide by it, so that the gradients of that step are
+    half as large, for every optimizer. Where the scale never grows, that step's loss is half as
+    large instead.
     """
     found = {}
     for name in names:
@@ -182,7 +233,10 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                 fp16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
                 engine = build(BY_NAME[name], 1, fp16=fp16, gradient_clipping=clip)
                 sizes, scales = runs[window] = [], []
-                seam, direction = engine.kfac.preconditioner.seam, engine.kfac.preconditioner.direction
+                seam, direction = (
+                    engine.kfac.preconditioner.seam,
+                    engine.kfac.preconditioner.direction,
+                )
                 before = weights(engine)["middle.weight"]
                 scale = [float(engine.optimizer.loss_scale)]
 
@@ -191,9 +245,18 @@ def growth_worker(names: list[str]) -> dict[str, dict[int, tuple[list[float], li
                     return plain(*given)
 
                 measuring = window == 4 and not clip
-                with patched(BY_NAME[name]), patch.object(direction, "step", measured if measuring else direction.step):
+                with (
+                    patched(BY_NAME[name]),
+                    patch.object(direction, "step", measured if measuring else direction.step),
+                ):
                     for step in range(12):
-                        train(engine, 1, steps=1, first=step, times=1.0 if window == 4 else parts[step])
+                        train(
+                            engine,
+                            1,
+                            steps=1,
+                            first=step,
+                            times=1.0 if window == 4 else parts[step],
+                        )
                         now = weights(engine)["middle.weight"]
                         sizes.append(float((now - before).norm()))
                         scale[0] = float(engine.optimizer.loss_scale)
@@ -235,7 +298,8 @@ def first_steps_worker(_) -> float:
 
 def test_without_rotation_it_is_adamw():
     worst = run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)
-    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)  # five steps of weights of up to 0.3
+    # five steps of weights of up to 0.3
+    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)
 
 
 def still_worker(cases) -> dict:
@@ -243,10 +307,17 @@ def still_worker(cases) -> dict:
     found = {}
     for stage, types in cases:
         params = {**OURS["params"], "adam_lr": 0, "betas": [0, 0.9], "weight_decay": 0.1}
-        settings = config(optimizer={"type": "KFACAdamW", "params": params}, zero_optimization={"stage": stage})
-        settings["kfac"] = {"layers": {"types": types}, "factor": {"update_interval": 1, "fisher": "empirical"}}
+        settings = config(
+            optimizer={"type": "KFACAdamW", "params": params}, zero_optimization={"stage": stage}
+        )
+        settings["kfac"] = {
+            "layers": {"types": types},
+            "factor": {"update_interval": 1, "fisher": "empirical"},
+        }
         schedule = [1.0, 0.0, 1.0, 1.0]
-        engine, *_ = start(settings, lr_scheduler=lambda made: LambdaLR(made, lambda step: schedule[step]))  # noqa: B023
+        engine, *_ = start(
+            settings, lr_scheduler=lambda made: LambdaLR(made, lambda step: schedule[step])
+        )  # noqa: B023
         seen = [weights(engine)]
         for step in range(3):
             train(engine, 1, steps=1, first=step)
@@ -259,30 +330,43 @@ def still_worker(cases) -> dict:
 
 
 def test_what_has_no_rate_stands_still_and_does_not_decay():
-    """Norms at adam_lr 0, stepped by AdamW or as layers of K-FAC's; everything at a rate of zero."""
+    """Norms at adam_lr 0, stepped by AdamW or as layers of K-FAC's; everything at a rate of
+    zero."""
     cases = [(stage, types) for stage in (0, 2) for types in (["Linear"], ["Linear", "LayerNorm"])]
     moved = {name for name, _ in make_net().named_parameters() if not name.startswith("norm")}
-    for of_rank in run_ranks("tests.deepspeed.test_kfac_adamw:still_worker", world=2, payload=cases):
+    for of_rank in run_ranks(
+        "tests.deepspeed.test_kfac_adamw:still_worker", world=2, payload=cases
+    ):
         for case, found in of_rank.items():
             assert found == [moved, set(), moved, 0], case
 
 
 def apart_worker(_) -> dict:
-    """How far the first step of AdamW moves entries, where two matrices are left out, in units of lr."""
+    """How far the first step of AdamW moves entries, where two matrices are left out, in units of
+    lr."""
     found = {}
     for stage, as_object in ((0, False), (2, False), (3, False), (2, True)):
         params = {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-12, "torch_adam": True}
-        settings = config(zero_optimization={"stage": stage}, kfac={"layers": {"exclude": ["^middle", "^first"]}})
+        settings = config(
+            zero_optimization={"stage": stage}, kfac={"layers": {"exclude": ["^middle", "^first"]}}
+        )
         model = make_net()
-        keywords = {"optimizer": ds_kfac.KFACAdamW(model.parameters(), **params)} if as_object else {}
+        keywords = (
+            {"optimizer": ds_kfac.KFACAdamW(model.parameters(), **params)} if as_object else {}
+        )
         settings |= {} if as_object else {"optimizer": {"type": "KFACAdamW", "params": params}}
         if as_object:
             del settings["optimizer"]
         engine, *_ = start(settings, model=model, **keywords)
         before = weights(engine)
         train(engine, 1, steps=1)
-        moved = {name: float((W - before[name]).abs().median()) / 0.01 for name, W in weights(engine).items()}
-        parts = [moved[name] for name in ("middle.weight", "first.weight", "first.bias", "norm.weight")]
+        moved = {
+            name: float((W - before[name]).abs().median()) / 0.01
+            for name, W in weights(engine).items()
+        }
+        parts = [
+            moved[name] for name in ("middle.weight", "first.weight", "first.bias", "norm.weight")
+        ]
         found[stage, as_object] = parts, engine.kfac.report, engine.kfac.log_constants()
         engine.destroy()
     return found
@@ -293,13 +377,16 @@ def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr():
     net = make_net()
     elements = net.middle.weight.numel() + net.first.weight.numel()
     for case, (parts, report, logged) in found.items():
-        close(parts, [1.0, 1.0, 1.0, 8.0], sums=10, dtype=torch.float32, what=str(case))  # g / |g|, in ten operations
+        # g / |g|, in ten operations
+        close(parts, [1.0, 1.0, 1.0, 8.0], sums=10, dtype=torch.float32, what=str(case))
         said, step = report.splitlines()[1:3]
-        assert said.endswith(f": AdamW at 8 lr (adam_lr), {elements:,} of them in matrices, at lr as their biases"), (
-            said
-        )
+        assert said.endswith(
+            f": AdamW at 8 lr (adam_lr), {elements:,} of them in matrices, at lr as their biases"
+        ), said
         head = 8 * 128 / 20  # of 19 inputs and a bias
-        assert step.endswith(f"orthogonalized at lr, 1 along Adam's direction at {head:.3g} lr"), step
+        assert step.endswith(f"orthogonalized at lr, 1 along Adam's direction at {head:.3g} lr"), (
+            step
+        )
         rates = [logged[f"kfac/lr_{kind}"] for kind in ("heads", "others")]
         close(rates, (head, 8.0), sums=1, dtype=torch.float64)
 
@@ -319,23 +406,34 @@ def empty_worker(_) -> dict:
 
 
 def test_parameters_without_elements_may_be_all_that_is_in_no_layer():
-    assert run_ranks("tests.deepspeed.test_kfac_adamw:empty_worker", world=1)[0] == {0: True, 1: True, 2: True}
+    assert run_ranks("tests.deepspeed.test_kfac_adamw:empty_worker", world=1)[0] == {
+        0: True,
+        1: True,
+        2: True,
+    }
 
 
 def parts_worker(stages: list[int]) -> dict:
-    """What is said on standard error after a program has set "lr" of all groups, of none, or of the first one alone."""
+    """What is said on standard error after a program has set "lr" of all groups, of none, or of the
+    first one alone."""
     found = {}
     for stage in stages:
         for key, change in ("lr", all), ("lr", None), ("lr", any), ("weight_decay", any):
-            engine, optimizer, _ = start(config(zero_optimization={"stage": stage}, kfac={"report": "none"}))
+            engine, optimizer, _ = start(
+                config(zero_optimization={"stage": stage}, kfac={"report": "none"})
+            )
             said = io.StringIO()
             with contextlib.redirect_stderr(said):
                 train(engine, 1, steps=1)
-                groups = {None: [], all: optimizer.param_groups, any: optimizer.param_groups[:1]}[change]
+                groups = {None: [], all: optimizer.param_groups, any: optimizer.param_groups[:1]}[
+                    change
+                ]
                 for group in groups:
                     group[key] = 0.5 * group[key]
                 train(engine, 1, steps=3, first=1)
-            found[stage, key, change is any] = said.getvalue().count(f"Their {key} is not one any more")
+            found[stage, key, change is any] = said.getvalue().count(
+                f"Their {key} is not one any more"
+            )
             engine.destroy()
     return found
 
@@ -346,7 +444,8 @@ def test_a_rate_that_is_set_for_a_part_of_a_group_alone_is_told_once():
 
 
 def reset_worker(stages: list[int]) -> dict:
-    """How many gradients the layers' moments have after four steps, something, and one step more."""
+    """How many gradients the layers' moments have after four steps, something, and one step
+    more."""
     found = {}
     for stage in stages:
         engine, optimizer, _ = start(config(zero_optimization={"stage": stage}))
@@ -361,16 +460,25 @@ def reset_worker(stages: list[int]) -> dict:
                 optimizer.load_state_dict(optimizer.state_dict())
             train(engine, 1, steps=1)
             states = engine.kfac.preconditioner.state
-            found[stage, what] = {name: float(state.moments.updates) for name, state in states.items()}
+            found[stage, what] = {
+                name: float(state.moments.updates) for name, state in states.items()
+            }
         engine.destroy()
     return found
 
 
 def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero():
     """Those of the layer, or of all where DeepSpeed's parameters are flat."""
-    for found in run_ranks("tests.deepspeed.test_kfac_adamw:reset_worker", world=2, payload=[0, 2, 3]):
+    for found in run_ranks(
+        "tests.deepspeed.test_kfac_adamw:reset_worker", world=2, payload=[0, 2, 3]
+    ):
         for (stage, what), counts in found.items():
-            since = {"nothing": 5, "clear": 1, "pop": 6, "load": 11}[what]  # steps since the last reset of all
+            # steps since the last reset of all
+            since = {"nothing": 5, "clear": 1, "pop": 6, "load": 11}[what]
             for name, count in counts.items():
-                of_one = {"pop": 1, "load": 6}.get(what, since) if name == "middle" and not stage else since
+                of_one = (
+                    {"pop": 1, "load": 6}.get(what, since)
+                    if name == "middle" and not stage
+                    else since
+                )
                 assert count == of_one, (stage, what, name)

@@ -42,7 +42,9 @@ def cycles_worker(names: list[str]) -> dict:
 
 
 def test_many_engines_leave_what_one_leaves():
-    for result in run_ranks("tests.deepspeed.test_lifecycle:cycles_worker", world=2, payload=["z2", "adam-z3"]):
+    for result in run_ranks(
+        "tests.deepspeed.test_lifecycle:cycles_worker", world=2, payload=["z2", "adam-z3"]
+    ):
         for name, found in result.items():
             assert all(row == found[0] for row in found), (name, found)
 
@@ -84,7 +86,8 @@ def ways_worker(folder: str) -> dict:
     count("twice", twice)
     count("detached before", both)
     count("one rank alone", alone)
-    count("garbage", lambda engine: None, BY_NAME["z0"])  # ZeRO's own hooks keep an engine that nobody destroys
+    # ZeRO's own hooks keep an engine that nobody destroys
+    count("garbage", lambda engine: None, BY_NAME["z0"])
 
     once = build(mode, 1, kfac=KFAC)
     train(once, 1)
@@ -94,9 +97,12 @@ def ways_worker(folder: str) -> dict:
         ds_kfac.attach(again)
     train(again, 1)
     expected = weights(once)
-    results["attached again"] = all(torch.equal(w, expected[name]) for name, w in weights(again).items())
+    results["attached again"] = all(
+        torch.equal(w, expected[name]) for name, w in weights(again).items()
+    )
 
-    model = make_net()  # of two Trainers, of which the first one's engine goes when the second has one
+    # of two Trainers, of which the first one's engine goes when the second has one
+    model = make_net()
     older, newer = (build(mode, 1, model=model, kfac=KFAC) for _ in range(2))
     older.destroy()
     results["newer"] = attached(model) is newer.kfac
@@ -104,15 +110,19 @@ def ways_worker(folder: str) -> dict:
     results["newer"] &= attached(model) is None
 
     world = dist.group.WORLD
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), world)  # as init_distributed(timeout=...) does
+    # as init_distributed(timeout=...) does
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), world)
     timed = build(mode, 1, kfac=KFAC)
     ours = timed.kfac.preconditioner.channel.group
     results["timeout"] = ours._get_backend(torch.device("cpu")).options._timeout
     dist.barrier()
     dist.destroy_process_group()
-    timed.kfac.detach()  # the job has ended its groups, ours among them; DeepSpeed's destroy fails then
+    # the job has ended its groups, ours among them; DeepSpeed's destroy fails then
+    timed.kfac.detach()
     results["after the job's end"] = held(timed.module)["hooks"] == before["hooks"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=2
+    )
     return results
 
 
@@ -146,11 +156,16 @@ def test_an_engine_can_be_detached_after_the_jobs_groups(ways):
 
 
 def idle_worker(_) -> list:
-    """Engines that will not train, as a Trainer makes them of reference models and for evaluation."""
+    """Engines that will not train, as a Trainer makes them of reference models and for
+    evaluation."""
     found = []
     for stage in (0, 3):
         model = make_net()
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "kfac": KFAC}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "kfac": KFAC,
+        }
         engine, *_ = ds_kfac.initialize(model=model, config=config)
         found.append(hasattr(engine, "kfac"))
         try:
@@ -172,7 +187,12 @@ class Wrapper(torch.optim.Optimizer):
     """Has another's groups and calls no initialiser of torch's, as timm's Lookahead."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+        self.base, self.param_groups, self.defaults, self.state = (
+            base,
+            base.param_groups,
+            base.defaults,
+            base.state,
+        )
 
     def step(self, closure=None) -> None:
         self.base.step()
@@ -211,7 +231,8 @@ def test_an_optimizer_that_calls_no_initialiser_of_torchs_is_stepped_and_warns_w
 
 
 def undestroyed_worker(names: list[str]) -> dict:
-    """Engines that nobody destroys, as those of several Trainers in one process; ZeRO's are never collected."""
+    """Engines that nobody destroys, as those of several Trainers in one process; ZeRO's are never
+    collected."""
     results = {}
     for name in names:
         mode = BY_NAME[name]
@@ -226,13 +247,18 @@ def undestroyed_worker(names: list[str]) -> dict:
         for step in range(4):  # one after another at each step, in one group
             for engine in engines:
                 train(engine, 1, steps=1, first=step)
-        same = [all(torch.equal(w, expected[n]) for n, w in weights(engine).items()) for engine in engines]
+        same = [
+            all(torch.equal(w, expected[n]) for n, w in weights(engine).items())
+            for engine in engines
+        ]
         engines.pop().destroy()
         groups.append(held()["groups"] - before)
         train(engines[-1], 1, steps=1, first=4)
-        for engine in () if dist.get_rank() else engines:  # here nobody has the group any more, on the other rank three
+        # here nobody has the group any more, on the other rank three
+        for engine in () if dist.get_rank() else engines:
             engine.destroy()
-        left = make_net()  # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
+        # by an engine whose batch was too large, as with the Trainer's auto_find_batch_size
+        left = make_net()
         sum(parameter.sum() for parameter in left.parameters()).backward()
         later = build(mode, 1, model=left, kfac=KFAC)
         train(later, 1, steps=4)
@@ -245,9 +271,16 @@ def undestroyed_worker(names: list[str]) -> dict:
 
 def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone_also_of_a_model_with_gradients():
     names = ["z0", "adam-z2", "z3"]
-    for result in run_ranks("tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names):
+    for result in run_ranks(
+        "tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names
+    ):
         for name, (groups, same, left) in result.items():
-            assert groups == [1] * 5 and same == [True] * 5 and left == 0, (name, groups, same, left)
+            assert groups == [1] * 5 and same == [True] * 5 and left == 0, (
+                name,
+                groups,
+                same,
+                left,
+            )
 
 
 HARMLESS = ("step", "scheduler", "no backward")
@@ -276,11 +309,13 @@ def interrupt(engine, step: int, place: str, folder: str) -> None:
         failing_scheduler = Mock(step=Mock(side_effect=ValueError))
         with patch.object(engine, "lr_scheduler", failing_scheduler), suppress(ValueError):
             train(engine, 1, steps=1, first=step)
-        engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)  # which DeepSpeed leaves out
+        # which DeepSpeed leaves out
+        engine.micro_steps = engine.gradient_accumulation_steps() * (step + 1)
         return
     if place == "no backward":
         if engine.zero_optimization():
-            with pytest.raises(RuntimeError, match="has no gradients"):  # on all ranks, not in one's collective
+            # on all ranks, not in one's collective
+            with pytest.raises(RuntimeError, match="has no gradients"):
                 engine.step()
         return
     if place in WITHIN:
@@ -293,12 +328,17 @@ def interrupt(engine, step: int, place: str, folder: str) -> None:
 
 
 def interrupted_worker(payload: tuple[str, list[str]]) -> dict:
-    """Weights after steps, and after steps of which each is interrupted at a place of its own, and taken again."""
+    """Weights after steps, and after steps of which each is interrupted at a place of its own, and
+    taken again."""
     folder, names = payload
     found = {}
     for turn, name in enumerate(names):
         for places in ([""] * len(PLACES), PLACES[turn:] + PLACES[:turn]):
-            engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}})
+            engine = build(
+                BY_NAME[name],
+                1,
+                kfac={**BY_NAME[name].kfac_block, "eigenbasis": {"refresh_interval": 1}},
+            )
             kfac, said = engine.kfac.preconditioner, []
             for step, place in enumerate(places):
                 with heard() as messages:
@@ -315,7 +355,9 @@ def interrupted_worker(payload: tuple[str, list[str]]) -> dict:
 def test_a_step_that_is_interrupted_leaves_nothing_behind_or_is_undone_by_a_checkpoint(tmp_path):
     """It is said, once, where state and weights are those of no step."""
     payload = str(tmp_path), ["z0", "adam-z0", "adam-z2", "adam-z3"]
-    for found in run_ranks("tests.deepspeed.test_lifecycle:interrupted_worker", world=2, payload=payload):
+    for found in run_ranks(
+        "tests.deepspeed.test_lifecycle:interrupted_worker", world=2, payload=payload
+    ):
         for (name, place), (actual, unfit, steps, said) in found.items():
             assert not unfit and steps == len(PLACES), (name, place)
             broken = [where for where, _ in said if where in WITHIN][:1]

@@ -1,4 +1,5 @@
-"""What a framework's logs say of steps and curvature, against weights and eigenvalues themselves."""
+"""What a framework's logs say of steps and curvature, against weights and eigenvalues
+themselves."""
 
 import contextlib
 import importlib
@@ -46,47 +47,82 @@ def worker(modes: list[str]) -> dict:
 
 def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
     modes = ["adam-z0", "adam-z2", "adam-z3", "z2"]
-    for name, (ratio, spread, logged) in run_ranks("tests.deepspeed.test_log_line:worker", world=1, payload=modes)[
-        0
-    ].items():
+    for name, (ratio, spread, logged) in run_ranks(
+        "tests.deepspeed.test_log_line:worker", world=1, payload=modes
+    )[0].items():
         assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)
         close(logged["kfac/eigenvalue_spread"], spread, sums=20, dtype=torch.float32, what=name)
         if name == "z2":
             assert "kfac/step_to_weight" not in logged, "the user's optimizer decides on the step"
         else:
-            near(logged["kfac/step_to_weight"], ratio, 0.05 * ratio, "of the weights before or after the step")
+            near(
+                logged["kfac/step_to_weight"],
+                ratio,
+                0.05 * ratio,
+                "of the weights before or after the step",
+            )
 
 
-COUNTERS = ("captures", "statistics_fraction", "refreshes", "steps", "sent_bytes_proof", "calls_proof")
+COUNTERS = (
+    "captures",
+    "statistics_fraction",
+    "refreshes",
+    "steps",
+    "sent_bytes_proof",
+    "calls_proof",
+)
 CONSTANTS = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
 
 
 def names_worker(folder: str) -> dict:
     found = {}
     for name, report in (("adam-z2", "summary"), ("adam-z2", "none"), ("z2", "summary")):
-        monitor = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/{name}-{report}", "job_name": "run"}}
+        monitor = {
+            "csv_monitor": {
+                "enabled": True,
+                "output_path": f"{folder}/{name}-{report}",
+                "job_name": "run",
+            }
+        }
         own = {"optimizer": OPTIMIZER} if name != "z2" else {}
         engine = build(BY_NAME[name], 1, kfac={"report": report}, **own, **monitor)
         train(engine, 1, steps=2)
         line, first = set(engine.kfac.log_line()), set(engine.kfac.log_constants())
         engine.kfac.metrics.summary[list(SUMMARY).index("refresh_failures")] = 2
-        found[name, report] = line, first, {k: v for k, v in engine.kfac.log_line().items() if k not in line}
+        found[name, report] = (
+            line,
+            first,
+            {k: v for k, v in engine.kfac.log_line().items() if k not in line},
+        )
         engine.destroy()
     return found
 
 
 def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_names(tmp_path):
-    found = run_ranks("tests.deepspeed.test_log_line:names_worker", world=1, payload=str(tmp_path))[0]
+    found = run_ranks("tests.deepspeed.test_log_line:names_worker", world=1, payload=str(tmp_path))[
+        0
+    ]
     line, first, failed = found["adam-z2", "summary"]
     assert line == {"kfac/step_to_weight", "kfac/eigenvalue_spread"} and first == CONSTANTS
     assert failed == {"kfac/refresh_failures": 2.0}
     assert found["adam-z2", "none"] == (set(), set(), {})
     line, first, _ = found["z2", "summary"]
-    assert line == {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"} and first == {"kfac/stepped", "kfac/curved"}
+    assert line == {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"} and first == {
+        "kfac/stepped",
+        "kfac/curved",
+    }
     own = {"kfac/nu", "kfac/not_finite_layers", *(f"kfac/{name}" for name in COUNTERS)}
-    for (name, report), names in {("adam-z2", "summary"): CONSTANTS, ("z2", "summary"): own}.items():
-        written = {path.stem: path.read_text().splitlines() for path in (tmp_path / f"{name}-{report}").rglob("*.csv")}
-        assert {key.replace("/", "_") for key in found[name, report][0] | names} <= set(written), written.keys()
+    for (name, report), names in {
+        ("adam-z2", "summary"): CONSTANTS,
+        ("z2", "summary"): own,
+    }.items():
+        written = {
+            path.stem: path.read_text().splitlines()
+            for path in (tmp_path / f"{name}-{report}").rglob("*.csv")
+        }
+        assert {key.replace("/", "_") for key in found[name, report][0] | names} <= set(written), (
+            written.keys()
+        )
         assert len(written["kfac_stepped"]) == 2, "a heading and one value"
 
 
@@ -96,8 +132,12 @@ def timers_worker(_) -> dict:
         train(engine, 1, steps=5)
     during, cached = list(engine.engine_timers.global_timers), engine.get_wall_clock_timers()
     engine.kfac.detach()
-    return {"during": during, "cached": cached, "left": list(engine.engine_timers.global_timers),
-            "printed": printed.getvalue()}  # fmt: skip
+    return {
+        "during": during,
+        "cached": cached,
+        "left": list(engine.engine_timers.global_timers),
+        "printed": printed.getvalue(),
+    }
 
 
 def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
@@ -110,14 +150,36 @@ def test_stages_are_timers_of_deepspeeds_breakdown_until_detach():
 
 def test_every_counter_has_a_row():
     """Those that a docstring names, too: not each is of every run."""
-    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text().split("## Counters")[1]
-    rows = [name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
-    told = re.findall(r'"([a-z_]+(?:<\w+>)?)"', f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}")
-    counted = {*SUMMARY, *FAILURES, *told, *(f"seconds_{stage}" for stage in STAGES), "nu", "kl", "stepped", "curved"}
+    page = (
+        (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text().split("## Counters")[1]
+    )
+    rows = [
+        name
+        for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", row)
+    ]
+    told = re.findall(
+        r'"([a-z_]+(?:<\w+>)?)"', f"{Metrics.__doc__} {counters.__doc__} {health.__doc__}"
+    )
+    counted = {
+        *SUMMARY,
+        *FAILURES,
+        *told,
+        *(f"seconds_{stage}" for stage in STAGES),
+        "nu",
+        "kl",
+        "stepped",
+        "curved",
+    }
     patterns = [re.compile(re.sub("<.*>", ".+", row) + "$") for row in rows]
-    assert not [name for name in counted if not any(row.match(name) for row in patterns)] and len(told) > 10
+    assert (
+        not [name for name in counted if not any(row.match(name) for row in patterns)]
+        and len(told) > 10
+    )
     for row in rows:  # nor is there a row of none
-        assert row.startswith("lr_") or any(re.match(re.sub("<.*>", ".+", row) + "$", name) for name in counted), row
+        assert row.startswith("lr_") or any(
+            re.match(re.sub("<.*>", ".+", row) + "$", name) for name in counted
+        ), row
 
 
 def before_worker(names: list[str]) -> dict:
@@ -132,8 +194,11 @@ def before_worker(names: list[str]) -> dict:
 
 
 def test_all_counters_are_there_as_zeros_from_attach_on():
-    measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}  # there is nothing to measure before a step
-    for found in run_ranks("tests.deepspeed.test_log_line:before_worker", world=2, payload=["z2", "adam-z0"]):
+    # there is nothing to measure before a step
+    measured = {"nu", "kl", "step_to_weight", "eigenvalue_spread"}
+    for found in run_ranks(
+        "tests.deepspeed.test_log_line:before_worker", world=2, payload=["z2", "adam-z0"]
+    ):
         for name, (before, after) in found.items():
             assert before.keys() == after.keys() - measured, name
             assert before["steps"] == 0 and after["steps"] == 3, name
@@ -155,7 +220,9 @@ def test_the_trainers_first_line_has_what_stays_and_the_others_do_not(monkeypatc
     monkeypatch.setitem(sys.modules, "transformers", stub)
     monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers", raising=False)
     door = importlib.import_module("ds_kfac.integrations.transformers")
-    attachment = types.SimpleNamespace(log_line=lambda: {"kfac/nu": 1.0}, log_constants=lambda: {"kfac/stepped": 0.5})
+    attachment = types.SimpleNamespace(
+        log_line=lambda: {"kfac/nu": 1.0}, log_constants=lambda: {"kfac/stepped": 0.5}
+    )
     monkeypatch.setattr(door, "attached", lambda model: attachment)
     callback, state = door.KFACCallback(), types.SimpleNamespace(log_history=[])
     for step in range(3):
@@ -163,8 +230,10 @@ def test_the_trainers_first_line_has_what_stays_and_the_others_do_not(monkeypatc
         state.log_history.append({**logs, "step": step})
         callback.on_log(None, state, None, logs=logs)
     assert [set(entry) - {"step"} for entry in state.log_history] == [
-        {"loss", "kfac/nu", "kfac/stepped"}, {"eval_loss"}, {"loss", "kfac/nu"}
-    ]  # fmt: skip
+        {"loss", "kfac/nu", "kfac/stepped"},
+        {"eval_loss"},
+        {"loss", "kfac/nu"},
+    ]
     monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers")
 
 
@@ -172,4 +241,9 @@ def test_shares_of_the_weights_are_known_on_several_ranks():
     first, second = run_ranks("tests.deepspeed.test_log_line:worker", world=2, payload=["adam-z3"])
     for found in (first, second):
         ratio, _, logged = found["adam-z3"]
-        near(logged["kfac/step_to_weight"], ratio, 0.5 * ratio, "the mean square of its half of the weights")
+        near(
+            logged["kfac/step_to_weight"],
+            ratio,
+            0.5 * ratio,
+            "the mean square of its half of the weights",
+        )

@@ -48,5 +48,7 @@ def test_the_other_ranks_name_the_one_that_is_lost(what, words):
         run_ranks("tests.deepspeed.test_lost_ranks:worker", world=3, payload=what, after=20.0)
     logs = str(caught.value).split("--- rank ")[1:]
     for log in (logs[0], logs[2]):
-        (line,) = [line for line in log.splitlines() if line.startswith("ds_kfac.comm.lost.LostRank: ")]
+        (line,) = [
+            line for line in log.splitlines() if line.startswith("ds_kfac.comm.lost.LostRank: ")
+        ]
         assert "gradients could not be exchanged" in line and words in line, line

@@ -1,4 +1,5 @@
-"""What a step holds beside the state: counted tensor by tensor, against the bounds of docs/scaling.md."""
+"""What a step holds beside the state: counted tensor by tensor, against the bounds of
+docs/scaling.md."""
 
 import gc
 import weakref
@@ -39,9 +40,12 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        there = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        there = {
+            tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)
+        }
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in there:  # not a view
+            # not a view
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in there:
                 self._count(tensor.untyped_storage())
         return result
 
@@ -65,8 +69,14 @@ def net() -> nn.Module:
 def worker(cases) -> dict:
     results = {}
     for stage, rows in cases:
-        block = {"factor": {"update_interval": 2, "rows": rows, "fisher": "empirical"}, "burn_in": {"steps": 0}}
-        block |= {"eigenbasis": {"refresh_interval": 300}, "plan": {"BUCKET_BYTES": BUCKET, **AT_ONCE}}
+        block = {
+            "factor": {"update_interval": 2, "rows": rows, "fisher": "empirical"},
+            "burn_in": {"steps": 0},
+        }
+        block |= {
+            "eigenbasis": {"refresh_interval": 300},
+            "plan": {"BUCKET_BYTES": BUCKET, **AT_ONCE},
+        }
         engine = build(Mode("memory", stage, kfac=block), 1, model=net())
         kfac, peaks = engine.kfac.preconditioner, []
         for step in range(5):
@@ -79,7 +89,8 @@ def worker(cases) -> dict:
         slots = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 2)[0]
         rank = dist.get_rank()
         results[stage, rows] = {
-            # gloo's threads may let go of a message after the step has gone on, in any step: what is always there
+            # gloo's threads may let go of a message after the step has gone on, in any step: what
+            # is always there
             "extra": min(peaks[2::2]) - min(peaks[1::2]),
             "sums": sum(4 * s.numel for s in slots if rank == s.owner or rank in s.contributors),
             "own": sum(factor.packed_P.nbytes for factor in kfac.curvature.factors.values()),
@@ -97,7 +108,9 @@ def test_a_captured_step_holds_its_sums_and_two_messages(world):
             bound = found["sums"] + 2 * IN_FLIGHT * BUCKET
             assert found["extra"] <= SLACK * bound, (case, found)
             if case[1] == 32:
-                assert found["sums"] == found["own"] < 0.7 * found["all"] * 2 / world, "one contributor: its own share"
+                assert found["sums"] == found["own"] < 0.7 * found["all"] * 2 / world, (
+                    "one contributor: its own share"
+                )
 
 
 STEPS = [
@@ -108,28 +121,45 @@ STEPS = [
     Mode("Adam z3 bf16, biases", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("gradient z0", 0),
     Mode(
-        "all workers z0", 0, kfac={"assignment": {"gradient_worker_fraction": 1.0}, "communication": {"dtype": "bf16"}}
+        "all workers z0",
+        0,
+        kfac={"assignment": {"gradient_worker_fraction": 1.0}, "communication": {"dtype": "bf16"}},
     ),
     Mode("gradient z3 bf16", 3, dtype="bf16"),
     Mode("Adam z3 bf16, large", 3, dtype="bf16", adam=True, orthogonal=True),
-    Mode("Adam z2, large, both sides", 2, adam=True, orthogonal=True, kfac={"factor": {"fisher": "empirical"}}),
-    Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
+    Mode(
+        "Adam z2, large, both sides",
+        2,
+        adam=True,
+        orthogonal=True,
+        kfac={"factor": {"fisher": "empirical"}},
+    ),
+    Mode(
+        "gradient z3 bf16, large, A",
+        3,
+        dtype="bf16",
+        kfac={"factor": {"fisher": "activations_only"}},
+    ),
     Mode("Adam z2, batched", 2, adam=True, orthogonal=True),
     Mode("Adam z3 bf16, batched", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("gradient z2, batched", 2),
     Mode("gradient z3 bf16, batched", 3, dtype="bf16"),
-    Mode("gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}),
+    Mode(
+        "gradient z2, batched, corrected", 2, kfac={"preconditioner": {"eigenvalues": "corrected"}}
+    ),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
-"""Of layers of which none is like another: what a single layer's products copy is little, and none are batched."""
+"""Of layers of which none is like another: what a single layer's products copy is little, and none
+are batched."""
 BATCHED = 8
 """Layers of one batch, of 24 on a rank."""
 COPIES = 1
 """Of one layer, in its products and moments."""
 ROWS = 4
 IN_PLACE = "gradient z2, batched", "gradient z2, batched, corrected"
-"""Modes in which a batch's gradients lie at equal distances in DeepSpeed's memory, and no clipping is to come: the step
-reads them there. The estimate counts a copy, which other models' layouts need."""
+"""Modes in which a batch's gradients lie at equal distances in DeepSpeed's memory, and no clipping
+is to come: the step reads them there. The estimate counts a copy, which other models' layouts
+need."""
 
 
 def beside_worker(modes) -> dict:
@@ -164,14 +194,18 @@ def beside_worker(modes) -> dict:
             x = torch.randn(ROWS, SIDES[0], generator=torch.Generator().manual_seed(step))
             x = x.to(engine.get_data_types()[0])
             loss = engine(x).float().square().mean()
-            engine.kfac.job.step = watched if step else engine.kfac.job.step  # the first one is another one
+            # the first one is another one
+            engine.kfac.job.step = watched if step else engine.kfac.job.step
             with live if step else nullcontext():  # counting takes most of the time
                 engine.backward(loss)
                 engine.step()
-        # steps 4, 6, 8 and 10 capture and replace what was counted; before the others there are DeepSpeed's gradients
+        # steps 4, 6, 8 and 10 capture and replace what was counted; before the others there are
+        # DeepSpeed's gradients
         captured = [peaks[step - 1] - before[step - 2] for step in (4, 6, 8, 10)]
         with chosen(config["kfac"]):
-            estimate = Estimate(subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS)
+            estimate = Estimate(
+                subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS
+            )
             assert estimate.plan.assignment == kfac.plan.assignment, mode.name
         plain = [peaks[step - 1] - before[step - 1] for step in (3, 5)]
         own = {kind: int(nbytes[dist.get_rank()]) for kind, nbytes in estimate.memory.items()}
@@ -208,7 +242,11 @@ def circles_worker(names: list[str]) -> dict[str, list[str]]:
         train(engine, 1, steps=4, first=4)
         gc.collect()
         gc.set_debug(0)
-        kinds = {type(x) for x in gc.garbage if isinstance(x, torch.Tensor) or type(x).__module__.startswith("ds_kfac")}
+        kinds = {
+            type(x)
+            for x in gc.garbage
+            if isinstance(x, torch.Tensor) or type(x).__module__.startswith("ds_kfac")
+        }
         found[name] = sorted(kind.__qualname__ for kind in kinds)
         gc.garbage.clear()
         gc.enable()

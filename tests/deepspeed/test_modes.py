@@ -1,7 +1,7 @@
 """Every engine mode trains exactly like tests/oracle.py in one process.
 
-Of modes x ranks x micro-batches run every mode on several ranks and every pair of two settings, see tests/covering.py;
-with ALL_MODES=1 in the environment, every case.
+Of modes x ranks x micro-batches run every mode on several ranks and every pair of two settings, see
+tests/covering.py; with ALL_MODES=1 in the environment, every case.
 """
 
 import os
@@ -37,7 +37,9 @@ def tabled(rows):
     chosen = rows if os.environ.get("ALL_MODES") else covering(rows, factors, on_several_ranks)
     TABLES.append((rows, chosen))
     names = ["case", "world", "dtype"][: len(rows[0])]
-    ids = ["-".join([case[0], f"accumulation{case[1]}", f"{world}ranks"]) for case, world, *_ in chosen]
+    ids = [
+        "-".join([case[0], f"accumulation{case[1]}", f"{world}ranks"]) for case, world, *_ in chosen
+    ]
     return pytest.mark.parametrize(names, chosen, ids=ids)
 
 
@@ -46,7 +48,9 @@ def check(case: tuple[str, int], result: dict) -> None:
     wrong = within(text, result["difference"], result["bound"])
     if mode.wrapper and result["wrapper"] != mode.wrapper:
         wrong.append(f"{text}: DeepSpeed took {result['wrapper']}, the test meant {mode.wrapper}")
-    if result["counts"].get("factor_updates", 0) != 4 * mode.rotate or result["counts"].get("skipped_steps"):
+    if result["counts"].get("factor_updates", 0) != 4 * mode.rotate or result["counts"].get(
+        "skipped_steps"
+    ):
         wrong.append(f"{text}: counted {result['counts']}")
     assert not wrong, "\n".join(wrong)
 
@@ -76,8 +80,8 @@ def test_autocast_matches_reference(case, world, dtype, compared):
     check(case, compared)
 
 
-# On one rank a single micro-batch has fewer rows than a factor is wide: its null space has no unique basis, to which
-# Adam, unlike the K-FAC gradient, is not indifferent.
+# On one rank a single micro-batch has fewer rows than a factor is wide: its null space has no
+# unique basis, to which Adam, unlike the K-FAC gradient, is not indifferent.
 @tabled(
     ((mode.name, 4 if index % 2 or world == 1 else 1), world)
     for world in (1, 2, 4)
@@ -89,7 +93,12 @@ def test_kfac_adamw_matches_reference(case, world, compared):
     check(case, compared)
 
 
-@tabled(((mode.name, 4), 2, dtype) for dtype in DTYPES for mode in ADAM_AUTOCAST if mode.name.endswith(f"_{dtype}"))
+@tabled(
+    ((mode.name, 4), 2, dtype)
+    for dtype in DTYPES
+    for mode in ADAM_AUTOCAST
+    if mode.name.endswith(f"_{dtype}")
+)
 def test_kfac_adamw_matches_reference_under_autocast(case, world, dtype, compared):
     check(case, compared)
 
@@ -97,4 +106,6 @@ def test_kfac_adamw_matches_reference_under_autocast(case, world, dtype, compare
 def test_every_mode_runs_on_several_ranks_and_every_pair_of_settings_in_some_case():
     for rows, chosen in TABLES:
         assert {row[0][0] for row in chosen if row[1] > 1} == {row[0][0] for row in rows}
-        assert set().union(*(pairs(factors(row)) for row in chosen)) == set().union(*(pairs(factors(r)) for r in rows))
+        assert set().union(*(pairs(factors(row)) for row in chosen)) == set().union(
+            *(pairs(factors(r)) for r in rows)
+        )

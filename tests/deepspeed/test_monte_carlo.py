@@ -1,4 +1,5 @@
-"""Monte-Carlo Fisher in an engine: Newton's step where the Fisher is exact, training untouched, errors."""
+"""Monte-Carlo Fisher in an engine: Newton's step where the Fisher is exact, training untouched,
+errors."""
 
 import contextlib
 import io
@@ -28,8 +29,8 @@ SAMPLED = {
     "preconditioner": {"kl_clip": 0},
     "damping": {"kind": "tikhonov", "value": 1e18},
 }
-"""Damping so large that K-FAC gives the gradient times 1e-18, nothing next to AdamW's eps: what is left to see is what
-sampling does to training."""
+"""Damping so large that K-FAC gives the gradient times 1e-18, nothing next to AdamW's eps: what is
+left to see is what sampling does to training."""
 
 
 class Regression(nn.Module):
@@ -42,7 +43,8 @@ class Regression(nn.Module):
 
 
 def whitened(prediction: torch.Tensor, reached, generator: torch.Generator) -> torch.Tensor:
-    """mse's sampler with noise that has exactly unit covariance over the batch: the exact Fisher."""
+    """mse's sampler with noise that has exactly unit covariance over the batch: the exact
+    Fisher."""
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device)
     noise = torch.linalg.qr(noise)[0] * (len(noise) * OUTPUTS / 2) ** 0.5
     return F.mse_loss(prediction, prediction.detach() + noise)
@@ -59,14 +61,22 @@ def newton_worker(stages) -> dict:
     for stage in stages:
         torch.manual_seed(0)
         config = {
-            "train_micro_batch_size_per_gpu": ROWS, "zero_allow_untested_optimizer": True,
-            "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": {"stage": stage},
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            "zero_optimization": {"stage": stage},
             "gradient_clipping": 0.0,  # DeepSpeed clips at 1 by default
             "kfac": {
-                "factor": {"rows": "all", "fisher": "monte_carlo", "prediction": "linear", "sampler": "mse"},
-                "damping": {"kind": "tikhonov", "value": 1e-7}, "preconditioner": {"kl_clip": 1e6},
+                "factor": {
+                    "rows": "all",
+                    "fisher": "monte_carlo",
+                    "prediction": "linear",
+                    "sampler": "mse",
+                },
+                "damping": {"kind": "tikhonov", "value": 1e-7},
+                "preconditioner": {"kl_clip": 1e6},
             },
-        }  # fmt: skip
+        }
         with contextlib.redirect_stdout(io.StringIO()):
             engine, *_ = ds_kfac.initialize(model=Regression(), config=config)
         engine.kfac.sampler = whitened
@@ -85,20 +95,27 @@ def newton_worker(stages) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_with_its_exact_fisher_a_linear_model_is_solved_in_one_step(world):
-    for result in run_ranks("tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2]):
-        # the normal equations are solved in fp32, with a damping of 1e-7; a wrong Fisher is off by 0.01 and more
+    for result in run_ranks(
+        "tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2]
+    ):
+        # the normal equations are solved in fp32, with a damping of 1e-7; a wrong Fisher is off by
+        # 0.01 and more
         assert all(error < 1e-4 for error, _ in result.values()), result
-        # of a quadratic loss Newton's step takes off what it moves the model by, in the Fisher's metric
+        # of a quadratic loss Newton's step takes off what it moves the model by, in the Fisher's
+        # metric
         assert all(abs(kl - 1) < 1e-4 for _, kl in result.values()), result
 
 
 def untouched_worker(names) -> dict:
-    """The same training with and without sampling: everything but the factors must be the same to the bit."""
+    """The same training with and without sampling: everything but the factors must be the same to
+    the bit."""
     results = {}
     for name in names:
         mode, runs = BY_NAME[name], []
         for fisher in ("monte_carlo", "empirical"):
-            engine = build(mode, 2, kfac={**SAMPLED, "factor": {**SAMPLED["factor"], "fisher": fisher}})
+            engine = build(
+                mode, 2, kfac={**SAMPLED, "factor": {**SAMPLED["factor"], "fisher": fisher}}
+            )
             with patched(mode):
                 losses = train(engine, 2, steps=5)
             own = engine.kfac.preconditioner.curvature.factors.items()
@@ -117,7 +134,9 @@ def untouched_worker(names) -> dict:
 
 def test_sampling_changes_factors_and_nothing_else():
     names = ["z0-noclip", "z1", "z2", "z2-overlap", "z2-offload", "z1-bf16-accum32", "z2-fp16"]
-    for result in run_ranks("tests.deepspeed.test_monte_carlo:untouched_worker", world=2, payload=names):
+    for result in run_ranks(
+        "tests.deepspeed.test_monte_carlo:untouched_worker", world=2, payload=names
+    ):
         wrong = {name: found for name, found in result.items() if not all(found.values())}
         assert not wrong
 
@@ -127,8 +146,11 @@ class Checkpointed(Net):
 
     def forward(self, x, y):
         x = x.requires_grad_()
-        inner = checkpoint(lambda x: self.middle(self.norm(self.silu(self.first(x)))), x,
-                           use_reentrant=self.use_reentrant)  # fmt: skip
+        inner = checkpoint(
+            lambda x: self.middle(self.norm(self.silu(self.first(x)))),
+            x,
+            use_reentrant=self.use_reentrant,
+        )
         return cross_entropy(self.head(torch.tanh(inner)), y)
 
 
@@ -137,7 +159,14 @@ class Reentrant(Checkpointed):
 
 
 def errors_worker(_) -> dict:
-    block = {"factor": {"rows": "all", "update_interval": 1, "fisher": "monte_carlo", "prediction": "head"}}
+    block = {
+        "factor": {
+            "rows": "all",
+            "update_interval": 1,
+            "fisher": "monte_carlo",
+            "prediction": "head",
+        }
+    }
 
     def attempt(model=None, kfac=block, plain_backward=False, sample=False, mode="z2") -> str:
         try:
@@ -170,7 +199,10 @@ def test_what_cannot_be_sampled_is_said():
     assert "name the module that computes it in kfac.factor.prediction" in found["a loss"]
     assert "the model has no module 'haed'" in found["no such module"]
     assert "call engine.kfac.sample(loss) before loss.backward()" in found["forgotten"]
-    assert 'fisher "monte_carlo" at ZeRO stage 3' in found["stage 3"] and "use stage 0, 1 or 2" in found["stage 3"]
+    assert (
+        'fisher "monte_carlo" at ZeRO stage 3' in found["stage 3"]
+        and "use stage 0, 1 or 2" in found["stage 3"]
+    )
 
 
 DRAWN = {
@@ -181,11 +213,14 @@ DRAWN = {
 
 
 def draws_worker(folder) -> dict:
-    """What the sampler draws in each forward, in a run and in one that is resumed from its checkpoint."""
+    """What the sampler draws in each forward, in a run and in one that is resumed from its
+    checkpoint."""
 
     def run(steps, resume=False, save=False) -> dict:
         drawn: dict[tuple[int, int], list[float]] = {}
-        engine = build(BY_NAME["z2"], 2, kfac={**DRAWN, "factor": {**DRAWN["factor"], "prediction": "head"}})
+        engine = build(
+            BY_NAME["z2"], 2, kfac={**DRAWN, "factor": {**DRAWN["factor"], "prediction": "head"}}
+        )
         if resume:
             engine.load_checkpoint(folder, tag="t")
 
@@ -197,7 +232,8 @@ def draws_worker(folder) -> dict:
 
         engine.kfac.sampler = sampler
         for step in steps:
-            for micro, (x, y) in enumerate(micro_batches(0, 2)):  # the same batch: draws must differ by themselves
+            # the same batch: draws must differ by themselves
+            for micro, (x, y) in enumerate(micro_batches(0, 2)):
                 now = step, micro
                 engine.backward(engine(x, y))
                 engine.step()
@@ -210,11 +246,15 @@ def draws_worker(folder) -> dict:
 
 
 def test_every_forward_of_every_rank_draws_anew_and_the_same_when_resumed(tmp_path):
-    ranks = run_ranks("tests.deepspeed.test_monte_carlo:draws_worker", world=2, payload=str(tmp_path))
+    ranks = run_ranks(
+        "tests.deepspeed.test_monte_carlo:draws_worker", world=2, payload=str(tmp_path)
+    )
     draws = [tuple(one) for rank in ranks for forward in rank["run"].values() for one in forward]
     assert len(draws) == len(set(draws)) == 2 * 3 * 2, "over ranks, steps and micro-batches"
     for rank in ranks:
-        assert rank["resumed"] == {place: forward for place, forward in rank["run"].items() if place[0] > 0}
+        assert rank["resumed"] == {
+            place: forward for place, forward in rank["run"].items() if place[0] > 0
+        }
 
 
 def unlikely(logits, reached, generator):
@@ -272,13 +312,16 @@ def forwards_worker(_) -> dict:
         way(engine)
         engine.step()
         factors = engine.kfac.preconditioner.curvature.factors
-        results[way.__name__] = {key: state.packed_P.clone() for key, state in factors.items() if "/G" in key}
+        results[way.__name__] = {
+            key: state.packed_P.clone() for key, state in factors.items() if "/G" in key
+        }
         engine.destroy()
     return results
 
 
 def test_every_forward_of_a_backward_is_sampled_once():
-    """The loss of a backward pass is the mean of its forwards' means, and that of a step the mean of its passes'."""
+    """The loss of a backward pass is the mean of its forwards' means, and that of a step the mean
+    of its passes'."""
     found = run_ranks("tests.deepspeed.test_monte_carlo:forwards_worker", world=1)[0]
     first, second, rows = found["first_alone"], found["second_alone"], sum(EXAMPLES.values())
     expected = {
@@ -287,19 +330,21 @@ def test_every_forward_of_a_backward_is_sampled_once():
         "one_by_one": {key: (first[key] + second[key]) / 2 for key in first},
         # the R_p of all rows, and terms that count half
         "summed": {
-            key: rows / 4 * (first[key] / EXAMPLES["first"] + second[key] / EXAMPLES["second"]) for key in first
+            key: rows / 4 * (first[key] / EXAMPLES["first"] + second[key] / EXAMPLES["second"])
+            for key in first
         },
     }
     for way, of_way in expected.items():
         assert all(float(G.abs().sum()) > 0 for G in of_way.values())
         for key, G in of_way.items():
-            close(found[way][key], G, sums=2 * 8 * 3 + 100, what=f"{way} {key}")  # rows, and widths on the way
+            # rows, and widths on the way
+            close(found[way][key], G, sums=2 * 8 * 3 + 100, what=f"{way} {key}")
     assert any((found["whole"][key] - G).norm() > 0.01 * G.norm() for key, G in second.items())
 
 
 def ignored_worker(_) -> tuple:
-    """What a sampler gets, the G of the last layer, and what they should be, of a loss that ignores some labels. The
-    model sees no labels."""
+    """What a sampler gets, the G of the last layer, and what they should be, of a loss that ignores
+    some labels. The model sees no labels."""
     engine, seen = build(BY_NAME["z0"], 1, kfac=DRAWN), []
 
     def sampler(logits, reached, generator):
@@ -325,7 +370,9 @@ IGNORED = -1
 
 def test_only_terms_that_the_true_loss_has_are_sampled():
     """R_p counts all rows of the last layer, see docs/math.md."""
-    reached, labels, G, expected = run_ranks("tests.deepspeed.test_monte_carlo:ignored_worker", world=1)[0]
+    reached, labels, G, expected = run_ranks(
+        "tests.deepspeed.test_monte_carlo:ignored_worker", world=1
+    )[0]
     assert torch.equal(reached.any(-1), labels != IGNORED)
     close(G, expected, sums=100)
 
@@ -346,13 +393,18 @@ def retained_worker(_) -> list[float]:
 
 
 def test_a_second_backward_through_a_sampled_forward_is_legal():
-    assert run_ranks("tests.deepspeed.test_monte_carlo:retained_worker", world=1) == [[1.0, 1.0, 2.0]]
+    assert run_ranks("tests.deepspeed.test_monte_carlo:retained_worker", world=1) == [
+        [1.0, 1.0, 2.0]
+    ]
 
 
 class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stack, self.head = nn.Parameter(torch.randn(2, INPUTS, INPUTS)), nn.Linear(INPUTS, OUTPUTS)
+        self.stack, self.head = (
+            nn.Parameter(torch.randn(2, INPUTS, INPUTS)),
+            nn.Linear(INPUTS, OUTPUTS),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.bmm(x.unflatten(0, (2, -1)), self.stack).flatten(0, 1))
@@ -366,4 +418,6 @@ def stacked_worker(_) -> set[str]:
 
 
 def test_a_stack_whose_layers_share_an_A_proves_its_rows():
-    assert run_ranks("tests.deepspeed.test_monte_carlo:stacked_worker", world=1) == [{"stack.0", "stack.1", "head"}]
+    assert run_ranks("tests.deepspeed.test_monte_carlo:stacked_worker", world=1) == [
+        {"stack.0", "stack.1", "head"}
+    ]

@@ -1,5 +1,6 @@
-"""A step without capture and refresh asks the device nothing and sends it nothing from a Python list, in any mode: what
-a CUDA graph, which would record wrong numbers or fail, needs; and what keeps the host ahead of a GPU."""
+"""A step without capture and refresh asks the device nothing and sends it nothing from a Python
+list, in any mode: what a CUDA graph, which would record wrong numbers or fail, needs; and what
+keeps the host ahead of a GPU."""
 
 import traceback
 from functools import partial
@@ -19,16 +20,38 @@ FROM_HOST = {"tensor", "new_tensor", "as_tensor", "from_numpy"}
 TO_HOST = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
 CORRECTED = {"eigenvalues": "corrected", "kl_clip": 0.001}
 CASES = [
-    *((name, {}) for name in ("z0", "z0-groups", "z1", "z2", "z2-groups", "z3", "z0-bf16", "z2-bf16", "z2-fp16")),
-    *((name, {}) for name in ("z0-fp16", "z1-bf16-accum32", "adam-z0", "adam-z2", "adam-z3", "adam-z2-fp16")),
+    *(
+        (name, {})
+        for name in (
+            "z0",
+            "z0-groups",
+            "z1",
+            "z2",
+            "z2-groups",
+            "z3",
+            "z0-bf16",
+            "z2-bf16",
+            "z2-fp16",
+        )
+    ),
+    *(
+        (name, {})
+        for name in ("z0-fp16", "z1-bf16-accum32", "adam-z0", "adam-z2", "adam-z3", "adam-z2-fp16")
+    ),
     ("z2", {"preconditioner": CORRECTED, "damping": {"kind": "relative", "value": 1.0}}),
     ("z0", {"preconditioner": {"kl_clip": 0.001}, "plan": {"batched": True}}),
 ]
 
 
 def _where() -> str:
-    frames = [f for f in traceback.extract_stack() if "ds_kfac" in f.filename and "tests" not in f.filename]
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if "ds_kfac" in f.filename and "tests" not in f.filename
+    ]
+    return (
+        f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+    )
 
 
 class Calls(TorchFunctionMode):
@@ -40,7 +63,9 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name in TO_HOST or (name in FROM_HOST and not (args and isinstance(args[-1], torch.Tensor))):
+        if name in TO_HOST or (
+            name in FROM_HOST and not (args and isinstance(args[-1], torch.Tensor))
+        ):
             self.found.add(f"{name} at {_where()}")
         return func(*args, **(kwargs or {}))
 
@@ -74,7 +99,14 @@ def worker(cases) -> dict:
     }
     for index, (name, options) in enumerate(cases):
         mode = BY_NAME[name]
-        block = {**KFAC, **intervals, "burn_in": {"steps": 0}, "ops": {"backend": "torch"}, **mode.kfac, **options}
+        block = {
+            **KFAC,
+            **intervals,
+            "burn_in": {"steps": 0},
+            "ops": {"backend": "torch"},
+            **mode.kfac,
+            **options,
+        }
         engine = build(mode, 1, kfac=block)
         with patched(mode):
             train(engine, 1, steps=2)
@@ -99,5 +131,7 @@ def worker(cases) -> dict:
 def test_an_ordinary_step_neither_waits_for_the_device_nor_sends_it_numbers(world):
     for result in run_ranks("tests.deepspeed.test_no_host:worker", world=world, payload=CASES):
         probe = result.pop("probe")
-        assert {"__bool__", "new_tensor", "aten::_local_scalar_dense", "aten::nonzero"} <= set(probe), probe
+        assert {"__bool__", "new_tensor", "aten::_local_scalar_dense", "aten::nonzero"} <= set(
+            probe
+        ), probe
         assert not any(result.values()), result

@@ -1,4 +1,5 @@
-"""A layer whose product no hook sees: it leaves the share at the first captured step, and is counted."""
+"""A layer whose product no hook sees: it leaves the share at the first captured step, and is
+counted."""
 
 import pytest
 from torch import Tensor, nn
@@ -92,7 +93,12 @@ def worker(cases: list[tuple[str, bool]]) -> dict:
             train(engine, 1, steps=9, first=1)
         said = [line for line in (*early, *others) if "no rows were seen" in line]
         added = engine.kfac.report.removeprefix(before)
-        found[name, late] = len(early), said, added, engine.kfac.counters()["unpreconditioned_layers"]
+        found[name, late] = (
+            len(early),
+            said,
+            added,
+            engine.kfac.counters()["unpreconditioned_layers"],
+        )
         engine.destroy()
     return found
 
@@ -103,7 +109,12 @@ def test_a_head_without_rows_leaves_the_share_and_is_counted():
     whole, seen = 13 * 17 + 17 * 19 + 19 * 5, 13 * 17 + 17 * 19
     for rank, found in enumerate(results):
         for (name, late), (first, said, added, counted) in found.items():
-            assert bool(first) == (len(said) == 1) == (rank == 0), "it is said in the first step, by one rank"
+            assert bool(first) == (len(said) == 1) == (rank == 0), (
+                "it is said in the first step, by one rank"
+            )
             assert counted == (0 if late else 1), (name, late)
             assert added.count("head: no rows were seen") == 1, (name, late, added)
-            assert f"With curvature are {seen / whole:.0%} of the trained matrix parameters, not 100%" in added
+            assert (
+                f"With curvature are {seen / whole:.0%} of the trained matrix parameters, not 100%"
+                in added
+            )

@@ -28,8 +28,14 @@ def warnings_worker(_) -> dict:
 
     def start(initialize, kfac) -> str:
         model = make_net()
-        given = {**config, "kfac": kfac} if kfac is not None else {k: v for k, v in config.items() if k != "kfac"}
-        return said(lambda: initialize(model=model, model_parameters=model.parameters(), config=given))
+        given = (
+            {**config, "kfac": kfac}
+            if kfac is not None
+            else {k: v for k, v in config.items() if k != "kfac"}
+        )
+        return said(
+            lambda: initialize(model=model, model_parameters=model.parameters(), config=given)
+        )
 
     found = {
         "plain": start(deepspeed.initialize, config["kfac"]),
@@ -38,8 +44,11 @@ def warnings_worker(_) -> dict:
         "ours, disabled": start(ds_kfac.initialize, {"enabled": False}),
         "ours, no block": start(ds_kfac.initialize, None),
     }
-    engine, *_ = deepspeed.initialize(model=(model := make_net()), model_parameters=model.parameters(),
-                                      config=BY_NAME["adam-z2"].config(1, 1))  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=(model := make_net()),
+        model_parameters=model.parameters(),
+        config=BY_NAME["adam-z2"].config(1, 1),
+    )
     found["named in the config"] = type(engine.kfac).__name__
     ds_kfac.enable()
     found["enabled"] = start(deepspeed.initialize, config["kfac"])
@@ -58,10 +67,17 @@ def test_a_block_without_effect_is_said_once():
     assert '"enabled": false' in first["ours, disabled"]
     assert "not attached" not in first["enabled"]
     for case in ("ours, no block", "enabled, no block"):
-        assert first[case].count("this engine trains without K-FAC: the DeepSpeed config names it nowhere") == 1, first
+        assert (
+            first[case].count(
+                "this engine trains without K-FAC: the DeepSpeed config names it nowhere"
+            )
+            == 1
+        ), first
         assert second[case] == "", "rank 0 says it"
     assert "trains without" not in first["enabled, no block, as others have it"]
-    assert first["named in the config"] == "Attachment", "an optimizer that only ds_kfac knows needs no enable()"
+    assert first["named in the config"] == "Attachment", (
+        "an optimizer that only ds_kfac knows needs no enable()"
+    )
 
 
 def twice_worker(_) -> tuple[str, str, bool]:
@@ -94,12 +110,20 @@ def frozen_worker(_) -> dict:
         config = BY_NAME[name].config(1, 1) | {"bf16": {"enabled": dtype is torch.bfloat16}}
         engine, *_ = ds_kfac.initialize(model=model, config=config)
         found[name, dtype] = hasattr(engine, "kfac"), torch.equal(engine(x), expected)
-    with pytest.raises(ValueError, match="all parameters are frozen: unfreeze what is to be trained"):
-        ds_kfac.initialize(model=make_net().requires_grad_(False), config=BY_NAME["adam-z2"].config(1, 1))
+    with pytest.raises(
+        ValueError, match="all parameters are frozen: unfreeze what is to be trained"
+    ):
+        ds_kfac.initialize(
+            model=make_net().requires_grad_(False), config=BY_NAME["adam-z2"].config(1, 1)
+        )
     return found
 
 
-FROZEN = [(name, dtype) for name in ("adam-z0", "z0", "adam-z3") for dtype in (torch.float32, torch.bfloat16)]
+FROZEN = [
+    (name, dtype)
+    for name in ("adam-z0", "z0", "adam-z3")
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
 def test_a_frozen_model_is_left_as_it_is():
@@ -111,7 +135,10 @@ def foreign_worker(folder: str) -> dict:
     found = {}
     for stage in range(4):
         adamw, kfac_adamw = BY_NAME[f"z{stage}"], BY_NAME[f"adam-z{stage}"]
-        for saved, loading, block in ((adamw, kfac_adamw, {"enabled": False}), (kfac_adamw, adamw, {})):
+        for saved, loading, block in (
+            (adamw, kfac_adamw, {"enabled": False}),
+            (kfac_adamw, adamw, {}),
+        ):
             engine = build(saved, 1, **({"kfac": block} if block else {}))
             train(engine, 1, steps=2)
             engine.save_checkpoint(f"{folder}/{saved.name}", tag="tag")
@@ -135,7 +162,9 @@ def foreign_worker(folder: str) -> dict:
 
 
 def test_another_optimizers_checkpoint_says_what_to_do(tmp_path):
-    found = run_ranks("tests.deepspeed.test_not_attached:foreign_worker", world=1, payload=str(tmp_path))[0]
+    found = run_ranks(
+        "tests.deepspeed.test_not_attached:foreign_worker", world=1, payload=str(tmp_path)
+    )[0]
     assert len(found) == 8
     for case, (text, same) in found.items():
         if case[0].endswith("z0"):  # moments of what both step by AdamW go on

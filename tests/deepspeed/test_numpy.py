@@ -1,4 +1,5 @@
-"""Both update rules in numpy, forward and backward included, written from the papers' formulas: engines equal it.
+"""Both update rules in numpy, forward and backward included, written from the papers' formulas:
+engines equal it.
 
 Nothing of ds_kfac or tests/oracle.py takes part in what is expected.
 """
@@ -25,7 +26,8 @@ WORLD, ACCUMULATION, MICRO_ROWS, STEPS = 2, 2, 4, 7
 UPDATE, REFRESH, DECAY, DAMPING, KL_CLIP = 2, 4, 0.9, 0.5, 5e-4
 LR, BETAS, WEIGHT_DECAY, SIZE = 0.02, (0.8, 0.9), 0.1, 3.0
 EPS = {"adamw": 0.01, "adamw, G": 1e-8}
-"""The second as small as rounding: a head's gradient has nothing but that along the sum of its classes."""
+"""The second as small as rounding: a head's gradient has nothing but that along the sum of its
+classes."""
 WHITEN, WHITEN_DAMPING, RATIO = 0.125, 0.01, 0.3
 NAMES, BIAS = ("first", "middle", "head"), (True, False, True)
 
@@ -41,8 +43,8 @@ class Mlp(nn.Module):
 
 
 def backward(Ws: list, x: np.ndarray, labels: np.ndarray) -> tuple[list, list, list]:
-    """Of the mean cross entropy over rows x [N, FEATURES]: each layer's inputs a [N, I], gradients g [N, O] of its
-    outputs, and dW [O, I]."""
+    """Of the mean cross entropy over rows x [N, FEATURES]: each layer's inputs a [N, I], gradients
+    g [N, O] of its outputs, and dW [O, I]."""
     inputs, h = [], x
     for W, bias in zip(Ws, BIAS, strict=True):
         inputs.append(np.concatenate([h, np.ones_like(h[:, :1])], 1) if bias else h)
@@ -59,17 +61,21 @@ def backward(Ws: list, x: np.ndarray, labels: np.ndarray) -> tuple[list, list, l
 
 
 def gradient_factor(g: np.ndarray) -> np.ndarray:
-    """G of the rows of all passes: K sum_p R_p sum g g^T. K is the number of backward passes over all ranks; R_p, the
-    rows of the layer nearest to the loss, the head, is the same in each, as are the rows of g."""
+    """G of the rows of all passes: K sum_p R_p sum g g^T. K is the number of backward passes over
+    all ranks; R_p, the rows of the layer nearest to the loss, the head, is the same in each, as are
+    the rows of g."""
     passes = np.split(g, WORLD * ACCUMULATION)
     return len(passes) * sum(len(rows) * (rows.T @ rows) for rows in passes)
 
 
 def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict[str, Tensor]:
-    """Weights after STEPS steps over the whole batch, in float64, or in the fp32 of a variation in other orders."""
+    """Weights after STEPS steps over the whole batch, in float64, or in the fp32 of a variation in
+    other orders."""
     dtype = np.float64 if variation == PLAIN or variation.exact else np.float32
     Ws = [
-        np.concatenate([start[f"{n}.weight"], start[f"{n}.bias"][:, None]], 1) if bias else start[f"{n}.weight"]
+        np.concatenate([start[f"{n}.weight"], start[f"{n}.bias"][:, None]], 1)
+        if bias
+        else start[f"{n}.weight"]
         for n, bias in zip(NAMES, BIAS, strict=True)
     ]
     Ws = [W.astype(dtype) for W in Ws]
@@ -78,7 +84,9 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
     m, v = [np.zeros_like(W) for W in Ws], [np.zeros_like(W) for W in Ws]
     for step in range(STEPS):
         x, y = variation.rows(*make_batch(step, WORLD * ACCUMULATION * MICRO_ROWS))
-        inputs, gradients, dWs = backward(Ws, x.reshape(-1, FEATURES).numpy().astype(dtype), y.flatten().numpy())
+        inputs, gradients, dWs = backward(
+            Ws, x.reshape(-1, FEATURES).numpy().astype(dtype), y.flatten().numpy()
+        )
         for i, (a, g) in enumerate(zip(inputs, gradients, strict=True)):
             if step % UPDATE == 0:
                 G = np.eye(g.shape[1], dtype=dtype) if rule == "adamw" else gradient_factor(g)
@@ -96,7 +104,11 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
             Vs = []
             for dW, ((alpha, Q_A), (beta, Q_G)) in zip(dWs, bases, strict=True):
                 eigenvalues = np.outer(beta, alpha)
-                Vs.append(Q_G @ ((Q_G.T @ dW @ Q_A) / (eigenvalues + DAMPING * eigenvalues.mean())) @ Q_A.T)
+                Vs.append(
+                    Q_G
+                    @ ((Q_G.T @ dW @ Q_A) / (eigenvalues + DAMPING * eigenvalues.mean()))
+                    @ Q_A.T
+                )
             size = LR**2 * sum((V * dW).sum() for V, dW in zip(Vs, dWs, strict=True))
             Ws = [W - LR * min(1, (KL_CLIP / size) ** 0.5) * V for W, V in zip(Ws, Vs, strict=True)]
             continue
@@ -122,7 +134,9 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
             Ws[i] = (1 - LR * WEIGHT_DECAY) * W - LR * U
     parts = zip(NAMES, BIAS, (torch.from_numpy(W) for W in Ws), strict=True)
     found = [(n, W[:, :-1], W[:, -1]) if bias else (n, W, None) for n, bias, W in parts]
-    return {f"{n}.weight": W for n, W, _ in found} | {f"{n}.bias": b for n, _, b in found if b is not None}
+    return {f"{n}.weight": W for n, W, _ in found} | {
+        f"{n}.bias": b for n, _, b in found if b is not None
+    }
 
 
 ADAM = {"lr": LR, "adam_lr": RATIO * LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
@@ -152,14 +166,21 @@ def engines(cases: list) -> dict:
                 "eigenbasis": {"refresh_interval": REFRESH},
                 "burn_in": {"steps": 0},
                 **KFAC[rule],
-                "factor": {"rows": "all", "update_interval": UPDATE, "decay": DECAY, **KFAC[rule].get("factor", {})},
+                "factor": {
+                    "rows": "all",
+                    "update_interval": UPDATE,
+                    "decay": DECAY,
+                    **KFAC[rule].get("factor", {}),
+                },
             },
         }
         torch.manual_seed(0)
         model = Mlp()
         sized = patch("ds_kfac.directions.kfac_adamw.group_step.SIZE", SIZE)
         with contextlib.redirect_stdout(io.StringIO()), sized:
-            engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
+            engine, *_ = ds_kfac.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
         before = weights(engine)
         for step in range(STEPS):
             x, y = make_batch(step, WORLD * ACCUMULATION * MICRO_ROWS)

@@ -32,4 +32,6 @@ def test_a_block_that_is_another_one_on_some_rank_is_an_error_on_every_rank():
     for found in run_ranks("tests.deepspeed.test_one_config:worker", world=3, timeout=60):
         assert found.pop("report") == "", "a rank may print what it likes"
         for name, message in found.items():
-            assert f"kfac.{name} is not the same on all ranks" in message and "on rank 1" in message, (name, message)
+            assert (
+                f"kfac.{name} is not the same on all ranks" in message and "on rank 1" in message
+            ), (name, message)

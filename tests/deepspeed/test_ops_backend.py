@@ -1,4 +1,5 @@
-"""``ops.backend`` in an engine: the same training by every backend, listed in the report, refused on all ranks."""
+"""``ops.backend`` in an engine: the same training by every backend, listed in the report, refused
+on all ranks."""
 
 import contextlib
 import io
@@ -23,12 +24,14 @@ def start(backend: str | None):
     torch.manual_seed(0)
     model = make_net()
     with contextlib.redirect_stdout(io.StringIO()):
-        return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[
+            0
+        ]
 
 
 def backend_worker(_) -> dict:
-    """A backend "cuda" that is for the CPU: plain torch's ops, some of them; then with a faulty op on rank 1, then one
-    that rank 1 lacks."""
+    """A backend "cuda" that is for the CPU: plain torch's ops, some of them; then with a faulty op
+    on rank 1, then one that rank 1 lacks."""
     import os
 
     from ds_kfac import log
@@ -54,7 +57,12 @@ def backend_worker(_) -> dict:
         train(engine, 1, steps=4)
         results[name] = weights(engine)
     wrong = os.environ["RANK"] == "1"
-    offer(lambda: {"ema_update_": functional.ema_update_, "adam_step_": one_wrong if wrong else functional.adam_step_})
+    offer(
+        lambda: {
+            "ema_update_": functional.ema_update_,
+            "adam_step_": one_wrong if wrong else functional.adam_step_,
+        }
+    )
     said: list[str] = []
     kept, log.logger.log = log.logger.log, lambda level, text: said.append(text)
     for name in (None, "cuda"):
@@ -109,4 +117,7 @@ def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning(foun
     rank_0, rank_1 = (result["warnings"] for result in found)
     assert len(rank_0) == 2 and not rank_1, "one warning an attach"
     for text in rank_0:
-        assert "on all ranks: rank 1: adam_step_ by cuda is wrong: off by 1.0e+00 of the largest value" in text
+        assert (
+            "on all ranks: rank 1: adam_step_ by cuda is wrong: off by 1.0e+00 of the largest value"
+            in text
+        )

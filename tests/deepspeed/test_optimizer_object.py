@@ -1,4 +1,5 @@
-"""``ds_kfac.KFACAdamW``, the object, trains as the config's optimizer does, with a scheduler that was made before."""
+"""``ds_kfac.KFACAdamW``, the object, trains as the config's optimizer does, with a scheduler that
+was made before."""
 
 import contextlib
 import copy
@@ -19,7 +20,14 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 OTHER = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
-OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1, "torch_adam": True}
+OPTIONS = {
+    "lr": LR,
+    "adam_lr": LR / 4,
+    "betas": (0.8, 0.9),
+    "eps": 0.01,
+    "weight_decay": 0.1,
+    "torch_adam": True,
+}
 
 
 def schedule(step: int) -> float:
@@ -64,7 +72,9 @@ def worker(folder: str) -> dict:
         train(engine, 1, steps=2, first=2)
         found[stage] = {
             "same": all(torch.equal(straight[0][name], w) for name, w in expected.items()),
-            "resumes": all(torch.equal(straight[0][name], w) for name, w in weights(engine).items()),
+            "resumes": all(
+                torch.equal(straight[0][name], w) for name, w in weights(engine).items()
+            ),
             "rates": (set(rates), set(straight[1]), set(straight[2]), set(loaded), len(groups)),
         }
         engine.destroy()
@@ -72,11 +82,17 @@ def worker(folder: str) -> dict:
 
 
 def test_the_object_trains_as_the_config_does(tmp_path):
-    for stage, found in run_ranks("tests.deepspeed.test_optimizer_object:worker", world=2, payload=str(tmp_path))[
-        0
-    ].items():
+    for stage, found in run_ranks(
+        "tests.deepspeed.test_optimizer_object:worker", world=2, payload=str(tmp_path)
+    )[0].items():
         assert found["same"] and found["resumes"], (stage, found)
-        assert found["rates"] == ({schedule(4) * LR}, {schedule(4) * LR}, {schedule(4) * LR}, {schedule(2) * LR}, 2)
+        assert found["rates"] == (
+            {schedule(4) * LR},
+            {schedule(4) * LR},
+            {schedule(4) * LR},
+            {schedule(2) * LR},
+            2,
+        )
 
 
 def test_it_is_for_deepspeed_only():
@@ -135,7 +151,9 @@ WAYS = {
     "|=": lambda optimizer: optimizer.param_groups[1].__ior__(NEW),
     "pop and setdefault": lambda optimizer: anew(optimizer.param_groups[1]),
     "load_state_dict": lambda optimizer: load(optimizer, optimizer.state_dict()),
-    "load_state_dict of a copy": lambda optimizer: load(optimizer, copy.deepcopy(optimizer).state_dict()),
+    "load_state_dict of a copy": lambda optimizer: load(
+        optimizer, copy.deepcopy(optimizer).state_dict()
+    ),
 }
 
 
@@ -157,14 +175,20 @@ def ways_worker(stages: list[int]) -> dict:
         train(engine, 1, steps=3)
         expected = weights(engine)
         engine.destroy()
-        for way, change in list(WAYS.items())[:: 1 + stage]:  # what a group passes on is no matter of the stage
+        # what a group passes on is no matter of the stage
+        for way, change in list(WAYS.items())[:: 1 + stage]:
             engine, optimizer = of_the_object(stage)
             group = optimizer.param_groups[1]
             change(optimizer)
             found[stage, way] = {
-                "parts": [NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups],
+                "parts": [
+                    NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups
+                ],
                 "seen": optimizer.param_groups[1] is group
-                and all(NEW.items() <= view.items() for view in (group, dict(group), group.copy(), group | {})),
+                and all(
+                    NEW.items() <= view.items()
+                    for view in (group, dict(group), group.copy(), group | {})
+                ),
                 "size": len(group) == len(list(group)) == len({**group}),
             }
             train(engine, 1, steps=3)
@@ -175,9 +199,9 @@ def ways_worker(stages: list[int]) -> dict:
 
 
 def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
-    for case, found in run_ranks("tests.deepspeed.test_optimizer_object:ways_worker", world=1, payload=[0, 2, 3])[
-        0
-    ].items():
+    for case, found in run_ranks(
+        "tests.deepspeed.test_optimizer_object:ways_worker", world=1, payload=[0, 2, 3]
+    )[0].items():
         assert found.pop("parts") == [False, True, True] and all(found.values()), (case, found)
 
 
@@ -185,12 +209,18 @@ def refused_worker(_) -> dict:
     engine, optimizer = of_the_object(0)
     group, found = optimizer.param_groups[0], {}
     for case, change in {
-        "adding": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
-        "adding to DeepSpeed's": lambda: engine.basic_optimizer.add_param_group({"params": [torch.ones(2)]}),
+        "adding": lambda: optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(2))]}
+        ),
+        "adding to DeepSpeed's": lambda: engine.basic_optimizer.add_param_group(
+            {"params": [torch.ones(2)]}
+        ),
         "parameters": lambda: group.update(params=[]),
         "clearing": group.clear,
         "adam_lr": lambda: group.update(adam_lr=0.1),
-        "moments": lambda: optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"step": 1}}}),
+        "moments": lambda: optimizer.load_state_dict(
+            {**optimizer.state_dict(), "state": {0: {"step": 1}}}
+        ),
     }.items():
         try:
             change()
@@ -202,7 +232,10 @@ def refused_worker(_) -> dict:
 
 def test_what_a_group_in_an_engine_cannot_take_is_said():
     found = run_ranks("tests.deepspeed.test_optimizer_object:refused_worker", world=1)[0]
-    assert all("add groups before deepspeed.initialize" in found[case] for case in ("adding", "adding to DeepSpeed's"))
+    assert all(
+        "add groups before deepspeed.initialize" in found[case]
+        for case in ("adding", "adding to DeepSpeed's")
+    )
     assert '"params" of a parameter group cannot change' in found["parameters"]
     assert '"params" of a parameter group cannot change' in found["clearing"]
     assert "adam_lr in a parameter group: it is the whole optimizer's" in found["adam_lr"]
@@ -235,7 +268,9 @@ def test_before_an_engine_it_is_an_optimizer_like_others():
         copied.param_groups[1].update(lr=0.3)
         other = ds_kfac.KFACAdamW([{"params": [layer.weight]}, {"params": [layer.bias]}])
         other.load_state_dict(copied.state_dict())
-        assert [group["lr"] for group in other.param_groups] == [0.1, 0.3] and other.param_groups[1]["name"] == "bias"
+        assert [group["lr"] for group in other.param_groups] == [0.1, 0.3] and other.param_groups[
+            1
+        ]["name"] == "bias"
         copied.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
@@ -251,8 +286,15 @@ def lists(optimizer):
     return LambdaLR(optimizer, [schedule, second])
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02],
-          "warmup_num_steps": 8, "warmup_type": "linear"}}  # fmt: skip
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {
+        "warmup_min_lr": [0.0, 0.01],
+        "warmup_max_lr": [0.05, 0.02],
+        "warmup_num_steps": 8,
+        "warmup_type": "linear",
+    },
+}
 
 
 def made_late_worker(stages: list[int]) -> dict:
@@ -268,7 +310,9 @@ def made_late_worker(stages: list[int]) -> dict:
             model = make_net()
             groups = parameter_groups(model, "decay")
             with contextlib.redirect_stderr(io.StringIO()):
-                engine, *_ = initialize(model=model, model_parameters=groups, config=config, **given)
+                engine, *_ = initialize(
+                    model=model, model_parameters=groups, config=config, **given
+                )
             train(engine, 1, steps=steps)
             result = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
             result = *result, hasattr(engine, "kfac"), type(engine.lr_scheduler).__name__
@@ -277,7 +321,9 @@ def made_late_worker(stages: list[int]) -> dict:
 
         model = make_net()  # known to be right: both made before
         optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
-        engine, *_ = ds_kfac.initialize(model=model, config=alone, optimizer=optimizer, lr_scheduler=lists(optimizer))
+        engine, *_ = ds_kfac.initialize(
+            model=model, config=alone, optimizer=optimizer, lr_scheduler=lists(optimizer)
+        )
         train(engine, 1, steps=3)
         expected = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
         engine.destroy()
@@ -288,7 +334,9 @@ def made_late_worker(stages: list[int]) -> dict:
         ways = {
             "named, scheduler made late": start({**config, "optimizer": block}, lr_scheduler=lists),
             "both made late": start(alone, optimizer=make, lr_scheduler=lists),
-            "both made late, by deepspeed": start(alone, deepspeed.initialize, optimizer=make, lr_scheduler=lists),
+            "both made late, by deepspeed": start(
+                alone, deepspeed.initialize, optimizer=make, lr_scheduler=lists
+            ),
         }
         for way, (trained, rates, has_kfac, _) in ways.items():
             same = all(torch.equal(trained[name], w) for name, w in expected[0].items())
@@ -299,14 +347,19 @@ def made_late_worker(stages: list[int]) -> dict:
         }
         for way, (_, rates, has_kfac, scheduler) in warm.items():
             found[stage, "warmup", way] = rates, has_kfac, scheduler
-        sgd = start({**alone, "kfac": config["kfac"]}, optimizer=lambda groups: torch.optim.SGD(groups, lr=LR))
+        sgd = start(
+            {**alone, "kfac": config["kfac"]},
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
+        )
         found[stage, "another optimizer"] = sgd[1:3]
     return found
 
 
 def test_callables_and_lists_see_the_groups_of_the_user():
     """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
-    found = run_ranks("tests.deepspeed.test_optimizer_object:made_late_worker", world=2, payload=[2, 3])[0]
+    found = run_ranks(
+        "tests.deepspeed.test_optimizer_object:made_late_worker", world=2, payload=[2, 3]
+    )[0]
     for case, result in found.items():
         if "warmup" in case:  # after three steps, of eight
             rates, has_kfac, scheduler = result
@@ -320,7 +373,8 @@ def test_callables_and_lists_see_the_groups_of_the_user():
 
 
 def own_betas_worker(stages: list[int]) -> dict:
-    """Biases in a group of their own, with ``change``; what is said, and how far the head's bias goes in a step."""
+    """Biases in a group of their own, with ``change``; what is said, and how far the head's bias
+    goes in a step."""
     found = {}
     for stage in stages:
         config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
@@ -329,7 +383,11 @@ def own_betas_worker(stages: list[int]) -> dict:
                 ("betas", {"betas": (0.5, 0.9)}, []),
                 ("eps", {"eps": 1e-3}, []),
                 ("decay and rate", {"weight_decay": 0.3, "lr": LR / 2}, []),
-                ("excluded", {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}, ["first", "head"]),
+                (
+                    "excluded",
+                    {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0},
+                    ["first", "head"],
+                ),
             ):
                 model, options = make_net(), {**OPTIONS, "adam_lr": LR}
                 before = model.head.bias.detach().clone()
@@ -355,21 +413,32 @@ def own_betas_worker(stages: list[int]) -> dict:
 
 def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
     """They were ignored: a layer's weight and bias have one pair of moments."""
-    found = run_ranks("tests.deepspeed.test_optimizer_object:own_betas_worker", world=1, payload=[0, 2, 3])[0]
+    found = run_ranks(
+        "tests.deepspeed.test_optimizer_object:own_betas_worker", world=1, payload=[0, 2, 3]
+    )[0]
     for (stage, named, case), result in found.items():
         where = stage, named, case, result
         if case in ("betas", "eps"):
-            assert f"first.weight and its bias are in parameter groups of different {case}" in result, where
+            assert (
+                f"first.weight and its bias are in parameter groups of different {case}" in result
+            ), where
         elif case == "excluded":  # the gradient's sign, by no moments and no eps
             # the step is rounded when it is taken from a weight of about 1
-            near(result, (LR, LR), 8 * torch.finfo(torch.float32).eps, "rounding of weights", what=str(where))
+            near(
+                result,
+                (LR, LR),
+                8 * torch.finfo(torch.float32).eps,
+                "rounding of weights",
+                what=str(where),
+            )
         else:
             assert isinstance(result, tuple), where
 
 
 def schedule_worker(folder: str) -> dict:
     engine, _ = engine_of(2, as_object=False)
-    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)  # of the groups that are stepped, as it once was
+    # of the groups that are stepped, as it once was
+    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)
     train(engine, 1, steps=3)
     engine.save_checkpoint(folder, tag="tag")
     saved = weights(engine)
@@ -388,7 +457,9 @@ def schedule_worker(folder: str) -> dict:
 
 
 def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
-    for found in run_ranks("tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)):
+    for found in run_ranks(
+        "tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)
+    ):
         assert "has rates of 3 parameter groups, here it has 2" in found["said"], found
         assert found["loaded"] and found["steps"] == 3, found
 
@@ -397,13 +468,17 @@ DROPPED = {
     "AdamW of the config": ({"optimizer": OTHER}, None),
     "another object": ({}, torch.optim.AdamW),
     "K-FAC into AdamW": ({"optimizer": OTHER, "kfac": {}}, None),
-    "named in the config": ({"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}}, None),
+    "named in the config": (
+        {"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}},
+        None,
+    ),
 }
 """What an engine trains with in its place: more of the config, and the argument."""
 
 
 def dropped_worker(_) -> dict:
-    """Objects that whoever makes the engine does not pass on, as transformers' Trainer does with ``optimizers=``."""
+    """Objects that whoever makes the engine does not pass on, as transformers' Trainer does with
+    ``optimizers=``."""
     import deepspeed
 
     found = {}
@@ -411,7 +486,10 @@ def dropped_worker(_) -> dict:
     ways = {"theirs": deepspeed.initialize, "ours": ds_kfac.initialize}
 
     def start(initialize, model, optimizer, more) -> str:
-        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as said,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             try:
                 parameters = None if optimizer else model.parameters()
                 given = {"model_parameters": parameters, "config": {**base, **more}}
@@ -431,10 +509,14 @@ def dropped_worker(_) -> dict:
             found[way, case, "deleted"] = start(initialize, model, optimizer, more)
         model, other = make_net(), make_net()
         kept = ds_kfac.KFACAdamW(model.parameters(), LR)
-        found[way, "of another model"] = start(initialize, other, None, DROPPED["AdamW of the config"][0])
+        found[way, "of another model"] = start(
+            initialize, other, None, DROPPED["AdamW of the config"][0]
+        )
         found[way, "passed on"] = start(initialize, model, kept, {})
         # and stepped no more
-        found[way, "stepped before"] = start(initialize, model, None, DROPPED["AdamW of the config"][0])
+        found[way, "stepped before"] = start(
+            initialize, model, None, DROPPED["AdamW of the config"][0]
+        )
         frozen = make_net().requires_grad_(False)
         kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
         found[way, "a model that is not trained"] = start(initialize, frozen, None, {})
@@ -447,10 +529,18 @@ def test_an_object_that_is_not_passed_on_is_an_error():
         count = len([*make_net().parameters()])
         for case in list(DROPPED)[:3]:
             text = found[way, case]
-            assert text.startswith(f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"), found
+            assert text.startswith(
+                f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"
+            ), found
             assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
         text = found[way, "named in the config"]
-        assert not text.startswith("ValueError") and "this engine trains with the rates of the config" in text
+        assert (
+            not text.startswith("ValueError")
+            and "this engine trains with the rates of the config" in text
+        )
         fine = ("of another model", "passed on", "stepped before", "a model that is not trained")
         silent = [(way, case, "deleted") for case in DROPPED] + [(way, case) for case in fine]
-        assert all("KFACAdamW was made" not in found[case] and "Error" not in found[case] for case in silent), found
+        assert all(
+            "KFACAdamW was made" not in found[case] and "Error" not in found[case]
+            for case in silent
+        ), found

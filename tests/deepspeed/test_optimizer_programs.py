@@ -1,4 +1,5 @@
-"""What programs of others do to an optimizer and its engine between steps, through the public API alone.
+"""What programs of others do to an optimizer and its engine between steps, through the public API
+alone.
 
 Each program is compared with plain DeepSpeed, or with the run that it must equal.
 """
@@ -74,7 +75,9 @@ def norm_worker(stage: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_norm_that_an_engine_reports_is_the_raw_gradients_without_clipping_too(stage):
-    for plain, ours in run_ranks("tests.deepspeed.test_optimizer_programs:norm_worker", world=2, payload=stage):
+    for plain, ours in run_ranks(
+        "tests.deepspeed.test_optimizer_programs:norm_worker", world=2, payload=stage
+    ):
         close(ours, plain)
 
 
@@ -92,7 +95,10 @@ def straggler_worker(_) -> bool:
 
 
 def test_deepspeeds_log_of_stragglers_prints():
-    assert run_ranks("tests.deepspeed.test_optimizer_programs:straggler_worker", world=2) == [True, True]
+    assert run_ranks("tests.deepspeed.test_optimizer_programs:straggler_worker", world=2) == [
+        True,
+        True,
+    ]
 
 
 # states that a program sets to zero
@@ -105,7 +111,8 @@ def reset_worker(stage: int) -> str:
     optimizer = engine.basic_optimizer
     ours = next(group for group in optimizer.param_groups if group["kfac"])
     try:
-        optimizer.state[ours["params"][0]]["exp_avg"] = torch.zeros_like(ours["params"][0])  # as ReLoRA does
+        # as ReLoRA does
+        optimizer.state[ours["params"][0]]["exp_avg"] = torch.zeros_like(ours["params"][0])
     except ValueError as error:
         return str(error)
     return "set"
@@ -113,7 +120,9 @@ def reset_worker(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_state_that_is_set_by_hand_is_an_error_that_says_how_to_reset(stage):
-    (said,) = run_ranks("tests.deepspeed.test_optimizer_programs:reset_worker", world=1, payload=stage)
+    (said,) = run_ranks(
+        "tests.deepspeed.test_optimizer_programs:reset_worker", world=1, payload=stage
+    )
     assert "optimizer.state.clear()" in said
 
 
@@ -134,7 +143,9 @@ def missing_worker(which: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("which", ["weight", "bias"])
 def test_a_layer_one_of_whose_gradients_is_taken_away_stands_still(which):
-    ((before, after),) = run_ranks("tests.deepspeed.test_optimizer_programs:missing_worker", world=1, payload=which)
+    ((before, after),) = run_ranks(
+        "tests.deepspeed.test_optimizer_programs:missing_worker", world=1, payload=which
+    )
     for name in ("0.weight", "0.bias"):
         exact(after[name], before[name], what=name)
     assert not torch.equal(after["2.weight"], before["2.weight"])
@@ -148,7 +159,9 @@ class ByUse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)) / 3)
+        self.matrix = nn.Parameter(
+            torch.randn(6, 8, generator=torch.Generator().manual_seed(1)) / 3
+        )
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,10 +174,15 @@ def thread_worker(which: str) -> tuple[dict, dict]:
         torch.manual_seed(0)
         model = ByUse()
         config = {
-            "train_micro_batch_size_per_gpu": 8, "optimizer": copy.deepcopy(KFAC_ADAMW), "gradient_clipping": 0.0,
-            "zero_force_ds_cpu_optimizer": False, "kfac": {"report": "none", "factor": {"update_interval": 1}},
-        }  # fmt: skip
-        engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            "train_micro_batch_size_per_gpu": 8,
+            "optimizer": copy.deepcopy(KFAC_ADAMW),
+            "gradient_clipping": 0.0,
+            "zero_force_ds_cpu_optimizer": False,
+            "kfac": {"report": "none", "factor": {"update_interval": 1}},
+        }
+        engine = ds_kfac.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
         evaluated = copy.deepcopy(engine.module) if which == "copy" else engine.module
         stop = threading.Event()
 
@@ -189,5 +207,7 @@ def thread_worker(which: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("which", ["model", "copy"])
 def test_an_evaluation_in_another_thread_changes_nothing(which):
-    ((alone, beside),) = run_ranks("tests.deepspeed.test_optimizer_programs:thread_worker", world=1, payload=which)
+    ((alone, beside),) = run_ranks(
+        "tests.deepspeed.test_optimizer_programs:thread_worker", world=1, payload=which
+    )
     exact(beside, alone)

@@ -1,4 +1,5 @@
-"""More programs as others write them: A and G of every layer in every captured step are those of plain autograd."""
+"""More programs as others write them: A and G of every layer in every captured step are those of
+plain autograd."""
 
 from unittest.mock import patch
 
@@ -12,7 +13,17 @@ from tests.close import close
 from tests.deepspeed import test_fresh_programs
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
-from tests.deepspeed.test_fresh_programs import EVERY_STEP, C, D, N, Plain, Program, data, labels, mlp
+from tests.deepspeed.test_fresh_programs import (
+    EVERY_STEP,
+    C,
+    D,
+    N,
+    Plain,
+    Program,
+    data,
+    labels,
+    mlp,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -23,7 +34,11 @@ class Boxes(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.seen, self.box = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1), nn.Linear(8, 4)
+        self.stem, self.seen, self.box = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 1, 1),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x, pictures, places):
         h = torch.relu_(self.stem(x))
@@ -50,12 +65,15 @@ class Frozen(Program):
         mask = torch.arange(5) < torch.tensor([5, 3, 4, 2])[:, None]
         y = labels(step, 4, 5).masked_fill(~mask, -100)
         y[1, 4] = 1
-        engine.backward(F.cross_entropy(engine(data(step, 4, 5, D), mask).flatten(0, 1), y.flatten()))
+        engine.backward(
+            F.cross_entropy(engine(data(step, 4, 5, D), mask).flatten(0, 1), y.flatten())
+        )
         engine.step()
 
 
 class FrozenPlain(Frozen):
-    """A class for each text, by ``loss.backward()``; before it, how the output depends on an input."""
+    """A class for each text, by ``loss.backward()``; before it, how the output depends on an
+    input."""
 
     def forward(self, x):
         return self.head(self.net(x)[:, -1])
@@ -69,7 +87,8 @@ class FrozenPlain(Frozen):
 
 
 class Rejected(Program):
-    """Chosen and rejected texts, each in a forward; their masks come in one buffer, the second over the first."""
+    """Chosen and rejected texts, each in a forward; their masks come in one buffer, the second over
+    the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +125,9 @@ class Nested(Rejected):
                 x = checkpoint(part, x, use_reentrant=True)
             return x
 
-        return super().forward(checkpoint(run, x.requires_grad_(), use_reentrant=True), attention_mask)
+        return super().forward(
+            checkpoint(run, x.requires_grad_(), use_reentrant=True), attention_mask
+        )
 
     def run(self, engine, step):
         sums = self.sums(engine, step)
@@ -133,7 +154,8 @@ class Compiled(Program):
 
 
 class Whole(Program):
-    """The whole model is a checkpoint, so that its last layer makes the output; another forward has no backward."""
+    """The whole model is a checkpoint, so that its last layer makes the output; another forward has
+    no backward."""
 
     reentrant = False
 
@@ -168,7 +190,10 @@ class Tiled(Program):
             return F.cross_entropy(engine.module.head(h), y, reduction="sum")
 
         h, y = engine(data(step, 8, D)), labels(step, 8)
-        tiles = [checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=self.reentrant) for k in range(0, 8, 3)]
+        tiles = [
+            checkpoint(loss, h[k : k + 3], y[k : k + 3], use_reentrant=self.reentrant)
+            for k in range(0, 8, 3)
+        ]
         engine.backward(sum(tiles) / 8)
         engine.step()
 
@@ -186,7 +211,11 @@ class Turned(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.last, self.head = mlp(D, 9, 8), self.Last(8, 9).requires_grad_(False), nn.Linear(8, C)
+        self.net, self.last, self.head = (
+            mlp(D, 9, 8),
+            self.Last(8, 9).requires_grad_(False),
+            nn.Linear(8, C),
+        )
 
     def forward(self, x):
         x = self.net(x)
@@ -201,7 +230,10 @@ class Raw(Program):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(D, 8), nn.Linear(8, C)
-        self.up, self.down = nn.Parameter(torch.randn(8, 9) / 3), nn.Parameter(torch.randn(9, 8) / 3)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(8, 9) / 3),
+            nn.Parameter(torch.randn(9, 8) / 3),
+        )
 
     def inner(self, x):
         return torch.relu(torch.relu(x @ self.up) @ self.down)
@@ -209,7 +241,9 @@ class Raw(Program):
     def forward(self, x):
         x = self.embed(x)
         again = self.reentrant is not None
-        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant) if again else self.inner(x))
+        return self.head(
+            checkpoint(self.inner, x, use_reentrant=self.reentrant) if again else self.inner(x)
+        )
 
 
 class RawAgain(Raw):
@@ -221,7 +255,8 @@ class RawReentrant(Raw):
 
 
 class Attends(Program):
-    """A text attends to itself, and later to another one: then q and k, which share their A, have two inputs."""
+    """A text attends to itself, and later to another one: then q and k, which share their A, have
+    two inputs."""
 
     parted = frozenset({"q", "k"})
 
@@ -240,7 +275,15 @@ class Attends(Program):
         engine.step()
 
 
-RIGHT = [(Boxes, 0), (Frozen, 0), (FrozenPlain, 2), (Rejected, 0), (Nested, 0), (Compiled, 0), (Attends, 0)]
+RIGHT = [
+    (Boxes, 0),
+    (Frozen, 0),
+    (FrozenPlain, 2),
+    (Rejected, 0),
+    (Nested, 0),
+    (Compiled, 0),
+    (Attends, 0),
+]
 RIGHT += [(Whole, 2), (Tiled, 0), (TiledReentrant, 0), (Turned, 0)]
 RAW = [(Raw, 0), (RawAgain, 0), (RawReentrant, 0)]
 Run = tuple[type[Program], int]
@@ -253,7 +296,9 @@ def worker(runs: list[Run]) -> list[list]:
         zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
         mode = Mode("", stage, zero=zero, kfac=EVERY_STEP)
         with patch.object(
-            test_fresh_programs, "build", lambda _, *args, mode=mode, **named: build(mode, *args, **named)
+            test_fresh_programs,
+            "build",
+            lambda _, *args, mode=mode, **named: build(mode, *args, **named),
         ):
             found.append(test_fresh_programs.worker([kind])[kind.__name__])
     return found

@@ -1,5 +1,5 @@
-"""Programs that end steps themselves, and divide each micro-batch's loss by their number: G is that of DeepSpeed's own
-accumulation, also where the model returns logits."""
+"""Programs that end steps themselves, and divide each micro-batch's loss by their number: G is that
+of DeepSpeed's own accumulation, also where the model returns logits."""
 
 from contextlib import nullcontext
 
@@ -18,21 +18,34 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 MANY = 4
 STILL = {"type": "SGD", "params": {"lr": 0.0}}
-WAYS = ("boundary", "boundary, not scaled by DeepSpeed", "boundary, half by DeepSpeed", "unmanaged", "no_sync")
+WAYS = (
+    "boundary",
+    "boundary, not scaled by DeepSpeed",
+    "boundary, half by DeepSpeed",
+    "unmanaged",
+    "no_sync",
+)
 OTHER = {"not divided": 1.0, "divided by another number": 3.0}
 SUM = "divided by their number, as a sum"
 
 
 def loss_of(logits: Tensor, y: Tensor, *, summed: bool) -> Tensor:
-    return F.cross_entropy(logits.mT, y, reduction="sum") / y.numel() if summed else cross_entropy(logits, y)
+    return (
+        F.cross_entropy(logits.mT, y, reduction="sum") / y.numel()
+        if summed
+        else cross_entropy(logits, y)
+    )
 
 
 def factors(mode: str, way: str, logits: bool) -> dict:
     """Key -> (mean of a step's rows, its count)."""
     more = {"managed_gradient_accumulation": False} if way == "unmanaged" else {}
     accumulation = {"DeepSpeed": MANY, "boundary, half by DeepSpeed": 2}.get(way, 1)
-    kfac = {**BY_NAME[mode].kfac_block, "layers": {"types": ["Linear", "LayerNorm"]}}  # whose A is of gradients
-    engine = build(BY_NAME[mode], accumulation, optimizer=STILL, gradient_clipping=0.0, kfac=kfac, **more)
+    # whose A is of gradients
+    kfac = {**BY_NAME[mode].kfac_block, "layers": {"types": ["Linear", "LayerNorm"]}}
+    engine = build(
+        BY_NAME[mode], accumulation, optimizer=STILL, gradient_clipping=0.0, kfac=kfac, **more
+    )
     for micro, (x, y) in enumerate(micro_batches(0, MANY)):
         last = micro == MANY - 1
         if way.startswith("boundary") or way in OTHER or way == SUM:
@@ -57,13 +70,22 @@ def worker(cases: list[tuple]) -> dict:
 
 
 def test_G_is_that_of_deepspeeds_own_accumulation_whoever_divides():
-    """By another number than that of the micro-batches the gradients are larger, and G by the square of it."""
-    ways = [(mode, way, logits) for mode in ("z0", "z2", "z3") for way in WAYS for logits in (True, False)]
-    ways = [case for case in ways if case[1] != "no_sync" or case[0] == "z0"]  # DeepSpeed has it at stages 0 and 1
+    """By another number than that of the micro-batches the gradients are larger, and G by the
+    square of it."""
+    ways = [
+        (mode, way, logits)
+        for mode in ("z0", "z2", "z3")
+        for way in WAYS
+        for logits in (True, False)
+    ]
+    # DeepSpeed has it at stages 0 and 1
+    ways = [case for case in ways if case[1] != "no_sync" or case[0] == "z0"]
     cases = covering(ways, lambda case: dict(zip(("mode", "way", "logits"), case, strict=True)))
     cases += [("z0", way, True) for way in (SUM, *OTHER)]
     of_mean = ("z0", "DeepSpeed", True)
-    for found in run_ranks("tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, *cases]):
+    for found in run_ranks(
+        "tests.deepspeed.test_own_boundaries:worker", world=2, payload=[of_mean, *cases]
+    ):
         for case in cases:
             for key, expected in found[of_mean].items():
                 if key.endswith("/G") or key == "norm/A":

@@ -1,4 +1,5 @@
-"""A layer that some ranks use and others do not: its factors find the ranks that have rows, whoever averages them."""
+"""A layer that some ranks use and others do not: its factors find the ranks that have rows, whoever
+averages them."""
 
 import tempfile
 
@@ -19,8 +20,8 @@ STEPS, DECAY, EXTRA = 8, 0.9, ("extra/A", "extra/G")
 
 
 class Partly(Net):
-    """``extra`` sees the inputs themselves, where ``used`` says so; else none of them, as an expert without tokens:
-    ZeRO needs a gradient of every layer on every rank."""
+    """``extra`` sees the inputs themselves, where ``used`` says so; else none of them, as an expert
+    without tokens: ZeRO needs a gradient of every layer on every rank."""
 
     used = True
 
@@ -35,17 +36,22 @@ class Partly(Net):
 
 def mode(stage: int, interval: int = 1, **options) -> Mode:
     factor = {**KFAC["factor"], "rows": 3, "update_interval": interval}
-    return Mode("partly", stage, kfac={"factor": factor, "eigenbasis": {"refresh_interval": 2 * interval}, **options})
+    return Mode(
+        "partly",
+        stage,
+        kfac={"factor": factor, "eigenbasis": {"refresh_interval": 2 * interval}, **options},
+    )
 
 
 CASES = {  # mode, and who uses the layer: (step, the rank after its eigen worker, rank) -> bool
     "another rank": (mode(2), lambda step, other, rank: rank == other),
     "another rank, stage 0": (mode(0), lambda step, other, rank: rank == other),
     "bases travel": (
-        mode(0, assignment={"gradient_worker_fraction": 1.0}), lambda step, other, rank: rank == other,
+        mode(0, assignment={"gradient_worker_fraction": 1.0}),
+        lambda step, other, rank: rank == other,
     ),
     "nobody, at odd steps": (mode(3), lambda step, other, rank: step % 2 == 0),
-}  # fmt: skip
+}
 
 
 def worker(names) -> dict:
@@ -64,15 +70,21 @@ def worker(names) -> dict:
         A = kfac.curvature.factors.get("extra/A")
         found[name] = {
             "A": None if A is None else A.side.blocks(A.packed_P)[0][0],
-            "other": other, "updates": updates, "counts": counts, "summary": kfac.metrics.values(),
-        }  # fmt: skip
+            "other": other,
+            "updates": updates,
+            "counts": counts,
+            "summary": kfac.metrics.values(),
+        }
         engine.destroy()
     return found
 
 
 def expected_A(world: int, other: int, steps: list[int]) -> torch.Tensor:
     """Of the rows of one rank, averaged as math.md says."""
-    A, share = torch.zeros(FEATURES + 1, FEATURES + 1), slice(other * MICRO_ROWS, (other + 1) * MICRO_ROWS)
+    A, share = (
+        torch.zeros(FEATURES + 1, FEATURES + 1),
+        slice(other * MICRO_ROWS, (other + 1) * MICRO_ROWS),
+    )
     for n, step in enumerate(steps, 1):
         x = make_batch(step, world * MICRO_ROWS)[0][share].flatten(0, 1)
         x, keep = torch.cat([x, torch.ones(len(x), 1)], dim=1), min(1 - 1 / n, DECAY)
@@ -83,7 +95,9 @@ def expected_A(world: int, other: int, steps: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_layer_that_another_rank_uses_is_captured_there(world):
     names = some([name for name in CASES if "another" in name or "travel" in name], world)
-    for name, *results in zip(names, *([of[n] for n in names] for of in _run(world, names)), strict=True):
+    for name, *results in zip(
+        names, *([of[n] for n in names] for of in _run(world, names)), strict=True
+    ):
         (own,) = [result for result in results if result["A"] is not None]
         before = [0.0, *own["updates"][:-1]]
         steps = [step for step in range(STEPS) if own["updates"][step] > before[step]]
@@ -92,8 +106,15 @@ def test_a_layer_that_another_rank_uses_is_captured_there(world):
         near(own["A"], expected_A(world, own["other"], steps), 1e-5, "fp32 sums", what=name)
         for result in results:
             assert result["counts"] == results[0]["counts"], "ranks plan alike"
-            assert result["counts"][0] == [1, 1] and result["counts"][-1] == [None, None], (name, result["counts"])
-            assert result["summary"]["missed_updates"] == 2 * (STEPS - len(steps)) == result["summary"]["empty_updates"]
+            assert result["counts"][0] == [1, 1] and result["counts"][-1] == [None, None], (
+                name,
+                result["counts"],
+            )
+            assert (
+                result["summary"]["missed_updates"]
+                == 2 * (STEPS - len(steps))
+                == result["summary"]["empty_updates"]
+            )
 
 
 def test_a_layer_that_nobody_uses_in_a_step_costs_no_rank_more():
@@ -119,7 +140,10 @@ def saving_worker(_) -> dict:
     engine.save_checkpoint(directory[0], tag="t")
     resumed = build(mode(2, interval=2, burn_in={"steps": 0}), 1, model=Partly())
     resumed.load_checkpoint(directory[0], tag="t")
-    known, after = resumed.kfac.preconditioner.observations, resumed.kfac.preconditioner.plan.contributors.counts
+    known, after = (
+        resumed.kfac.preconditioner.observations,
+        resumed.kfac.preconditioner.plan.contributors.counts,
+    )
     return {"before": before, "after": after.get("extra/A"), "same": known == kfac.observations}
 
 

@@ -30,7 +30,9 @@ FORK = [(Mode(f"pipe-fork-z{stage}", stage, clip=0.0), 3) for stage in (0, 1)]
 @pytest.mark.parametrize("world", [2, 4])
 def test_pipelines_match_one_process(world):
     cases = some(CASES, world)
-    for rank, results in enumerate(run_ranks("tests.deepspeed.pipeline_runs:compare", world=world, payload=cases)):
+    for rank, results in enumerate(
+        run_ranks("tests.deepspeed.pipeline_runs:compare", world=world, payload=cases)
+    ):
         for (mode, accumulation), result in zip(cases, results, strict=True):
             where = f"{mode.name} {accumulation} rank {rank}"
             check(where, result)
@@ -39,7 +41,9 @@ def test_pipelines_match_one_process(world):
 
 def test_a_stage_with_two_outputs_matches_one_process():
     """Its layer's gradient is the sum of what comes by both."""
-    for rank, results in enumerate(run_ranks("tests.deepspeed.pipeline_runs:compare", world=2, payload=FORK)):
+    for rank, results in enumerate(
+        run_ranks("tests.deepspeed.pipeline_runs:compare", world=2, payload=FORK)
+    ):
         for (mode, _), result in zip(FORK, results, strict=True):
             where = f"{mode.name} rank {rank}"
             check(where, result)
@@ -47,7 +51,9 @@ def test_a_stage_with_two_outputs_matches_one_process():
 
 def test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms():
     mode = Mode("pipe-lengths", 0, clip=0.0)
-    for plain, recomputed in run_ranks("tests.deepspeed.pipeline_runs:lengths", world=2, payload=mode):
+    for plain, recomputed in run_ranks(
+        "tests.deepspeed.pipeline_runs:lengths", world=2, payload=mode
+    ):
         assert plain.keys() == recomputed.keys() and len(plain) > 8
         for name, value in plain.items():
             size = float(value.abs().max())
@@ -58,7 +64,9 @@ def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
     mode = Mode("pipe-z1", 1, kfac=TYPES)
     for result in run_ranks("tests.deepspeed.pipeline_runs:ramped", world=2, payload=mode):
         assert result["batches"] == [1, 1, 2, 4, 4] and result["same"]
-        assert result["losses True"] == result["losses False"], "DeepSpeed divides by micro-batches after the step"
+        assert result["losses True"] == result["losses False"], (
+            "DeepSpeed divides by micro-batches after the step"
+        )
 
 
 REFUSED = {
@@ -75,12 +83,18 @@ def test_what_pipelines_cannot_do_is_refused_on_every_rank():
 
 
 def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage():
-    results = run_ranks("tests.deepspeed.pipeline_runs:tied_and_saved", world=2, payload=TYPES, timeout=100)
+    results = run_ranks(
+        "tests.deepspeed.pipeline_runs:tied_and_saved", world=2, payload=TYPES, timeout=100
+    )
     assert [result["layers"] for result in results] == [["1"], ["2"]]
     for result in results:
         assert "TiedLayerSpec" in result["report"]
         assert result["loaded"] and result["same"] and result["loaded without stages"]
-        expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "layer.pt"))
+        expected = sorted(
+            f"{layer}.{part}"
+            for layer in "12"
+            for part in ("A.factor.pt", "G.factor.pt", "layer.pt")
+        )
         assert result["files"] == expected, "each factor and each layer once"
         assert result["refused"].count("saved with 2 pipeline stages, this engine has 1") == 2
         assert "KFACAdamW" not in result["refused"], "these engines have another optimizer"

@@ -55,7 +55,9 @@ def programs_worker(cases) -> dict:
             run_step(engine, step, program, step == EVENT and rank in who)
         final = weights(engine)
         results[name, program, who] = {
-            "difference": difference(final, reference(BY_NAME[name], 1, world, initial, steps=STEPS), initial),
+            "difference": difference(
+                final, reference(BY_NAME[name], 1, world, initial, steps=STEPS), initial
+            ),
             "weights": final,
             "steps": engine.kfac.preconditioner.steps,
         }
@@ -83,9 +85,15 @@ def test_programs_that_change_their_calls_run():
         _, program, _ = case
         for results in both:
             result = results[case]
-            assert result["steps"] == STEPS and torch.isfinite(torch.tensor(result["difference"])), (case, result)
+            assert result["steps"] == STEPS and torch.isfinite(
+                torch.tensor(result["difference"])
+            ), (case, result)
             for name, weight in result["weights"].items():
-                assert torch.equal(weight, both[0][case]["weights"][name]), (case, "ranks differ in", name)
+                assert torch.equal(weight, both[0][case]["weights"][name]), (
+                    case,
+                    "ranks differ in",
+                    name,
+                )
             if program in ("skipped", "second forward"):  # a forward without backward adds nothing
                 assert result["difference"] <= 1e-5, (case, result["difference"])
 
@@ -113,7 +121,10 @@ class Attention(Net):
 def parting_worker(cases) -> dict:
     results, rank = {}, dist.get_rank()
     for name, interval, who in cases:
-        block = {"factor": {"update_interval": interval}, "eigenbasis": {"refresh_interval": interval}}
+        block = {
+            "factor": {"update_interval": interval},
+            "eigenbasis": {"refresh_interval": interval},
+        }
         mode = Mode(name, BY_NAME[name].stage, kfac={**block, "burn_in": {"steps": 0}})
         engine, history = build(mode, 1, model=make_net(Attention)), []
         kfac = engine.kfac.preconditioner
@@ -146,25 +157,34 @@ def test_layers_of_a_group_may_have_different_inputs_in_a_step_on_some_ranks():
             merged.append(mine[2] | theirs[2])
         before, parted, after = (merged[index * interval - 1] for index in (2, 3, 4))
         for key in ("q/A", "q/G", "gate/A"):
-            assert not torch.equal(before[key], parted[key]) and not torch.equal(parted[key], after[key]), key
+            assert not torch.equal(before[key], parted[key]) and not torch.equal(
+                parted[key], after[key]
+            ), key
 
 
 class OftenOrNever(Attention):
-    """From some step on its first projection is used no more, or twice, the second time with another input."""
+    """From some step on its first projection is used no more, or twice, the second time with
+    another input."""
 
     calls = 1
 
     def forward(self, x, y=None):
         z = self.norm(self.silu(self.first(x)))
         own = [self.q(part) for part in (z, 2.0 * z)[: self.calls]]
-        return cross_entropy(self.head(torch.tanh(self.middle(z + self.k(z).softmax(-1) * self.v(z) + sum(own)))), y)
+        return cross_entropy(
+            self.head(torch.tanh(self.middle(z + self.k(z).softmax(-1) * self.v(z) + sum(own)))), y
+        )
 
 
 def calls_worker(cases) -> dict:
-    """The common A before and after a step with so many calls, and how often it was averaged. Weights stand still, so
-    that inputs do not depend on calls."""
+    """The common A before and after a step with so many calls, and how often it was averaged.
+    Weights stand still, so that inputs do not depend on calls."""
     found, still = {}, {"type": "SGD", "params": {"lr": 1e-30}}
-    block = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+    block = {
+        "factor": {"update_interval": 1},
+        "eigenbasis": {"refresh_interval": 1},
+        "burn_in": {"steps": 0},
+    }
     for name, calls in cases:
         mode = Mode(name, BY_NAME[name].stage, kfac=block)
         engine = build(mode, 1, model=make_net(OftenOrNever), optimizer=still)
@@ -196,7 +216,8 @@ def test_a_group_whose_first_layer_is_used_no_more_has_the_rows_of_another_one(o
 
 @pytest.mark.parametrize("name", ["z0", "z2"])
 def test_a_group_one_of_whose_layers_has_another_input_too_has_the_rows_of_both(of_calls, name):
-    """The third batch has the rows of z and of 2 z, so the mean of their squares is 2.5 times as large."""
+    """The third batch has the rows of z and of 2 z, so the mean of their squares is 2.5 times as
+    large."""
     (before, _), (of_one, _) = of_calls[name, 1]
     _, (of_both, updates) = of_calls[name, 2]
     batch = 3 * of_one - 2 * before
@@ -214,9 +235,11 @@ def test_a_group_that_holds_is_averaged_in_every_step(of_calls, name):
 
 
 def adversaries_worker(names: list[str]) -> dict:
-    """A discriminator's factors after three steps, with and without a generator's loss through it."""
+    """A discriminator's factors after three steps, with and without a generator's loss through
+    it."""
     results = {}
-    still = {"type": "SGD", "params": {"lr": 1e-30}}  # DeepSpeed leaves the generator's gradients in the discriminator
+    # DeepSpeed leaves the generator's gradients in the discriminator
+    still = {"type": "SGD", "params": {"lr": 1e-30}}
     for name in names:
         for through in (True, False):
             discriminator = build(BY_NAME[name], 1, optimizer=still)
@@ -234,7 +257,10 @@ def adversaries_worker(names: list[str]) -> dict:
                 discriminator.step()
             results[name, through] = (
                 outside,
-                {key: (state.packed_P, float(state.updates)) for key, state in kfac.curvature.factors.items()},
+                {
+                    key: (state.packed_P, float(state.updates))
+                    for key, state in kfac.curvature.factors.items()
+                },
             )
             generator.destroy()
             discriminator.destroy()
@@ -252,7 +278,9 @@ class Generator(nn.Module):
 
 def test_a_generator_s_loss_leaves_the_discriminator_s_factors_alone():
     names = ["z0", "z2"]
-    results = run_ranks("tests.deepspeed.test_programs:adversaries_worker", world=1, payload=names)[0]
+    results = run_ranks("tests.deepspeed.test_programs:adversaries_worker", world=1, payload=names)[
+        0
+    ]
     for name in names:
         (none, alone), (calls, through) = results[name, False], results[name, True]
         assert none == [0, 0, 0] and calls == [3, 3, 3], "a call of each layer is passed over"

@@ -19,7 +19,8 @@ STEPS = 14
 
 
 class Timed(ReferenceKFAC):
-    """Factors are due as a script says: per step {key: weight of the past} to capture, and keys to refresh."""
+    """Factors are due as a script says: per step {key: weight of the past} to capture, and keys to
+    refresh."""
 
     captures: dict[str, float] = {}
     refreshes: frozenset[str] = frozenset()
@@ -32,7 +33,9 @@ class Timed(ReferenceKFAC):
         for name, layer in self.layers.items():
             layer.damping, batch = self.damping, layer.batch()
             layer.factors = layer.factors or [torch.zeros_like(part) for part in batch]
-            layer.bases = layer.bases or [(torch.ones(len(part)), torch.eye(len(part))) for part in batch]
+            layer.bases = layer.bases or [
+                (torch.ones(len(part)), torch.eye(len(part))) for part in batch
+            ]
             for index, key in enumerate((f"{name}/A", f"{name}/G")):
                 if key in self.captures:
                     self.counts[key] = self.counts.get(key, 0) + 1
@@ -101,13 +104,20 @@ def worker(_) -> dict:
             found = None
             if dist.get_rank() == 0:
                 read = partial(as_scripted, script)
-                options = {"steps": STEPS, "kfac_config": kfac_block, "before_step": read, "kind": Timed}
+                options = {
+                    "steps": STEPS,
+                    "kfac_config": kfac_block,
+                    "before_step": read,
+                    "kind": Timed,
+                }
                 found = expected(BY_NAME[mode], 1, 2, initial, **options)
             after = weights(engine)
             results[name, mode] = {
                 "difference": difference(after, found.weights, initial) if found else 0.0,
                 "bound": found.bound if found else 1.0,
-                "script": [(sorted(captures.items()), sorted(refreshes)) for captures, refreshes in script],
+                "script": [
+                    (sorted(captures.items()), sorted(refreshes)) for captures, refreshes in script
+                ],
                 "factors": len(kfac.curvature.specs),
                 "counters": engine.kfac.counters(),
             }
@@ -122,7 +132,11 @@ def results():
 
 def test_every_mode_trains_like_the_reference_with_the_same_factors_due(results):
     cases = results[0].items()
-    wrong = [line for case, result in cases for line in within(str(case), result["difference"], result["bound"])]
+    wrong = [
+        line
+        for case, result in cases
+        for line in within(str(case), result["difference"], result["bound"])
+    ]
     assert not wrong, "\n".join(wrong)
     assert [r["script"] for r in results[0].values()] == [r["script"] for r in results[1].values()]
 
@@ -130,7 +144,10 @@ def test_every_mode_trains_like_the_reference_with_the_same_factors_due(results)
 def test_staggering_spreads_the_same_work(results):
     at_once = results[0]["at once", "z2"]["script"]
     for mode in MODES:
-        script, factors = results[0]["staggered", mode]["script"], results[0]["staggered", mode]["factors"]
+        script, factors = (
+            results[0]["staggered", mode]["script"],
+            results[0]["staggered", mode]["factors"],
+        )
         refreshed = [len(refreshes) for _, refreshes in script]
         assert refreshed[0] == factors, "the first batch is for all"
         for start in range(4, STEPS - 4):
@@ -148,4 +165,6 @@ def test_the_adaptive_rule_captures_less(results):
         assert captured < adaptive["factors"] * (STEPS // 2)
         sent, sent_plain = (of["counters"]["sent_bytes_factors"] for of in (adaptive, plain))
         assert sent < sent_plain
-        assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), "decays for the gap"
+        assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), (
+            "decays for the gap"
+        )

@@ -1,4 +1,5 @@
-"""kfac.rescale_weights: after a step every weight is what it would be without, times the paper's factor."""
+"""kfac.rescale_weights: after a step every weight is what it would be without, times the paper's
+factor."""
 
 import pytest
 import torch
@@ -10,8 +11,23 @@ from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-MODES = ["z0", "z1", "z2", "z2-round_robin", "z2-offload", "z3", "z3-persistence_0", "z3-sub_groups", "z3-offload",
-         "z0-bf16", "z0-bf16-fused", "z1-bf16-accum32", "z2-bf16", "z3-bf16", "adam-z2"]  # fmt: skip
+MODES = [
+    "z0",
+    "z1",
+    "z2",
+    "z2-round_robin",
+    "z2-offload",
+    "z3",
+    "z3-persistence_0",
+    "z3-sub_groups",
+    "z3-offload",
+    "z0-bf16",
+    "z0-bf16-fused",
+    "z1-bf16-accum32",
+    "z2-bf16",
+    "z3-bf16",
+    "adam-z2",
+]
 WEIGHTS = ("first.weight", "middle.weight", "head.weight")
 
 
@@ -24,7 +40,9 @@ def worker(names) -> dict:
             with torch.no_grad():
                 for weight in (model.first.weight, model.middle.weight):
                     weight.mul_(5)
-            engine = build(mode, 1, model=model, kfac={**KFAC, **mode.kfac, "rescale_weights": rescale})
+            engine = build(
+                mode, 1, model=model, kfac={**KFAC, **mode.kfac, "rescale_weights": rescale}
+            )
             with patched(mode):
                 train(engine, 1, steps=1)
                 results[rescale] = weights(engine)
@@ -65,6 +83,14 @@ def test_every_stage_rescales_masters_and_weights():
                         what=where,
                     )
                 ulp = 0 if mode.dtype == "fp32" else 2**-7
-                near(used[key], rescaled[key], ulp * rescaled[key].abs() + 1e-7, "rounding to 16 bits", what=where)
-                assert key not in WEIGHTS or float(results[name, "later"][key].norm()) <= limit * 1.001
+                near(
+                    used[key],
+                    rescaled[key],
+                    ulp * rescaled[key].abs() + 1e-7,
+                    "rounding to 16 bits",
+                    what=where,
+                )
+                assert (
+                    key not in WEIGHTS or float(results[name, "later"][key].norm()) <= limit * 1.001
+                )
             assert shrunk >= 1, name

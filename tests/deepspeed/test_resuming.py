@@ -1,5 +1,5 @@
-"""Checkpoints in other people's style: what is frozen, tied, in groups, reordered, or loaded in part goes on as it was,
-or it is said."""
+"""Checkpoints in other people's style: what is frozen, tied, in groups, reordered, or loaded in
+part goes on as it was, or it is said."""
 
 from functools import partial
 from unittest.mock import patch
@@ -18,8 +18,8 @@ from tests.ranks import run_ranks
 
 
 class Pair(nn.Module):
-    """Two layers and two norms of one size each; an embedding, of which the head may have the weight; an adapter beside
-    what is frozen then."""
+    """Two layers and two norms of one size each; an embedding, of which the head may have the
+    weight; an adapter beside what is frozen then."""
 
     def __init__(self, *, swapped: bool = False, tied: bool = False, adapter: bool = False) -> None:
         super().__init__()
@@ -56,14 +56,24 @@ def clipping(bound: float) -> dict:
 
 
 HALVES, ALONE = {"bf16": {"enabled": True}}, {"load_optimizer_states": False}
-WITHOUT = {"save": {"exclude_frozen_parameters": True}, "load": {"load_module_strict": False}, "seed": 0}
+WITHOUT = {
+    "save": {"exclude_frozen_parameters": True},
+    "load": {"load_module_strict": False},
+    "seed": 0,
+}
 CASES = {
     **{f"tied-{stage}": (stage, {"model": {"tied": True}}) for stage in (0, 2, 3)},
     **{f"adapter-{stage}": (stage, {"model": {"adapter": True}}) for stage in (0, 2, 3)},
-    **{f"without-frozen-{stage}": (stage, {"model": {"adapter": True}, **WITHOUT}) for stage in (0, 2, 3)},
+    **{
+        f"without-frozen-{stage}": (stage, {"model": {"adapter": True}, **WITHOUT})
+        for stage in (0, 2, 3)
+    },
     **{f"groups-{stage}": (stage, {"groups": True}) for stage in (0, 2)},
     **{
-        f"clip-{was}-{now}-{kind}": (2, {"kind": kind, "to": kind, "config": clipping(was), "then": clipping(now)})
+        f"clip-{was}-{now}-{kind}": (
+            2,
+            {"kind": kind, "to": kind, "config": clipping(was), "then": clipping(now)},
+        )
         for was, now in ((0.01, 0.0), (0.0, 0.01))
         for kind in ("KFACAdamW", "SGD")
     },
@@ -85,13 +95,17 @@ def case(folder: str, stage: int, options: dict) -> dict | str:
         torch.manual_seed(seed)
         made, original = Pair(**more), ds_kfac.initialize
         given = grouped(made) if options.get("groups") else made.parameters()
-        with patch.object(ds_kfac, "initialize", lambda **named: original(**{**named, "model_parameters": given})):
+        with patch.object(
+            ds_kfac, "initialize", lambda **named: original(**{**named, "model_parameters": given})
+        ):
             return engine_of(kind, stage, model=made, **config)
 
     first = build(options.get("kind", "KFACAdamW"), 0, **model)
     train(first, 1, steps=3)
     for tag in ("earlier", "tag"):  # latest names the second
-        first.save_checkpoint(folder, tag=tag, client_state={"mine": tag}, **options.get("save", {}))
+        first.save_checkpoint(
+            folder, tag=tag, client_state={"mine": tag}, **options.get("save", {})
+        )
     was = weights(first)
     second = build(
         options.get("to", "KFACAdamW"),
@@ -106,21 +120,29 @@ def case(folder: str, stage: int, options: dict) -> dict | str:
     loaded = weights(second)
     for engine in (first, second):
         train(engine, 1, steps=2, first=3)
-    found = {"was": was, "loaded": loaded, "state": client_state, "next": weights(second), "expected": weights(first)}
+    found = {
+        "was": was,
+        "loaded": loaded,
+        "state": client_state,
+        "next": weights(second),
+        "expected": weights(first),
+    }
     first.destroy()
     second.destroy()
     return found
 
 
 def by_hand(folder: str, kind: str) -> list[list[str]]:
-    """What is said of an optimizer's own ``state_dict``, and of a checkpoint; of a model of which a layer was replaced
-    since attach, whose save had failed."""
+    """What is said of an optimizer's own ``state_dict``, and of a checkpoint; of a model of which a
+    layer was replaced since attach, whose save had failed."""
     engine, said = engine_of(kind, 0, model=Pair(), **clipping(0.0)), list[list[str]]()
     train(engine, 1, steps=2)
     engine.module.layer_b = nn.Linear(16, 16)
     engine.save_checkpoint(folder)
-    for load in (lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
-                 lambda: engine.load_checkpoint(folder)):  # fmt: skip
+    for load in (
+        lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
+        lambda: engine.load_checkpoint(folder),
+    ):
         with heard() as messages:
             load()
         said.append([text for text in messages if "optimizer.load_state_dict" in text])
@@ -131,7 +153,9 @@ def by_hand(folder: str, kind: str) -> list[list[str]]:
 def worker(folder: str) -> dict:
     said = {kind: by_hand(f"{folder}/by hand {kind}", kind) for kind in ("KFACAdamW", "SGD")}
     with in_halves("bf16", fused=False), patch.object(moving.logger, "warning"):
-        return {"by hand": said} | {name: case(f"{folder}/{name}", *made) for name, made in CASES.items()}
+        return {"by hand": said} | {
+            name: case(f"{folder}/{name}", *made) for name, made in CASES.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +172,18 @@ of = partial(pytest.mark.parametrize, "name")
 pytestmark = pytest.mark.distributed
 
 
-@of([name for name in CASES if name.split("-")[0] in ("tied", "adapter", "without", "groups", "clip")])
+@of(
+    [
+        name
+        for name in CASES
+        if name.split("-")[0] in ("tied", "adapter", "without", "groups", "clip")
+    ]
+)
 def test_it_resumes_as_if_it_had_not_stopped(name, found):
     run = found[name]
     assert run["state"]["mine"] == "tag"
-    assert apart(run["was"], run["expected"]) > 1e-3  # a step moves the weights: many times their rounding
+    # a step moves the weights: many times their rounding
+    assert apart(run["was"], run["expected"]) > 1e-3
     assert apart(run["was"], run["loaded"]) == 0 and apart(run["expected"], run["next"]) == 0
 
 
@@ -165,15 +196,21 @@ def test_a_model_in_another_order_is_refused(name, found):
 
 @of([name for name in CASES if name.split("-")[0] in ("weights", "module")])
 def test_weights_that_are_loaded_alone_are_those_that_go_on(name, found):
-    """At stage 0 in 16 bits DeepSpeed's fp32 copies stayed those of the start, and were the weights after a step."""
+    """At stage 0 in 16 bits DeepSpeed's fp32 copies stayed those of the start, and were the weights
+    after a step."""
     run, rounding = found[name], 2**-8 if "bf16" in name else 0.0
-    assert apart(run["was"], run["loaded"]) <= rounding * max(float(W.abs().max()) for W in run["was"].values())
+    assert apart(run["was"], run["loaded"]) <= rounding * max(
+        float(W.abs().max()) for W in run["was"].values()
+    )
     assert 0 < apart(run["loaded"], run["next"]) < 0.5
 
 
 def test_a_state_that_the_optimizer_loads_alone_is_said_to_be_without_k_fac(found):
-    """Moments of KFACAdamW's layers were lost without a word, where a program saves ``optimizer.state_dict()``."""
-    assert all(list(map(len, said)) == [1, 0] for said in found["by hand"].values()), found["by hand"]
+    """Moments of KFACAdamW's layers were lost without a word, where a program saves
+    ``optimizer.state_dict()``."""
+    assert all(list(map(len, said)) == [1, 0] for said in found["by hand"].values()), found[
+        "by hand"
+    ]
 
 
 def test_a_run_without_k_fac_does_not_get_its_part_of_the_client_state(found):

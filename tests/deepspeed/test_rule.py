@@ -1,5 +1,5 @@
-"""The factors of an engine after one captured step are those of the rule, tests/truth.py, on the cases of
-tests/rule_cases.py."""
+"""The factors of an engine after one captured step are those of the rule, tests/truth.py, on the
+cases of tests/rule_cases.py."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -24,7 +24,8 @@ FORMATS = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power":
 
 
 def make_engine(case: Case, stage: int = 0, **more):
-    """An engine whose first step captures every row. The averages after it are those of the batch."""
+    """An engine whose first step captures every row. The averages after it are those of the
+    batch."""
     kfac = {
         "factor": {
             "rows": "all",
@@ -51,10 +52,11 @@ def take_step(engine, case: Case, rank: int) -> None:
 
 
 def factors_of(engine) -> dict[str, tuple[Tensor, Tensor]]:
-    """{layer: (A, G)}: the averages of all ranks, dense and in float64; a layer without rows is left out. Collective.
+    """{layer: (A, G)}: the averages of all ranks, dense and in float64; a layer without rows is
+    left out. Collective.
 
-    A group of a convolution is a layer of its own, "<name>:<group>". Layers that share an input have one A, of the rows
-    of one of them.
+    A group of a convolution is a layer of its own, "<name>:<group>". Layers that share an input
+    have one A, of the rows of one of them.
     """
     curvature = engine.kfac.preconditioner.curvature
     own = {key: dense(factor) for key, factor in curvature.factors.items() if factor.updates}
@@ -147,7 +149,11 @@ def test_an_engines_factors_are_those_of_the_rule(found, run, world):
     assert factors.keys() == expected.keys()
     because = f"{dtype} through a few layers; a row too many or too few is more"
     for layer, (A, G) in expected.items():
-        shared = [expected[other][0] for other in expected if torch.equal(factors[other][0], factors[layer][0])]
+        shared = [
+            expected[other][0]
+            for other in expected
+            if torch.equal(factors[other][0], factors[layer][0])
+        ]
         off_A = min(off(factors[layer][0], wanted) for wanted in [A, *shared])
         near(off_A, 0.0, TOLERANCES[dtype], because, what=f"A of {layer}")
         near(off(factors[layer][1], G), 0.0, TOLERANCES[dtype], because, what=f"G of {layer}")

@@ -1,4 +1,5 @@
-"""A checkpoint brings back all of the state, field by field: losses after resuming forgive what acts later."""
+"""A checkpoint brings back all of the state, field by field: losses after resuming forgive what
+acts later."""
 
 import dataclasses
 from dataclasses import replace
@@ -16,15 +17,22 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 STEPS = 5
 CASES = {
-    "corrected": ("z2", {
-        "preconditioner": {"eigenvalues": "corrected"},
-        "eigenbasis": {"refresh_interval": 1},
-    }),
-    "adam, adaptive": ("adam-z2-not_contiguous", {
-        "eigenbasis": {"refresh_interval": 2}, "adaptive": 0.9,
-        "burn_in": {"steps": 0},
-    }),
-}  # fmt: skip
+    "corrected": (
+        "z2",
+        {
+            "preconditioner": {"eigenvalues": "corrected"},
+            "eigenbasis": {"refresh_interval": 1},
+        },
+    ),
+    "adam, adaptive": (
+        "adam-z2-not_contiguous",
+        {
+            "eigenbasis": {"refresh_interval": 2},
+            "adaptive": 0.9,
+            "burn_in": {"steps": 0},
+        },
+    ),
+}
 
 
 def flat(value, name: str = "") -> dict:
@@ -36,24 +44,41 @@ def flat(value, name: str = "") -> dict:
     elif isinstance(value, (set, frozenset)):
         value = dict.fromkeys(sorted(value), True)
     if isinstance(value, dict):
-        return {key: part for name_, own in value.items() for key, part in flat(own, f"{name}/{name_}").items()}
+        return {
+            key: part
+            for name_, own in value.items()
+            for key, part in flat(own, f"{name}/{name_}").items()
+        }
     return {name: value.clone() if isinstance(value, torch.Tensor) else value}
 
 
 def state_of(kfac) -> dict:
     curvature = kfac.curvature
-    return flat({
-        "steps": kfac.steps, "peak_lr": dict(kfac.peak_lr), "layers": kfac.state, "factors": curvature.factors,
-        "ready": curvature.ready, "clock": curvature.timetable.state(),
-    })  # fmt: skip
+    return flat(
+        {
+            "steps": kfac.steps,
+            "peak_lr": dict(kfac.peak_lr),
+            "layers": kfac.state,
+            "factors": curvature.factors,
+            "ready": curvature.ready,
+            "clock": curvature.timetable.state(),
+        }
+    )
 
 
 def worker(folder: str) -> dict:
     found = {}
     for name, (mode, blocks) in CASES.items():
-        own = {key: {**KFAC.get(key, {}), **value} for key, value in blocks.items() if isinstance(value, dict)}
+        own = {
+            key: {**KFAC.get(key, {}), **value}
+            for key, value in blocks.items()
+            if isinstance(value, dict)
+        }
         kfac = {**KFAC, **blocks, **own}
-        mode, path = replace(BY_NAME[mode], orthogonal=False), str(Path(folder, name.replace(" ", "_")))
+        mode, path = (
+            replace(BY_NAME[mode], orthogonal=False),
+            str(Path(folder, name.replace(" ", "_"))),
+        )
         first = build(mode, 1, kfac=kfac)
         train(first, 1, steps=STEPS)
         first.save_checkpoint(path)
@@ -64,7 +89,11 @@ def worker(folder: str) -> dict:
         same = {key for key in saved if key in loaded and equal(saved[key], loaded[key])}
         found[name] = {
             "lost": sorted(saved.keys() ^ loaded.keys() | saved.keys() - same),
-            "distinct": {key for key, value in saved.items() if key not in fresh or not equal(value, fresh[key])},
+            "distinct": {
+                key
+                for key, value in saved.items()
+                if key not in fresh or not equal(value, fresh[key])
+            },
         }
         first.destroy()
         second.destroy()
@@ -73,7 +102,9 @@ def worker(folder: str) -> dict:
 
 def equal(one, other) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0))
+        return one.dtype == other.dtype and torch.equal(
+            one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0)
+        )
     return type(one) is type(other) and one == other
 
 
@@ -83,9 +114,19 @@ def test_every_field_comes_back(tmp_path):
         assert not found["lost"], (name, found["lost"])
     corrected, adaptive = (result[name]["distinct"] for name in CASES)
     for end in ("/peak_lr/0", "/terms", "/moments/second_OI", "/moments/updates"):
-        assert any(key.endswith(end) for key in corrected), f"{end} is what it is in a new engine, so it was not tested"
-    for end in ("/history/last", "/history/before", "/moments/first_OI", "/moments/updates", "/captured"):
-        assert any(key.endswith(end) for key in adaptive), f"{end} is what it is in a new engine, so it was not tested"
+        assert any(key.endswith(end) for key in corrected), (
+            f"{end} is what it is in a new engine, so it was not tested"
+        )
+    for end in (
+        "/history/last",
+        "/history/before",
+        "/moments/first_OI",
+        "/moments/updates",
+        "/captured",
+    ):
+        assert any(key.endswith(end) for key in adaptive), (
+            f"{end} is what it is in a new engine, so it was not tested"
+        )
 
 
 class Twin(Net):
@@ -119,5 +160,7 @@ def early_worker(folder: str) -> dict:
 
 
 def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
-    (found,) = run_ranks("tests.deepspeed.test_saved_state:early_worker", world=1, payload=str(tmp_path))
+    (found,) = run_ranks(
+        "tests.deepspeed.test_saved_state:early_worker", world=1, payload=str(tmp_path)
+    )
     assert found == {"known": (("one", "other"),), "kept": (("one", "other"),), "keys": set()}

@@ -1,5 +1,5 @@
-"""Strategies, wire dtypes and schedules of the distributed part: each trains like tests/oracle.py, or says by how
-much it may differ."""
+"""Strategies, wire dtypes and schedules of the distributed part: each trains like tests/oracle.py,
+or says by how much it may differ."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,10 @@ class QueryNet(nn.Module):
 
 
 def options(**blocks):
-    own = {key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value for key, value in blocks.items()}
+    own = {
+        key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in blocks.items()
+    }
     return {**KFAC, **own}
 
 
@@ -53,7 +56,8 @@ FORMS = {
 
 
 def cases(world: int) -> dict:
-    """Name -> (stage, adam, blocks, what the wire may add to rounding in fp32: the reference has no wire)."""
+    """Name -> (stage, adam, blocks, what the wire may add to rounding in fp32: the reference has no
+    wire)."""
     found = {}
     for workers in FRACTIONS[world]:
         strategy = {"assignment": {"gradient_worker_fraction": workers / world}}
@@ -68,7 +72,8 @@ def cases(world: int) -> dict:
 
 
 def compared(mode: Mode, rounding: float, **options) -> dict:
-    """How far steps of two micro-batches are from the oracle's, and this rank from rank 0; what the engine says."""
+    """How far steps of two micro-batches are from the oracle's, and this rank from rank 0; what the
+    engine says."""
     engine = build(mode, 2, model=make_net(QueryNet))
     initial, found = weights(engine), None
     if dist.get_rank() == 0:
@@ -92,7 +97,8 @@ def compared(mode: Mode, rounding: float, **options) -> dict:
 
 
 def complaints(results: list[dict], shares: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """About ``compared`` of every rank, by name; ``shares``: whether layers that share an input are found."""
+    """About ``compared`` of every rank, by name; ``shares``: whether layers that share an input are
+    found."""
     wrong = []
     for rank, own in enumerate(results):
         for name, result in own.items():

@@ -1,4 +1,5 @@
-"""Schedules and a burn-in in a real engine, against tests/oracle.py with its settings changed by hand."""
+"""Schedules and a burn-in in a real engine, against tests/oracle.py with its settings changed by
+hand."""
 
 import pytest
 import torch.distributed as dist
@@ -18,8 +19,13 @@ BLOCK = {
     },
     "eigenbasis": {"refresh_interval": {"schedule": "piecewise", "values": [4, 1], "steps": [6]}},
     "burn_in": {"steps": 3},
-    "damping": {"kind": "tikhonov", "value": {"schedule": "exponential", "start": 0.01, "end": 1, "steps": 4}},
-    "preconditioner": {"kl_clip": {"schedule": "piecewise", "values": [0.0005, 0.002, 0], "steps": [3, 7]}},
+    "damping": {
+        "kind": "tikhonov",
+        "value": {"schedule": "exponential", "start": 0.01, "end": 1, "steps": 4},
+    },
+    "preconditioner": {
+        "kl_clip": {"schedule": "piecewise", "values": [0.0005, 0.002, 0], "steps": [3, 7]}
+    },
 }
 # by hand, not by the code under test
 DECAY = [0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9, 0.9]
@@ -41,14 +47,19 @@ def worker(names) -> dict:
         initial = weights(engine)
         found = None
         if dist.get_rank() == 0:  # every rank has the same weights in the end
-            found = expected(mode, 1, 2, initial, steps=STEPS, kfac_config=KFAC, before_step=settings_by_hand)
+            found = expected(
+                mode, 1, 2, initial, steps=STEPS, kfac_config=KFAC, before_step=settings_by_hand
+            )
         train(engine, 1, STEPS)
         final = weights(engine)
         kfac = engine.kfac.preconditioner
         results[name] = {
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound if found else 1.0,
-            "refreshes": (kfac.metrics.counts["refreshes"], len(REFRESHES) * len(kfac.curvature.factors)),
+            "refreshes": (
+                kfac.metrics.counts["refreshes"],
+                len(REFRESHES) * len(kfac.curvature.factors),
+            ),
             "nu": kfac.metrics.nu,
             "report": engine.kfac.report,
         }
@@ -57,7 +68,9 @@ def worker(names) -> dict:
 
 
 def test_schedules_match_reference():
-    for result in run_ranks("tests.deepspeed.test_schedules:worker", world=2, payload=["z0", "z2", "z3"]):
+    for result in run_ranks(
+        "tests.deepspeed.test_schedules:worker", world=2, payload=["z0", "z2", "z3"]
+    ):
         for name, of_mode in result.items():
             assert not within(name, of_mode["difference"], of_mode["bound"]), of_mode
             assert of_mode["refreshes"][0] == of_mode["refreshes"][1], name

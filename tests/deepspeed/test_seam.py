@@ -1,4 +1,5 @@
-"""The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, say what is done."""
+"""The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, say
+what is done."""
 
 import contextlib
 import io
@@ -37,7 +38,9 @@ def doors_worker(_) -> dict:
 
     def start(initialize, config, **kwargs):
         model = make_net()
-        engine = initialize(model=model, model_parameters=model.parameters(), config=config, **kwargs)[0]
+        engine = initialize(
+            model=model, model_parameters=model.parameters(), config=config, **kwargs
+        )[0]
         return engine, engine.kfac.report if hasattr(engine, "kfac") else ""
 
     def names(engine):
@@ -70,7 +73,9 @@ def doors_worker(_) -> dict:
     engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
     engine.kfac.detach()
     train(engine, 1)
-    results["detached trains plainly"] = all(torch.equal(w, plain_weights[n]) for n, w in weights(engine).items())
+    results["detached trains plainly"] = all(
+        torch.equal(w, plain_weights[n]) for n, w in weights(engine).items()
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         ds_kfac.attach(engine)
     results["attached again"] = names(engine)
@@ -97,17 +102,22 @@ def doors_worker(_) -> dict:
     results["disabled again"] = deepspeed.initialize is original
     ds_kfac.enable()
     chained = deepspeed.initialize
-    deepspeed.initialize = lambda *args, **kwargs: chained(*args, **kwargs)  # another library wraps ours
+    # another library wraps ours
+    deepspeed.initialize = lambda *args, **kwargs: chained(*args, **kwargs)
     ds_kfac.enable()
     results["enabled in a chain"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
     ds_kfac.disable()
     results["disabled in a chain"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
     ds_kfac.enable()
-    results["enabled in a chain again"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
+    results["enabled in a chain again"] = names(
+        start(deepspeed.initialize, plain_config(kfac=kfac))[0]
+    )
     ds_kfac.disable()
     deepspeed.initialize = original
     engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
-    results["attach with another config"] = error_of(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
+    results["attach with another config"] = error_of(
+        lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}})
+    )
     attachment = engine.kfac
     results["repr"] = repr(attachment)
     attachment.detach()
@@ -115,7 +125,9 @@ def doors_worker(_) -> dict:
     results["repr detached"] = repr(attachment)
     model = make_net()
     config = plain_config(kfac=kfac)
-    engine, *_ = ds_kfac.initialize(model=model, model_parameters=list(model.head.parameters()), config=config)
+    engine, *_ = ds_kfac.initialize(
+        model=model, model_parameters=list(model.head.parameters()), config=config
+    )
     results["part of the model"] = engine.kfac.report
     return results
 
@@ -128,7 +140,8 @@ def doors() -> dict:
 def test_the_doors(doors):
     result = doors
     surface = SURFACE | {"optimizer.step", "step hooks"}
-    without = {"load_checkpoint"}  # of an engine without K-FAC, which may be given KFACAdamW's checkpoint
+    # of an engine without K-FAC, which may be given KFACAdamW's checkpoint
+    without = {"load_checkpoint"}
     assert result["plain"][0] == without
     chain = ("enabled in a chain", "enabled in a chain again")
     for door in ("drop-in", "attached again", "attach with config", "enabled", *chain):
@@ -142,7 +155,9 @@ def test_the_doors(doors):
     assert 'has no "kfac" block' in result["attach without block"]
     assert "it takes the engine that deepspeed.initialize returns" in result["attach a model"]
     assert "model: got none; must be a torch.nn.Module" in result["no model"]
-    assert result["repr"].startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in result["repr"], result["repr"]
+    assert result["repr"].startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in result["repr"], (
+        result["repr"]
+    )
     assert result["repr detached"] == result["repr"].replace(">", ", detached>")
     assert "another config" in result["attach with another config"]
     in_tables = result["part of the model"].split("not preconditioned")[1]
@@ -162,7 +177,11 @@ def test_the_report_lists_every_module(doors):
     rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}
     assert rows["first"] == ["first", "Linear", "17", "14", "yes", "0", "A", "0,", "G", "0"]
     assert rows["middle"] == ["middle", "Linear", "19", "17", "no", "0", "A", "0,", "G", "0"]
-    assert rows["norm"][:3] == ["norm", "LayerNorm", "34"] and "not in kfac.layers.types" in " ".join(rows["norm"])
+    assert rows["norm"][:3] == [
+        "norm",
+        "LayerNorm",
+        "34",
+    ] and "not in kfac.layers.types" in " ".join(rows["norm"])
 
 
 def refusals_worker(_) -> dict:
@@ -194,18 +213,24 @@ def refusals_worker(_) -> dict:
     for name, (groups, mode) in adagrads.items():
         model = make_net()
         groups = parameter_groups(model, groups)
-        without = {key: value for key, value in BY_NAME[mode].config(1, 1).items() if key != "optimizer"}
+        without = {
+            key: value for key, value in BY_NAME[mode].config(1, 1).items() if key != "optimizer"
+        }
         adagrad = torch.optim.Adagrad(groups, lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(adagrad, lambda step: 0.5)
 
         def with_adagrad(model=model, config=without, adagrad=adagrad, scheduler=scheduler):
-            made = ds_kfac.initialize(model=model, optimizer=adagrad, config=config, lr_scheduler=scheduler)
+            made = ds_kfac.initialize(
+                model=model, optimizer=adagrad, config=config, lr_scheduler=scheduler
+            )
             results["its scheduler"] = made[0].kfac.report
 
         results[name] = error_of(with_adagrad)
 
     model = make_net()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain_config())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=plain_config()
+    )
 
     # Modes whose machinery cannot be built here: the engine says it is in them.
     def pretend(name, **attributes):
@@ -230,7 +255,9 @@ def refusals_worker(_) -> dict:
         engine._config.zero_config.offload_optimizer,
         Offload(),
     )
-    results["SuperOffload"] = results["NVMe offload"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    results["SuperOffload"] = results["NVMe offload"] = error_of(
+        lambda: ds_kfac.attach(engine, {"enabled": True})
+    )
     engine._config.zero_config.__dict__["offload_optimizer"] = saved
 
     class MuonWithAuxAdam(torch.optim.SGD):
@@ -251,7 +278,9 @@ def refusals_worker(_) -> dict:
     known, engine.optimizer.__class__ = type(engine.optimizer), Unknown
     results["unknown wrapper"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
     engine.optimizer.__class__ = known
-    results["usable after all refusals"] = error_of(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    results["usable after all refusals"] = error_of(
+        lambda: ds_kfac.attach(engine, {"enabled": True})
+    )
     return results
 
 
@@ -262,13 +291,17 @@ def test_refusals_say_what_to_change():
     assert "matches no module" in result["pattern"]
     modes = {
         "Adagrad of several parameter groups with ZeRO": "one group",
-        "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"',
+        "DeepCompile": '"deepcompile": false',
+        "ZenFlow": 'remove "zenflow"',
         "mixture of experts at stage 3": "stage 0, 1 or 2",
         "sequence parallelism by mesh_param": "parallel_state_sp",
-        "compressed-communication optimizer": "AdamW", "no optimizer": '"optimizer" block',
-        "SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"', "Muon": "choose Muon or K-FAC",
+        "compressed-communication optimizer": "AdamW",
+        "no optimizer": '"optimizer" block',
+        "SuperOffload": '"super_offload": false',
+        "NVMe offload": 'to "cpu"',
+        "Muon": "choose Muon or K-FAC",
         "torch_autocast fp16 with a fused optimizer": "set fused=False",
-    }  # fmt: skip
+    }
     for mode, remedy in modes.items():
         assert f"{mode}: " in result[mode] and remedy in result[mode], (mode, result[mode])
     assert "Unknown, which ds_kfac does not know" in result["unknown wrapper"]
@@ -288,7 +321,8 @@ def written(plain, spoil):
 
 
 def self_test_worker(names: list[str]) -> dict:
-    """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
+    """Attach to engines whose gradients are not where the map says; on one rank only where that is
+    possible."""
     from ds_kfac.zero.exchange import GradientExchange, Gradients
 
     def shifted(g):
@@ -348,7 +382,15 @@ def trace_worker(_) -> dict:
     import ds_kfac
 
     results = {}
-    for name in ("z0", "z2", "z2-offload", "z2-bf16-accum32", "z1-bf16-accum32", "z3", "z3-offload"):
+    for name in (
+        "z0",
+        "z2",
+        "z2-offload",
+        "z2-bf16-accum32",
+        "z1-bf16-accum32",
+        "z3",
+        "z3-offload",
+    ):
         off = {"kfac": {"enabled": False}}
         with contextlib.redirect_stdout(io.StringIO()):
             plain, attached = build(BY_NAME[name], 1, **off), build(BY_NAME[name], 1, **off)

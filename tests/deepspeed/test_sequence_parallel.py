@@ -25,7 +25,10 @@ WHOLE = Mode("sp-z2-rows", 2, kfac={"factor": {**KFAC["factor"], "rows": 1}})
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_sequence_parallelism_matches_one_process(world):
-    cases = [(mode, over) for mode in MODES for over in ("own", "whole")] + [(ADAM, "own"), (SAMPLED, "own")]
+    cases = [(mode, over) for mode in MODES for over in ("own", "whole")] + [
+        (ADAM, "own"),
+        (SAMPLED, "own"),
+    ]
     cases = some([*cases, *((mode, "own") for mode in SCALE)], world)
     cases += [(WHOLE, "own")] if world == 2 else []
     for results in run_ranks("tests.deepspeed.sequence_runs:compare", world=world, payload=cases):
@@ -40,9 +43,14 @@ def reduce_worker(payload) -> str:
     parallel_state_sp.initialize_sequence_parallel(2)
     mode = Mode("sp-reduce", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}})
     with pytest.raises(ValueError) as caught:
-        build(mode, make_model(parallel_state_sp.get_sequence_parallel_group()), mpu=parallel_state_sp)
+        build(
+            mode, make_model(parallel_state_sp.get_sequence_parallel_group()), mpu=parallel_state_sp
+        )
     return str(caught.value)
 
 
 def test_reduced_rows_are_refused_where_a_sequence_is_cut():
-    assert 'use "expand"' in run_ranks("tests.deepspeed.test_sequence_parallel:reduce_worker", world=2)[0]
+    assert (
+        'use "expand"'
+        in run_ranks("tests.deepspeed.test_sequence_parallel:reduce_worker", world=2)[0]
+    )

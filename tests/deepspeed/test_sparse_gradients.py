@@ -1,4 +1,5 @@
-"""Gradients that are not dense: at stage 0 DeepSpeed trains an nn.Embedding(sparse=True), but does not clip it."""
+"""Gradients that are not dense: at stage 0 DeepSpeed trains an nn.Embedding(sparse=True), but does
+not clip it."""
 
 import pytest
 import torch
@@ -37,12 +38,19 @@ def worker(clips: list[float]) -> dict:
             weights = []
             for step in range(STEPS):
                 for x, y in micro_batches(step, 2):
-                    rows = (10 * x[..., 0]).long() % (ROWS - 1)  # some several times, the last one never
+                    # some several times, the last one never
+                    rows = (10 * x[..., 0]).long() % (ROWS - 1)
                     engine.backward(engine(rows, y))
                     engine.step()
-                weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+                weights.append(
+                    {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+                )
             attachment = engine.kfac
-            found[clip, sparse] = weights, dict(attachment.preconditioner.proving.unfit), attachment.report
+            found[clip, sparse] = (
+                weights,
+                dict(attachment.preconditioner.proving.unfit),
+                attachment.report,
+            )
             engine.destroy()
     return found
 
@@ -59,6 +67,12 @@ def test_a_sparse_gradient_trains_as_the_dense_one_and_is_not_clipped():
                 if clip and name == "table.weight":
                     weight = found[0.0, True][0][0][name]
                 # three steps, each 1 / damping as sensitive as its factors
-                close(sparse[steps - 1][name], weight, sums=STEPS * 100, condition=100, what=f"{clip} {name}")
+                close(
+                    sparse[steps - 1][name],
+                    weight,
+                    sums=STEPS * 100,
+                    condition=100,
+                    what=f"{clip} {name}",
+                )
         tables = [found[clip, False][0][0]["table.weight"] for clip in clips]
         assert (tables[0] - tables[1]).abs().max() > 1e-2, "dense ones are clipped"

@@ -1,4 +1,5 @@
-"""Steps with huge but finite gradients, with and without clipping: training goes on as if they had not been."""
+"""Steps with huge but finite gradients, with and without clipping: training goes on as if they had
+not been."""
 
 import itertools
 
@@ -29,7 +30,9 @@ def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
             adam = [state.moments for state in kfac.state.values() if "adam" in name]
             factors = [state.packed_P for state in kfac.curvature.factors.values()]
             kept = [t for a in adam for t in (a.first_OI, a.second_OI)] + factors
-            assert all(bool(torch.isfinite(t).all()) for t in kept), f"{name} clip {clip}: kept at step {step}"
+            assert all(bool(torch.isfinite(t).all()) for t in kept), (
+                f"{name} clip {clip}: kept at step {step}"
+            )
     ours = {name for layer in kfac.layers for name in layer.parameters}
     steps = [{n: float((b[n] - a[n]).norm()) for n in ours} for a, b in itertools.pairwise(seen)]
     result = {
@@ -47,7 +50,9 @@ def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
 
 def worker(names: list[str]) -> dict:
     return {
-        (name, clip): [trained(name, clip, spikes) for spikes in ({}, SPIKES)] for name in names for clip in (CLIP, 0.0)
+        (name, clip): [trained(name, clip, spikes) for spikes in ({}, SPIKES)]
+        for name in names
+        for clip in (CLIP, 0.0)
     }
 
 
@@ -57,15 +62,26 @@ def test_training_survives_a_huge_gradient_with_and_without_clipping():
             assert plain["finite"] and spiked["finite"], case
             assert plain["left out"] == 0 and not plain["said"], case
             for name, usual in plain["steps"][-1].items():  # it is neither frozen nor thrown about
-                assert 0.2 * usual < spiked["steps"][-1][name] < 5 * usual, (case, name, usual, spiked["steps"])
+                assert 0.2 * usual < spiked["steps"][-1][name] < 5 * usual, (
+                    case,
+                    name,
+                    usual,
+                    spiked["steps"],
+                )
             largest = max(step[name] for step in plain["steps"] for name in step)
             for step in SPIKES:
-                assert max(spiked["steps"][step].values()) <= 2 * largest, (case, step, spiked["steps"][step])
+                assert max(spiked["steps"][step].values()) <= 2 * largest, (
+                    case,
+                    step,
+                    spiked["steps"][step],
+                )
             if "adam" in case[0] and case[1] == 0:
                 taken = len(SPIKES) - spiked["skipped"]
                 assert spiked["left out"] == taken * spiked["layers"], case
                 for name in spiked["owned"] if taken else ():
-                    assert sum(f"gradients of {name} were" in text for text in spiked["said"]) == 1, (case, "once")
+                    assert (
+                        sum(f"gradients of {name} were" in text for text in spiked["said"]) == 1
+                    ), (case, "once")
 
 
 class Spiked(Net):
@@ -82,7 +98,11 @@ def stall_worker(cases: list[tuple[str, str]]) -> dict:
         for spike in (1.0, 1e3):
             options = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
             preconditioner = {"kl_clip": 0.0, "eigenvalues": eigenvalues}
-            block = {**KFAC, "factor": {"rows": "all", "update_interval": 1}, "preconditioner": preconditioner}
+            block = {
+                **KFAC,
+                "factor": {"rows": "all", "update_interval": 1},
+                "preconditioner": preconditioner,
+            }
             model = Spiked()
             engine = build(BY_NAME[name], 2, kfac=block, model=model, **options)
             seen = []
@@ -93,7 +113,9 @@ def stall_worker(cases: list[tuple[str, str]]) -> dict:
                     engine.step()
                 if step >= 19:
                     seen.append(weights(engine))
-            moved = [sum(float((b[n] - a[n]).norm()) for n in a) for a, b in itertools.pairwise(seen)]
+            moved = [
+                sum(float((b[n] - a[n]).norm()) for n in a) for a, b in itertools.pairwise(seen)
+            ]
             results[name, eigenvalues, spike] = moved, engine.kfac.counters()["limited_factors"]
             engine.destroy()
     return results
@@ -101,11 +123,16 @@ def stall_worker(cases: list[tuple[str, str]]) -> dict:
 
 def test_a_spike_does_not_stall_the_kfac_gradient():
     limits = {("z0-noclip", "corrected"): 6, ("z0", "corrected"): 3, ("z3", "kronecker"): 3}
-    for results in run_ranks("tests.deepspeed.test_spikes:stall_worker", world=2, payload=list(limits)):
+    for results in run_ranks(
+        "tests.deepspeed.test_spikes:stall_worker", world=2, payload=list(limits)
+    ):
         for (name, eigenvalues), expected in limits.items():
-            (usual, none), (spiked, limited) = (results[name, eigenvalues, spike] for spike in (1.0, 1e3))
+            (usual, none), (spiked, limited) = (
+                results[name, eigenvalues, spike] for spike in (1.0, 1e3)
+            )
             assert none == 0
-            # each layer's G, on whichever rank it is averaged, and EKFAC's second moment, which is of clipped gradients
+            # each layer's G, on whichever rank it is averaged, and EKFAC's second moment, which is
+            # of clipped gradients
             assert limited == expected, (name, eigenvalues)
             ratios = [after / before for before, after in zip(usual, spiked, strict=True)]
             assert all(0.5 < ratio < 2 for ratio in ratios), (name, eigenvalues, ratios)

@@ -1,4 +1,5 @@
-"""Tensor-parallel shards train like the whole model in one process, with the cut sides block-diagonal."""
+"""Tensor-parallel shards train like the whole model in one process, with the cut sides
+block-diagonal."""
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ SCALE = [
     Mode(
         "tp-z0-comm_opt",
         0,
-        kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0}, "offload": {"device": "cpu"}},
+        kfac={
+            **TYPES,
+            "assignment": {"gradient_worker_fraction": 1.0},
+            "offload": {"device": "cpu"},
+        },
     ),
 ]
 
@@ -42,17 +47,30 @@ def test_shards_match_one_process(world):
     for rank, of_rank in enumerate(results):
         for (kind, mode), result in zip(chosen, of_rank, strict=True):
             where = f"{kind} {mode.name} rank {rank}"
-            shards = {name for name, found in result["kinds"].items() if found != "Linear" and name != "norm"}
-            assert shards == ({"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())), where
+            shards = {
+                name
+                for name, found in result["kinds"].items()
+                if found != "Linear" and name != "norm"
+            }
+            assert shards == (
+                {"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())
+            ), where
             assert result["shared"] == (("up", "gate"),), where
             for (O, I), weight in result["whole"]:  # noqa: E741
-                assert len(weight) == 1 or (O == weight[0] and 0 <= I - weight[1] <= 1), (where, O, I, weight)
+                assert len(weight) == 1 or (O == weight[0] and 0 <= I - weight[1] <= 1), (
+                    where,
+                    O,
+                    I,
+                    weight,
+                )
             check(where, result)
             assert "down.bias" in result["report"] and "belongs to no shard" in result["report"]
         assert clipped(of_rank), "kl-clip never acted, so it was not tested"
     for first, second in zip(results[0], results[1], strict=True):
         for name, value in first["replicated"].items():
-            assert torch.equal(value, second["replicated"][name]), f"{name} differs between tensor-parallel ranks"
+            assert torch.equal(value, second["replicated"][name]), (
+                f"{name} differs between tensor-parallel ranks"
+            )
 
 
 WIRE = {"communication": {"dtype": "bf16"}, "preconditioner": {"kl_clip": 1e-4}}
@@ -65,7 +83,8 @@ HALF = [
 
 
 def test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits():
-    """Tensor-parallel ranks then have other owners of the layers that both have: nothing may depend on the owner."""
+    """Tensor-parallel ranks then have other owners of the layers that both have: nothing may depend
+    on the owner."""
     results, apart = run_ranks("tests.deepspeed.tensor_runs:unequal", world=4, payload=HALF), set()
     for mode, *of_ranks in zip(HALF, *results, strict=True):
         assert torch.bfloat16 in (of_ranks[0]["dtypes"][0], of_ranks[0]["dtypes"][1][1])
@@ -74,8 +93,12 @@ def test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel
                 apart.add(what)
         for rank, result in enumerate(of_ranks):
             for name, value in of_ranks[0]["copies"].items():
-                assert torch.equal(result["copies"][name], value), f"{mode.name}: {name} of rank {rank} is another"
-    assert apart == {"eigen_workers", "workers"}, "the ranks' plans are alike, so nothing was tested"
+                assert torch.equal(result["copies"][name], value), (
+                    f"{mode.name}: {name} of rank {rank} is another"
+                )
+    assert apart == {"eigen_workers", "workers"}, (
+        "the ranks' plans are alike, so nothing was tested"
+    )
 
 
 def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
@@ -84,22 +107,35 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
     for sizes in run_ranks("tests.deepspeed.tensor_runs:step_sizes", world=2, payload=mode):
         assert sizes.pop("head") > 4 / 3, "Adam's own, which is larger"
         assert sizes.keys() >= {"plain", "up", "gate", "down"}
-        near(sizes, dict.fromkeys(sizes, 1.0), 1e-3, "steps are read back from weights a thousand times as large")
+        near(
+            sizes,
+            dict.fromkeys(sizes, 1.0),
+            1e-3,
+            "steps are read back from weights a thousand times as large",
+        )
 
 
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():
     mode = Mode("tp-everything", 1, kfac=EVERYTHING)
     results = run_ranks("tests.deepspeed.tensor_runs:saved", world=2, payload=mode)
-    shards = [f"{name}.shard_{index}_of_2" for name in ("up", "down") for index in (0, 1)]  # gate has up's A
+    # gate has up's A
+    shards = [f"{name}.shard_{index}_of_2" for name in ("up", "down") for index in (0, 1)]
     for result in results:
         assert result["loaded"] and result["same"]
-        assert result["files"] == sorted(f"{name}.A.factor.pt" for name in ["plain", "gathered", "head", *shards])
+        assert result["files"] == sorted(
+            f"{name}.A.factor.pt" for name in ["plain", "gathered", "head", *shards]
+        )
         for name, value in result["replicated"].items():
-            assert torch.equal(value, results[0]["replicated"][name]), f"{name} differs between tensor-parallel ranks"
+            assert torch.equal(value, results[0]["replicated"][name]), (
+                f"{name} differs between tensor-parallel ranks"
+            )
 
 
 REFUSED = {
-    "labels": ("megatron", Mode("tp", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}})),
+    "labels": (
+        "megatron",
+        Mode("tp", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
+    ),
     "cuts the layers": ("autotp", Mode("tp", 0, adam=True, clip=0.0)),
 }
 

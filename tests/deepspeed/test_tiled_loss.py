@@ -1,4 +1,5 @@
-"""DeepSpeed's TiledFusedLogitsLoss, whose backward runs in the model's forward, trains as the plain loss does."""
+"""DeepSpeed's TiledFusedLogitsLoss, whose backward runs in the model's forward, trains as the plain
+loss does."""
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ class Tiled(Plain):
         def loss(own, z, y):
             return cross_entropy(own.head(z), y)
 
-        return TiledFusedLogitsLoss.apply(loss, self, z, labels, None, 2, [self.head.weight, self.head.bias], "mean")
+        return TiledFusedLogitsLoss.apply(
+            loss, self, z, labels, None, 2, [self.head.weight, self.head.bias], "mean"
+        )
 
 
 def worker(names: list[str]) -> dict:
@@ -35,7 +38,12 @@ def worker(names: list[str]) -> dict:
         mode, ends, factors = BY_NAME[name], [], []
         for kind in (Plain, Plain, Tiled):
             torch.manual_seed(0)
-            engine = build(mode, 1, model=kind(), kfac={**mode.kfac_block, "eigenbasis": {"refresh_interval": 2}})
+            engine = build(
+                mode,
+                1,
+                model=kind(),
+                kfac={**mode.kfac_block, "eigenbasis": {"refresh_interval": 2}},
+            )
             initial = weights(engine)
             if len(ends) == 1:  # what rounding makes of it
                 with torch.no_grad():
@@ -52,7 +60,9 @@ def worker(names: list[str]) -> dict:
 
 
 def test_a_loss_whose_backward_runs_in_the_forward_trains_as_the_plain_one():
-    for found in run_ranks("tests.deepspeed.test_tiled_loss:worker", world=1, payload=["adam-z0", "z0"]):
+    for found in run_ranks(
+        "tests.deepspeed.test_tiled_loss:worker", world=1, payload=["adam-z0", "z0"]
+    ):
         for name, (error, rounding, plain, tiled) in found.items():
             assert tiled == plain and set(tiled.values()) <= {0.0, float(STEPS)}, (name, tiled)
             # as much as the last bit of the weights makes, in any order of sums

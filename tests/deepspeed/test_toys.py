@@ -1,4 +1,5 @@
-"""A new update rule, and a new method of factors, is one file and one line of a table: no other file knows them."""
+"""A new update rule, and a new method of factors, is one file and one line of a table: no other
+file knows them."""
 
 import contextlib
 import io
@@ -63,24 +64,47 @@ class ToyMode(Mode):
 
 PLAIN_KFAC = {"preconditioner": {"kl_clip": 0}}
 BATCHED = {**PLAIN_KFAC, "plan": {"batched": True}}
-"""Layers of one shape in one batch, as on GPUs: a block that tests alone have (tests/choices.py)."""
+"""Layers of one shape in one batch, as on GPUs: a block that tests alone have
+(tests/choices.py)."""
 MODES = [
     *(ToyMode(f"stage {stage}", stage, clip=0.0, kfac=PLAIN_KFAC) for stage in range(4)),
     ToyMode("stage 2, batched", 2, clip=0.0, kfac=BATCHED),
-    *(ToyMode(f"stage {stage}, clipped", stage, clip=CLIPPED, kfac=PLAIN_KFAC) for stage in range(4)),
-    *(ToyMode(f"stage {stage}, offload", stage, zero=OFFLOAD, clip=CLIPPED, kfac=PLAIN_KFAC) for stage in (2, 3)),
-    *(ToyMode(f"stage {stage}, fp16", stage, "fp16", extra=SCALE, clip=0.0, kfac=PLAIN_KFAC) for stage in (1, 2, 3)),
+    *(
+        ToyMode(f"stage {stage}, clipped", stage, clip=CLIPPED, kfac=PLAIN_KFAC)
+        for stage in range(4)
+    ),
+    *(
+        ToyMode(f"stage {stage}, offload", stage, zero=OFFLOAD, clip=CLIPPED, kfac=PLAIN_KFAC)
+        for stage in (2, 3)
+    ),
+    *(
+        ToyMode(f"stage {stage}, fp16", stage, "fp16", extra=SCALE, clip=0.0, kfac=PLAIN_KFAC)
+        for stage in (1, 2, 3)
+    ),
     ToyMode("stage 2, bf16", 2, "bf16", clip=0.0, kfac=PLAIN_KFAC),
-    *(ToyMode(f"stage {stage}, fp16, clipped", stage, "fp16", extra=SCALE, clip=CLIPPED, kfac=PLAIN_KFAC)
-      for stage in (1, 2, 3)),
-]  # fmt: skip
+    *(
+        ToyMode(
+            f"stage {stage}, fp16, clipped",
+            stage,
+            "fp16",
+            extra=SCALE,
+            clip=CLIPPED,
+            kfac=PLAIN_KFAC,
+        )
+        for stage in (1, 2, 3)
+    ),
+]
 
 
 class InFront(ToyRule):
     optimizer_type = None
 
 
-TOYS = {"rule": (ToyRule, ReferenceRule), "front": (InFront, ReferenceRule), "method": (ToyRule, ReferenceMethod)}
+TOYS = {
+    "rule": (ToyRule, ReferenceRule),
+    "front": (InFront, ReferenceRule),
+    "method": (ToyRule, ReferenceMethod),
+}
 
 
 def worker(modes: list[Mode]) -> dict:
@@ -93,10 +117,18 @@ def worker(modes: list[Mode]) -> dict:
             if (toy == "method" and mode.clip) or (toy == "front" and (not mode.clip or mode.zero)):
                 continue
             if toy == "method":
-                mode = replace(mode, kfac={**mode.kfac, "preconditioner": {"kl_clip": 0, "method": "inverse"}})
-            with patched(mode), contextlib.redirect_stdout(io.StringIO()), chosen(mode.kfac_block) as block:
+                mode = replace(
+                    mode, kfac={**mode.kfac, "preconditioner": {"kl_clip": 0, "method": "inverse"}}
+                )
+            with (
+                patched(mode),
+                contextlib.redirect_stdout(io.StringIO()),
+                chosen(mode.kfac_block) as block,
+            ):
                 model = make_net()
-                optimizer = (torch.optim.SGD if toy == "method" else ToySGD)(model.parameters(), lr=LR)
+                optimizer = (torch.optim.SGD if toy == "method" else ToySGD)(
+                    model.parameters(), lr=LR
+                )
                 config = {**mode.config(1, dist.get_world_size()), "kfac": block}
                 del config["optimizer"]
                 engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
@@ -117,8 +149,14 @@ def test_a_toy_rule_and_a_toy_method_train():
     for of_rank in run_ranks("tests.deepspeed.test_toys:worker", world=2, payload=MODES):
         for (toy, name), (off, bound, counters, report) in of_rank.items():
             complaints += within(f"{toy}, {name}", off, bound)
-            assert counters["steps"] == STEPS and not counters["not_finite_layers"], f"{toy}, {name}"
-            step = "roots every" if toy == "method" else "step: the update rule's direction, applied by ToySGD"
+            assert counters["steps"] == STEPS and not counters["not_finite_layers"], (
+                f"{toy}, {name}"
+            )
+            step = (
+                "roots every"
+                if toy == "method"
+                else "step: the update rule's direction, applied by ToySGD"
+            )
             assert step in report, "a rule need not say anything about itself"
     assert not complaints, "\n".join(complaints)
 
@@ -155,8 +193,8 @@ class Miscounting(ToyRule):
 
 
 def without_worker(_) -> dict:
-    """Two steps in which a hook of every layer failed, and the same with plain SGD; and a rule that does not give its
-    numbers."""
+    """Two steps in which a hook of every layer failed, and the same with plain SGD; and a rule that
+    does not give its numbers."""
     proving.RAISES = False
     DIRECTIONS[:0] = [rule := ToyRule()]
     found = {}
@@ -167,11 +205,15 @@ def without_worker(_) -> dict:
         with contextlib.redirect_stdout(io.StringIO()):
             if optimizer is None:
                 engine, *_ = deepspeed.initialize(
-                    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR),
-                    config={key: value for key, value in config.items() if key != "kfac"})  # fmt: skip
+                    model=model,
+                    optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+                    config={key: value for key, value in config.items() if key != "kfac"},
+                )
             else:
                 engine, *_ = ds_kfac.initialize(
-                    model=model, optimizer=optimizer(model.parameters(), lr=LR), config={**config, "kfac": KFAC}
+                    model=model,
+                    optimizer=optimizer(model.parameters(), lr=LR),
+                    config={**config, "kfac": KFAC},
                 )
                 kfac = engine.kfac.preconditioner
                 for layer in kfac.layers:
@@ -179,7 +221,10 @@ def without_worker(_) -> dict:
         train(engine, 1, 2)
         found[name] = weights(engine)
         if optimizer is not None:
-            found["counted"], found["said"] = engine.kfac.counters()["unpreconditioned_layers"], engine.kfac.report
+            found["counted"], found["said"] = (
+                engine.kfac.counters()["unpreconditioned_layers"],
+                engine.kfac.report,
+            )
             engine.kfac.preconditioner.totals.rule = Miscounting()
             try:
                 train(engine, 1, 1)
@@ -197,14 +242,17 @@ def test_a_rule_of_one_layer_need_not_know_layers_without_a_basis():
             close(found["toy"][name], weight, sums=2 * 60, dtype=torch.float32, what=name)
         assert "ToySGD, along their own gradients" in found["said"], "of norms"
         assert found["error"] == (
-            "ds_kfac: Miscounting.numbers is 2, but its Direction.step gave 0 scalars in Outcome.numbers; make "
+            "ds_kfac: Miscounting.numbers is 2, but its Direction.step gave 0 scalars in "
+            "Outcome.numbers; make "
             "them the same number"
         )
 
 
 def test_a_rule_that_needs_a_basis_refuses_a_method_that_keeps_none():
     for rule, name in ((ToyRule(), "ToySGD"), (InFront(), "InFront")):
-        with pytest.raises(ValueError, match=f'"inverse" keeps no eigenbasis, in which {name} steps; use "eigen"'):
+        with pytest.raises(
+            ValueError, match=f'"inverse" keeps no eigenbasis, in which {name} steps; use "eigen"'
+        ):
             rule.resolved(parse({"preconditioner": {"method": "inverse"}}))
 
 

@@ -1,4 +1,5 @@
-"""What broke other K-FAC implementations, in a real engine: overflow, direct backward, unused modules, norms."""
+"""What broke other K-FAC implementations, in a real engine: overflow, direct backward, unused
+modules, norms."""
 
 import contextlib
 import io
@@ -29,7 +30,10 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
         tensors |= {key: own.packed_P, f"{key}.k": own.updates}
     for name, state in kfac.state.items():
         if state.basis is not None:
-            tensors |= {f"{name}.QA": state.basis.A.vectors[0], f"{name}.QG": state.basis.G.vectors[0]}
+            tensors |= {
+                f"{name}.QA": state.basis.A.vectors[0],
+                f"{name}.QG": state.basis.G.vectors[0],
+            }
         if state.moments is not None:  # which turn with the basis, in place
             tensors |= {f"{name}.{part}": value for part, value in vars(state.moments).items()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -46,14 +50,16 @@ def overflow_worker(names: list[str]) -> dict:
     results = {}
     for name in names:
         mode = BY_NAME[name]
-        scale = {"fp16": {"enabled": True, "initial_scale_power": 8}} if mode.dtype == "fp16" else {}
+        scale = (
+            {"fp16": {"enabled": True, "initial_scale_power": 8}} if mode.dtype == "fp16" else {}
+        )
         engine = build(mode, 1, **scale)
         kfac = engine.kfac.preconditioner
         with patched(mode):
             train(engine, 1, steps=3)
             before, trained = snapshot(kfac), weights(engine)
-            # An infinite loss scale for one step: every gradient overflows. Step 3 folds a batch, but for fp16 at
-            # interval 2 the refresh is due at step 4, so overflow that one too.
+            # An infinite loss scale for one step: every gradient overflows. Step 3 folds a batch,
+            # but for fp16 at interval 2 the refresh is due at step 4, so overflow that one too.
             train(engine, 1, steps=1, first=3, times=float("inf"))
             after, untrained = snapshot(kfac), weights(engine)
             train(engine, 1, steps=1, first=3)
@@ -74,11 +80,24 @@ def overflow_worker(names: list[str]) -> dict:
 
 
 def test_a_skipped_step_leaves_everything_as_it_was():
-    names = ["z1-fp16", "z2-fp16", "z2-fp16-offload", "z3-fp16", "z0-fp16-fused", "z1-bf16-accum32", "adam-z2-fp16"]
+    names = [
+        "z1-fp16",
+        "z2-fp16",
+        "z2-fp16-offload",
+        "z3-fp16",
+        "z0-fp16-fused",
+        "z1-bf16-accum32",
+        "adam-z2-fp16",
+    ]
     for results in run_ranks("tests.deepspeed.test_traps:overflow_worker", world=2, payload=names):
         for name, result in results.items():
-            assert result["kept"] and result["kept_at_refresh"] and result["weights_kept"], (name, result)
-            assert result["counts"]["skipped_steps"] == 2 and result["counts"]["factor_updates"] == 6, (name, result)
+            assert result["kept"] and result["kept_at_refresh"] and result["weights_kept"], (
+                name,
+                result,
+            )
+            assert (
+                result["counts"]["skipped_steps"] == 2 and result["counts"]["factor_updates"] == 6
+            ), (name, result)
             assert result["steps"] == 6 and result["finite"], (name, result)
 
 
@@ -102,7 +121,9 @@ def autocast_overflow_worker(names: list[str]) -> dict:
 
 def test_a_step_that_gradscaler_skips_is_dropped():
     for results in run_ranks(
-        "tests.deepspeed.test_traps:autocast_overflow_worker", world=2, payload=["z0-autocast_float16"]
+        "tests.deepspeed.test_traps:autocast_overflow_worker",
+        world=2,
+        payload=["z0-autocast_float16"],
     ):
         for name, result in results.items():
             assert result["weights_kept"] and result["kept"], (name, result)
@@ -155,8 +176,13 @@ def unused_worker(names: list[str]) -> dict:
     results = {}
     for name in names:
         torch.manual_seed(0)
-        engine = build(BY_NAME[name], 1, model=SometimesUsed(), optimizer={"type": "SGD", "params": {"lr": 1e-4}},
-                       gradient_clipping=0.0)  # fmt: skip
+        engine = build(
+            BY_NAME[name],
+            1,
+            model=SometimesUsed(),
+            optimizer={"type": "SGD", "params": {"lr": 1e-4}},
+            gradient_clipping=0.0,
+        )
         moved, before = [], weights(engine)["extra.weight"]
         for step in range(4):
             train(engine, 1, steps=1, first=step)
@@ -185,8 +211,12 @@ class ZeroInit(Net):
 
 def zero_init_worker(_) -> dict:
     torch.manual_seed(0)
-    engine = build(BY_NAME["z2-relative_damping"], 1, model=ZeroInit(), kfac={"factor": {"update_interval": 1},
-                   "eigenbasis": {"refresh_interval": 50}})  # fmt: skip
+    engine = build(
+        BY_NAME["z2-relative_damping"],
+        1,
+        model=ZeroInit(),
+        kfac={"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 50}},
+    )
     passed_through = []
     for step in range(4):
         train(engine, 1, steps=1, first=step)
@@ -196,7 +226,9 @@ def zero_init_worker(_) -> dict:
 
 def test_layers_without_data_at_a_refresh_get_their_basis_as_soon_as_they_have():
     for result in run_ranks("tests.deepspeed.test_traps:zero_init_worker", world=2):
-        assert [summary[1] for summary in result["summary"]] == [2, 0, 0, 0], "passed through, over all ranks"
+        assert [summary[1] for summary in result["summary"]] == [2, 0, 0, 0], (
+            "passed through, over all ranks"
+        )
         assert result["summary"][-1][0] == 0, "nothing that is not finite"
 
 
@@ -235,13 +267,26 @@ def partly_frozen_worker(names: list[str]) -> dict:
 
 def test_frozen_and_tied_parameters_are_left_alone_in_every_stage():
     names = ["z0", "z1", "z2", "z2-offload", "z3"]
-    results = run_ranks("tests.deepspeed.test_traps:partly_frozen_worker", world=2, payload=names)[0]
+    results = run_ranks("tests.deepspeed.test_traps:partly_frozen_worker", world=2, payload=names)[
+        0
+    ]
     for name, result in results.items():
-        assert result["layers"] == {"first": FEATURES + 1, "middle": 17, "head": 20, "partly": FEATURES}, name
+        assert result["layers"] == {
+            "first": FEATURES + 1,
+            "middle": 17,
+            "head": 20,
+            "partly": FEATURES,
+        }, name
         assert result["frozen"] == {"frozen.weight", "partly.bias"}, name
         for parameter, weight in result["weights"].items():  # all stages agree with stage 0
             # three steps, each 1 / damping = 100 times as sensitive as its factors
-            close(weight, results["z0"]["weights"][parameter], sums=3 * 100, condition=100, what=f"{name} {parameter}")
+            close(
+                weight,
+                results["z0"]["weights"][parameter],
+                sums=3 * 100,
+                condition=100,
+                what=f"{name} {parameter}",
+            )
 
 
 def forward_styles(engine, style: str, step: int, accumulation: int) -> None:
@@ -306,7 +351,11 @@ def test_every_way_to_run_a_model_trains_like_the_reference():
     styles = ("no_grad_between", "caller_divides", "accelerate", "step_in_autocast")
     cases = [(mode, "net", style, 2) for mode in ("z0", "z2", "z3") for style in styles]
     # DeepSpeed itself refuses a direct backward at stage 0
-    cases += [(mode, "net", style, 2) for mode in ("z1", "z2", "z3") for style in ("direct", "direct_logits", "scale")]
+    cases += [
+        (mode, "net", style, 2)
+        for mode in ("z1", "z2", "z3")
+        for style in ("direct", "direct_logits", "scale")
+    ]
     cases += [
         (mode, f"checkpoint-{kind}", "engine", 2)
         for mode in ("z0", "z2", "z3")
@@ -348,10 +397,18 @@ def invariance_worker(cases) -> dict:
             return scales
 
         kfac.direction.finish = scaled
-        x, y = torch.randn(16, 3, FEATURES, generator=torch.Generator().manual_seed(7)), torch.arange(48) % 5
-        mine = slice(dist.get_rank() * rows * accumulation, (dist.get_rank() + 1) * rows * accumulation)
+        x, y = (
+            torch.randn(16, 3, FEATURES, generator=torch.Generator().manual_seed(7)),
+            torch.arange(48) % 5,
+        )
+        mine = slice(
+            dist.get_rank() * rows * accumulation, (dist.get_rank() + 1) * rows * accumulation
+        )
         micro = zip(x[mine].split(rows), y.view(16, 3)[mine].split(rows), strict=True)
-        with patched(mode), patch.object(GradientExchange, "put", keeping(GradientExchange.put, gradients)):
+        with (
+            patched(mode),
+            patch.object(GradientExchange, "put", keeping(GradientExchange.put, gradients)),
+        ):
             for xs, ys in micro:
                 engine.backward(engine(xs.to(engine.get_data_types()[0]), ys))
                 engine.step()
@@ -359,8 +416,12 @@ def invariance_worker(cases) -> dict:
         everyone = [None] * world
         dist.all_gather_object(everyone, own | gradients)
         parts = {name: value for part in everyone for name, value in part.items()}
-        merged = {layer.name: [parts[f"{layer.name}/{side}"] for side in "AG"] for layer in kfac.layers}
-        results[name, scale, accumulation] = {name: (*factors, parts[name]) for name, factors in merged.items()}
+        merged = {
+            layer.name: [parts[f"{layer.name}/{side}"] for side in "AG"] for layer in kfac.layers
+        }
+        results[name, scale, accumulation] = {
+            name: (*factors, parts[name]) for name, factors in merged.items()
+        }
         engine.destroy()
     return results
 
@@ -378,14 +439,21 @@ def test_factors_and_preconditioned_gradients_are_invariant():
     reference_case = None
     for world in (1, 2, 4):
         cases = [way for way in chosen if way[3] == world]
-        results = run_ranks("tests.deepspeed.test_traps:invariance_worker", world=world, payload=cases)[0]
+        results = run_ranks(
+            "tests.deepspeed.test_traps:invariance_worker", world=world, payload=cases
+        )[0]
         for (name, scale, accumulation), layers in results.items():
             reference_case = reference_case or layers
             tolerance = 2e-2 if "fp16" in name else 2e-5
             for layer, tensors in layers.items():
-                for kind, actual, first in zip(("A", "G", "V"), tensors, reference_case[layer], strict=True):
+                for kind, actual, first in zip(
+                    ("A", "G", "V"), tensors, reference_case[layer], strict=True
+                ):
                     error = float((actual - first).norm() / first.norm())
-                    where = f"{kind} of {layer}: {name} scale 2^{scale} accumulation {accumulation} world {world}"
+                    where = (
+                        f"{kind} of {layer}: {name} scale 2^{scale} accumulation "
+                        f"{accumulation} world {world}"
+                    )
                     assert error <= tolerance, f"{where} is off by {error:.1e}"
 
 
@@ -393,8 +461,8 @@ def test_factors_and_preconditioned_gradients_are_invariant():
 
 
 def norms_of(kfac) -> tuple[float, float]:
-    """Of this rank's part of the gradients: their norm as the inner optimizer will step with them, and before DeepSpeed
-    multiplied them."""
+    """Of this rank's part of the gradients: their norm as the inner optimizer will step with them,
+    and before DeepSpeed multiplied them."""
     factor = 1.0 if kfac.seam.factor is None else float(kfac.seam.factor)
     square = 0.0
     for layout in (kfac.layout, kfac.engine_view.other_params):
@@ -440,7 +508,17 @@ def norm_worker(names: list[str]) -> dict:
 
 
 def test_the_reported_norm_is_of_the_raw_gradient():
-    names = ["z1", "z2", "z2-offload", "z2-round_robin", "z3", "z3-offload", "z1-bf16", "z2-bf16", "z2-bf16-offload"]
+    names = [
+        "z1",
+        "z2",
+        "z2-offload",
+        "z2-round_robin",
+        "z3",
+        "z3-offload",
+        "z1-bf16",
+        "z2-bf16",
+        "z2-bf16-offload",
+    ]
     names += ["z1-bf16-accum32", "z3-bf16", "z2-fp16", "z3-fp16", "z0-bf16-fused"]
     results = run_ranks("tests.deepspeed.test_traps:norm_worker", world=2, payload=names)[0]
     for name, norms in results.items():
@@ -458,7 +536,11 @@ DAMPING, RATE = 1e-11, 1e-6
 def large_worker(cases) -> dict:
     """Results that leave fp16, and a step in which one rank alone overflows."""
     results, scale = {}, {"loss_scale": 1.0}
-    block = {**KFAC, "damping": {"kind": "tikhonov", "value": DAMPING}, "preconditioner": {"kl_clip": 0}}
+    block = {
+        **KFAC,
+        "damping": {"kind": "tikhonov", "value": DAMPING},
+        "preconditioner": {"kl_clip": 0},
+    }
     for name, clip in cases:
         mode = BY_NAME[name]
         half = {"fp16": {"enabled": True, **scale}} if mode.dtype == "fp16" else {}
@@ -482,14 +564,27 @@ def large_worker(cases) -> dict:
             trained, before, skipped = weights(engine), snapshot(kfac), engine.skipped_steps
             train(engine, 1, steps=1, first=3, times=float("inf") if dist.get_rank() == 1 else 1.0)
         kept = same(trained, weights(engine)) and same(before, snapshot(kfac))
-        results[name, clip] = first, trained, skipped, engine.skipped_steps - skipped, kept, seen, reported
+        results[name, clip] = (
+            first,
+            trained,
+            skipped,
+            engine.skipped_steps - skipped,
+            kept,
+            seen,
+            reported,
+        )
         engine.destroy()
     return results
 
 
 def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
-    """FP16_UnfusedOptimizer takes the norm of gradients in the parameters' dtype: all steps were skipped."""
-    cases = [(name, clip) for name in ("z0-fp16", "z0-fp16-fused", "z0-bf16", "z0-bf16-fused") for clip in (0.0, 0.5)]
+    """FP16_UnfusedOptimizer takes the norm of gradients in the parameters' dtype: all steps were
+    skipped."""
+    cases = [
+        (name, clip)
+        for name in ("z0-fp16", "z0-fp16-fused", "z0-bf16", "z0-bf16-fused")
+        for clip in (0.0, 0.5)
+    ]
     for results in run_ranks("tests.deepspeed.test_traps:large_worker", world=2, payload=cases):
         for (name, clip), (first, trained, skipped, then, kept, seen, reported) in results.items():
             case = name, clip, seen, reported
@@ -500,13 +595,20 @@ def test_results_that_leave_fp16_are_no_overflow_and_an_inf_of_one_rank_is():
             fused_first, fused, *_ = results[f"{name.removesuffix('-fused')}-fused", clip]
             if clip:  # the wrappers add up the norm that they clip by in different orders
                 rounded = clip * torch.finfo(torch.float32).eps  # of a gradient
-                near(first, fused_first, 2 * rounded * RATE / DAMPING, "rounding, over the damping", what=str(case))
+                near(
+                    first,
+                    fused_first,
+                    2 * rounded * RATE / DAMPING,
+                    "rounding, over the damping",
+                    what=str(case),
+                )
             else:
                 assert same(trained, fused), case
 
 
 def nan_worker(_) -> dict:
-    """Break one layer's eigenbasis: its preconditioned gradient is NaN, which bf16 ZeRO-2 would apply."""
+    """Break one layer's eigenbasis: its preconditioned gradient is NaN, which bf16 ZeRO-2 would
+    apply."""
     mode = BY_NAME["z2-bf16"]
     engine = build(mode, 1)
     kfac = engine.kfac.preconditioner
@@ -514,13 +616,18 @@ def nan_worker(_) -> dict:
     for state in kfac.state.values():
         state.basis.A.vectors[0].fill_(float("nan"))
     train(engine, 1, steps=1, first=1)
-    return {"finite": all(bool(torch.isfinite(w).all()) for w in weights(engine).values()),
-            "replaced": float(kfac.metrics.summary[0]), "owned": len(kfac.owned)}  # fmt: skip
+    return {
+        "finite": all(bool(torch.isfinite(w).all()) for w in weights(engine).values()),
+        "replaced": float(kfac.metrics.summary[0]),
+        "owned": len(kfac.owned),
+    }
 
 
 def test_our_own_nan_is_never_applied():
     for result in run_ranks("tests.deepspeed.test_traps:nan_worker", world=2):
-        assert result["finite"] and result["owned"] > 0 and result["replaced"] == 3, "counted over all ranks"
+        assert result["finite"] and result["owned"] > 0 and result["replaced"] == 3, (
+            "counted over all ranks"
+        )
 
 
 # a learning rate schedule, and a failing decomposition
@@ -528,8 +635,11 @@ def test_our_own_nan_is_never_applied():
 
 def schedule_worker(_) -> dict:
     """kl-clip goes by the largest rate so far, whoever sets it: halving lr halves the step."""
-    engine = build(Mode("sgd", 2, kfac={"preconditioner": {"kl_clip": 1e-6}}, clip=0.0), 1,
-                   optimizer={"type": "SGD", "params": {"lr": 0.1}})  # fmt: skip
+    engine = build(
+        Mode("sgd", 2, kfac={"preconditioner": {"kl_clip": 1e-6}}, clip=0.0),
+        1,
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
+    )
     moved = []
     for lr in (0.1, 0.05):
         for group in engine.optimizer.param_groups:
@@ -537,7 +647,10 @@ def schedule_worker(_) -> dict:
         before = weights(engine)
         train(engine, 1, steps=1, first=0)
         after = weights(engine)
-        moved.append(sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n) ** 0.5)
+        moved.append(
+            sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n)
+            ** 0.5
+        )
     peaks = engine.kfac.preconditioner.peak_lr.values()
     found = {"halved": moved[1] / moved[0], "by hand": max(peaks)}
     engine.destroy()
@@ -578,19 +691,28 @@ def failing_refresh_worker(_) -> dict:
         train(engine, 1, steps=2, first=3)
     after = snapshot(kfac)
     bases = [name for name in before if name.endswith((".QA", ".QG"))]
-    return {"kept": bases and all(torch.equal(before[name], after[name]) for name in bases),
-            "counts": counts, "owned": len(kfac.owned), "said": said.getvalue()}  # fmt: skip
+    return {
+        "kept": bases and all(torch.equal(before[name], after[name]) for name in bases),
+        "counts": counts,
+        "owned": len(kfac.owned),
+        "said": said.getvalue(),
+    }
 
 
 def test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said():
     """Also that of a factor which is not finite any more."""
     for result in run_ranks("tests.deepspeed.test_traps:failing_refresh_worker", world=2):
         assert result["kept"] and result["owned"] > 0
-        assert result["counts"]["refresh_failures"] == 2 * 3, "factors of all ranks, two of each layer"
+        assert result["counts"]["refresh_failures"] == 2 * 3, (
+            "factors of all ranks, two of each layer"
+        )
         assert result["counts"]["refreshes_failed"] == 2 * result["owned"]
         assert result["counts"]["refresh_retries"] == 4 * result["owned"]
         for step in (2, 4):
-            assert f"succeeded ({2 * result['owned']} in step {step}); the last one's result stays" in result["said"]
+            assert (
+                f"succeeded ({2 * result['owned']} in step {step}); the last one's result stays"
+                in result["said"]
+            )
 
 
 def unequal_worker(_) -> dict:
@@ -611,5 +733,9 @@ def unequal_worker(_) -> dict:
 
 
 def test_ranks_with_unequal_batches_are_weighted_by_rows():
-    errors = [e for result in run_ranks("tests.deepspeed.test_traps:unequal_worker", world=2) for e in result["error"]]
+    errors = [
+        e
+        for result in run_ranks("tests.deepspeed.test_traps:unequal_worker", world=2)
+        for e in result["error"]
+    ]
     close(errors, [0.0], scale=10.0, sums=60, dtype=torch.float32)  # a norm of elements near one

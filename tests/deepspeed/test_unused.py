@@ -1,4 +1,5 @@
-"""Layers that a step does not use, and parameters that are frozen: KFACAdamW leaves them alone, as torch would."""
+"""Layers that a step does not use, and parameters that are frozen: KFACAdamW leaves them alone, as
+torch would."""
 
 import itertools
 import math
@@ -19,10 +20,18 @@ from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
 MODES = [
-    ("adam-z0", 1), ("adam-z2", 2), ("adam-z2-groups", 1), ("adam-z2-offload", 2), ("adam-z3", 2),
-    ("adam-z3-offload", 1), ("adam-z0-bf16", 1), ("adam-z0-bf16-fused", 2), ("adam-z1-bf16-accum32", 1),
-    ("adam-z2-fp16", 1), ("adam-z3-bf16", 2),
-]  # fmt: skip
+    ("adam-z0", 1),
+    ("adam-z2", 2),
+    ("adam-z2-groups", 1),
+    ("adam-z2-offload", 2),
+    ("adam-z3", 2),
+    ("adam-z3-offload", 1),
+    ("adam-z0-bf16", 1),
+    ("adam-z0-bf16-fused", 2),
+    ("adam-z1-bf16-accum32", 1),
+    ("adam-z2-fp16", 1),
+    ("adam-z3-bf16", 2),
+]
 
 
 class Alternating(Net):
@@ -49,7 +58,9 @@ def alternating_worker(cases) -> dict:
         initial = weights(engine)
         reference = None
         if dist.get_rank() == 0:
-            reference = expected(mode, accumulation, dist.get_world_size(), initial, model=Alternating)
+            reference = expected(
+                mode, accumulation, dist.get_world_size(), initial, model=Alternating
+            )
         moved, unused, before = [], [], initial
         with patched(mode):
             for step in range(4):
@@ -64,18 +75,28 @@ def alternating_worker(cases) -> dict:
             "moved": [{"extra.weight", "extra.bias"} & names for names in moved],
             "others": [bool(names - {"extra.weight", "extra.bias"}) for names in moved],
             "unused": unused,
-            "updates": [float(s.moments.updates) for n, s in engine.kfac.preconditioner.state.items() if n == "extra"],
+            "updates": [
+                float(s.moments.updates)
+                for n, s in engine.kfac.preconditioner.state.items()
+                if n == "extra"
+            ],
         }
         engine.destroy()
     return results
 
 
 def test_a_layer_that_a_step_does_not_use_is_left_as_it_is_in_every_mode():
-    """No step, no decay, moments and their count kept; and everything else trains like the reference."""
+    """No step, no decay, moments and their count kept; and everything else trains like the
+    reference."""
     both = {"extra.weight", "extra.bias"}
-    for of_rank in run_ranks("tests.deepspeed.test_unused:alternating_worker", world=2, payload=MODES):
+    for of_rank in run_ranks(
+        "tests.deepspeed.test_unused:alternating_worker", world=2, payload=MODES
+    ):
         for case, result in of_rank.items():
-            assert result["moved"] == [both, set(), both, set()] and all(result["others"]), (case, result["moved"])
+            assert result["moved"] == [both, set(), both, set()] and all(result["others"]), (
+                case,
+                result["moved"],
+            )
             assert result["unused"] == [0, 1, 0, 1], (case, result["unused"])
             assert result["updates"] in ([], [2.0]), (case, result["updates"])
             assert not within(str(case), result["difference"], result["allowed"])
@@ -88,7 +109,8 @@ def frozen_worker(names: list[str]) -> dict:
         mode, model = BY_NAME[name], make_net(Alternating)
         model.per_step = 10**9  # used in every step
         model.extra.requires_grad_(False)
-        plain = {} if mode.adam else {"optimizer": {"type": "SGD", "params": {"lr": 0.02}}}  # momentum would go on
+        # momentum would go on
+        plain = {} if mode.adam else {"optimizer": {"type": "SGD", "params": {"lr": 0.02}}}
         engine = build(mode, 1, model=model, **plain)
         seen = [weights(engine)]
         with patched(mode):
@@ -99,20 +121,33 @@ def frozen_worker(names: list[str]) -> dict:
                 train(engine, 1, steps=1, first=step)
                 seen.append(weights(engine))
         results[name] = [
-            {n for n in now if not torch.equal(now[n], before[n])} for before, now in itertools.pairwise(seen)
+            {n for n in now if not torch.equal(now[n], before[n])}
+            for before, now in itertools.pairwise(seen)
         ]
         engine.destroy()
     return results
 
 
 def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
-    names = ["adam-z0", "adam-z1", "adam-z2-offload", "adam-z3", "adam-z3-offload", "adam-z2-bf16", "z2"]
+    names = [
+        "adam-z0",
+        "adam-z1",
+        "adam-z2-offload",
+        "adam-z3",
+        "adam-z3-offload",
+        "adam-z2-bf16",
+        "z2",
+    ]
     frozen = {"first.weight", "first.bias", "head.weight"}
     for of_rank in run_ranks("tests.deepspeed.test_unused:frozen_worker", world=2, payload=names):
         for name, moved in of_rank.items():
             for step, parameters in enumerate(moved):
                 assert not parameters & {"extra.weight", "extra.bias"}, (name, step)
-                assert (frozen <= parameters) if step < 2 else not parameters & frozen, (name, step, parameters)
+                assert (frozen <= parameters) if step < 2 else not parameters & frozen, (
+                    name,
+                    step,
+                    parameters,
+                )
                 assert {"middle.weight", "head.bias"} <= parameters, (name, step, parameters)
 
 
@@ -123,13 +158,18 @@ FIRST = {  # what is frozen at first, of one group or of two
 
 
 THAWED = [  # stage, what is frozen at first, 16 bits
-    (0, "norms", False), (0, "a whole group", False), (0, "norms", True), (1, "norms", False), (2, "norms", True),
+    (0, "norms", False),
+    (0, "a whole group", False),
+    (0, "norms", True),
+    (1, "norms", False),
+    (2, "norms", True),
     (3, "a whole group", False),
-]  # fmt: skip
+]
 
 
 def thawed_worker(cases) -> dict:
-    """What of it moves in each of three steps, before the second of which it is unfrozen: with AdamW and with ours."""
+    """What of it moves in each of three steps, before the second of which it is unfrozen: with
+    AdamW and with ours."""
     found = {}
     kinds = ["AdamW", "KFACAdamW", "object"]
     for (stage, which, half), kind in itertools.product(cases, kinds):
@@ -140,9 +180,19 @@ def thawed_worker(cases) -> dict:
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         named = list(model.named_parameters())
-        first, others = ([p for n, p in named if n.startswith("first") == wanted] for wanted in (True, False))
-        groups = [*first, *others] if which == "norms" else [{"params": first, "lr": 0.02}, {"params": others}]
-        settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "steps_per_print": None}
+        first, others = (
+            [p for n, p in named if n.startswith("first") == wanted] for wanted in (True, False)
+        )
+        groups = (
+            [*first, *others]
+            if which == "norms"
+            else [{"params": first, "lr": 0.02}, {"params": others}]
+        )
+        settings = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": None,
+        }
         settings |= {"bf16": {"enabled": half}}
         if kind == "object":
             given = {"optimizer": ds_kfac.KFACAdamW(groups, 0.01, torch_adam=True)}
@@ -158,7 +208,9 @@ def thawed_worker(cases) -> dict:
                 model.requires_grad_(True)
             before = local(model, frozen)
             train(engine, 1, steps=1, first=step)
-            moved.append([not torch.equal(a, b) for a, b in zip(before, local(model, frozen), strict=True)])
+            moved.append(
+                [not torch.equal(a, b) for a, b in zip(before, local(model, frozen), strict=True)]
+            )
         found[stage, which, half, kind] = moved
         engine.destroy()
     return found
@@ -172,18 +224,22 @@ def own_elements(p: nn.Parameter) -> int:
 
 
 def padding(p: nn.Parameter) -> torch.Tensor:
-    """Of this rank's part: memory that DeepSpeed's stage 3 never writes where ranks do not divide the elements."""
+    """Of this rank's part: memory that DeepSpeed's stage 3 never writes where ranks do not divide
+    the elements."""
     return getattr(p, "ds_tensor", p).detach().flatten()[own_elements(p) :]
 
 
 def local(model: nn.Module, names: list[str]) -> list[torch.Tensor]:
     """Weights; at stage 3 this rank's part of them, without its padding."""
     parameters = map(model.get_parameter, names)
-    return [getattr(p, "ds_tensor", p).detach().flatten()[: own_elements(p)].clone() for p in parameters]
+    return [
+        getattr(p, "ds_tensor", p).detach().flatten()[: own_elements(p)].clone() for p in parameters
+    ]
 
 
 def test_what_is_unfrozen_later_is_trained_where_adamw_trains_it():
-    """At stage 0 in fp32: all other engines of DeepSpeed's drop for good what is frozen at first."""
+    """At stage 0 in fp32: all other engines of DeepSpeed's drop for good what is frozen at
+    first."""
     for found in run_ranks("tests.deepspeed.test_unused:thawed_worker", world=2, payload=THAWED):
         for (stage, which, half, kind), moved in found.items():
             trained = stage == 0 and not half
@@ -211,7 +267,9 @@ def unprepared_worker(stages: list[int]) -> list[dict]:
 
 
 def test_what_no_row_prepared_steps_along_its_gradient_in_every_stage():
-    first, *others = run_ranks("tests.deepspeed.test_unused:unprepared_worker", world=1, payload=[0, 2, 3])[0]
+    first, *others = run_ranks(
+        "tests.deepspeed.test_unused:unprepared_worker", world=1, payload=[0, 2, 3]
+    )[0]
     for other in others:
         for name, weight in first.items():
             close(other[name], weight, sums=4 * 4 + 6 + 8, what=name)

@@ -33,7 +33,11 @@ class LayerRoot:
 class RootMethod(Method):
     words, solver, solver_flops, solver_seconds = "roots", "eigh", 9, "eigh_seconds"
     product_flops, passes, calls = 2, 2, 4
-    parts = (DecompositionPart("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),)
+    parts = (
+        DecompositionPart(
+            "roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False
+        ),
+    )
 
     def numel(self, side):
         return side.dim**2
@@ -46,7 +50,9 @@ class RootMethod(Method):
         for request in requests:
             (blocks,) = request.factor.side.blocks(request.factor.packed_P)
             values, vectors = torch.linalg.eigh(blocks[0])
-            found.append(Refreshed(Root(vectors @ ((values + 0.1) ** -0.5).diag() @ vectors.T), "eigh"))
+            found.append(
+                Refreshed(Root(vectors @ ((values + 0.1) ** -0.5).diag() @ vectors.T), "eigh")
+            )
         return found
 
     def joined(self, side, *flats):

@@ -35,7 +35,8 @@ class Mean(Moments):
 
 
 class SoftSign(Direction):
-    """m <- (m + R) / 2; Q_G [m / (|m| + 0.01)] Q_A^T, 0 in null spaces, at the length of the gradient."""
+    """m <- (m + R) / 2; Q_G [m / (|m| + 0.01)] Q_A^T, 0 in null spaces, at the length of the
+    gradient."""
 
     def layer(self, context, layer, gradient, basis, moments) -> tuple[Tensor, Mean]:
         mean = (moments.first_OI + basis.rotate(gradient)) / 2
@@ -55,7 +56,8 @@ class ToyRule(UpdateRule):
     def moments(self, config: KFACConfig) -> type[Mean]:
         return Mean
 
-    # so that a DeepSpeed config can name the optimizer: {"optimizer": {"type": "ToySGD", "params": {"lr": 0.1}}}
+    # so that a DeepSpeed config can name the optimizer: {"optimizer": {"type": "ToySGD", "params":
+    # {"lr": 0.1}}}
 
     def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         block = ds_config.get("optimizer") or {}
@@ -64,7 +66,9 @@ class ToyRule(UpdateRule):
     def given(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
-    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+    def install(
+        self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
+    ) -> None:
         params = self.optimizer_params(ds_config)
         if params is not None:  # else the optimizer is an argument already
             arguments["optimizer"] = lambda parameters: ToySGD(parameters, **params)

@@ -1,4 +1,5 @@
-"""A rank's exchange in tests of a direction alone: one rank, and results by layer in place of shards."""
+"""A rank's exchange in tests of a direction alone: one rank, and results by layer in place of
+shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -47,6 +48,13 @@ def exchange_of(
         groups: their parameter groups.
     """
     return Exchange(
-        results={}, owned=tuple(layers), device=torch.device(device), group_indices=lambda layer: groups, parts=parts,
-        layout=SimpleNamespace(rank=0), plan=SimpleNamespace(of_layer={}), shards={}, params={},
-    )  # fmt: skip
+        results={},
+        owned=tuple(layers),
+        device=torch.device(device),
+        group_indices=lambda layer: groups,
+        parts=parts,
+        layout=SimpleNamespace(rank=0),
+        plan=SimpleNamespace(of_layer={}),
+        shards={},
+        params={},
+    )

@@ -1,4 +1,5 @@
-"""Which layers' directions are orthogonalized, by the names that well-known models give their layers."""
+"""Which layers' directions are orthogonalized, by the names that well-known models give their
+layers."""
 
 from dataclasses import replace
 
@@ -20,18 +21,53 @@ from tests.close import close
 from tests.models import linear_layer
 
 BODY = {
-    "GPT-2": ["transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj", "transformer.h.11.mlp.c_fc"],
-    "Llama": ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"],
-    "GPT-NeoX": ["gpt_neox.layers.0.attention.query_key_value", "gpt_neox.layers.0.mlp.dense_4h_to_h"],
-    "BERT": ["bert.encoder.layer.0.attention.self.query", "bert.pooler.dense", "cls.predictions.transform.dense"],
+    "GPT-2": [
+        "transformer.h.0.attn.c_attn",
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.11.mlp.c_fc",
+    ],
+    "Llama": [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.down_proj",
+    ],
+    "GPT-NeoX": [
+        "gpt_neox.layers.0.attention.query_key_value",
+        "gpt_neox.layers.0.mlp.dense_4h_to_h",
+    ],
+    "BERT": [
+        "bert.encoder.layer.0.attention.self.query",
+        "bert.pooler.dense",
+        "cls.predictions.transform.dense",
+    ],
     "RoBERTa": ["lm_head.dense", "classifier.dense", "roberta.encoder.layer.0.output.dense"],
-    "DistilBERT": ["pre_classifier", "vocab_transform", "distilbert.transformer.layer.0.attention.out_lin"],
-    "T5": ["decoder.block.0.layer.1.EncDecAttention.o", "decoder.block.0.layer.2.DenseReluDense.wi_0"],
-    "BART": ["model.decoder.layers.0.encoder_attn.out_proj", "classification_head.dense", "model.decoder.layers.0.fc1"],
+    "DistilBERT": [
+        "pre_classifier",
+        "vocab_transform",
+        "distilbert.transformer.layer.0.attention.out_lin",
+    ],
+    "T5": [
+        "decoder.block.0.layer.1.EncDecAttention.o",
+        "decoder.block.0.layer.2.DenseReluDense.wi_0",
+    ],
+    "BART": [
+        "model.decoder.layers.0.encoder_attn.out_proj",
+        "classification_head.dense",
+        "model.decoder.layers.0.fc1",
+    ],
     "ViT": ["vit.encoder.layer.0.attention.attention.query", "vit.pooler.dense"],
     "timm": ["blocks.0.attn.qkv", "blocks.0.mlp.fc2", "patch_embed.proj", "head.pre_logits"],
-    "nanoGPT": ["transformer.h.0.attn.c_attn", "blocks.0.sa.heads.0.key", "blocks.0.sa.heads.3.value"],
-    "torch": ["decoder.layers.0.multihead_attn.out_proj", "layers.0.multihead_attn", "patch_embed", "encoder.0"],
+    "nanoGPT": [
+        "transformer.h.0.attn.c_attn",
+        "blocks.0.sa.heads.0.key",
+        "blocks.0.sa.heads.3.value",
+    ],
+    "torch": [
+        "decoder.layers.0.multihead_attn.out_proj",
+        "layers.0.multihead_attn",
+        "patch_embed",
+        "encoder.0",
+    ],
 }
 HEADS = {
     "GPT-2": ["lm_head", "score"],
@@ -54,13 +90,26 @@ def test_bodies_are_orthogonalized_and_heads_are_not(model):
     for name in BODY[model]:
         assert keeps_direction(AdamConfig(), linear_layer(name, 5, 4)) is None, name
     for name in HEADS[model]:
-        assert "kfac.adam.except_layers" in (keeps_direction(AdamConfig(), linear_layer(name, 5, 4)) or ""), name
+        assert "kfac.adam.except_layers" in (
+            keeps_direction(AdamConfig(), linear_layer(name, 5, 4)) or ""
+        ), name
 
 
 def test_a_pattern_is_the_end_of_a_name():
-    for pattern, name in (("head", "vit.head"), ("head", "head"), (r"mlp\.\d+", "blocks.0.mlp.12"), ("a|b", "x.b")):
+    for pattern, name in (
+        ("head", "vit.head"),
+        ("head", "head"),
+        (r"mlp\.\d+", "blocks.0.mlp.12"),
+        ("a|b", "x.b"),
+    ):
         assert named(pattern, name), (pattern, name)
-    for pattern, name in (("head", "lm_head"), ("head", "head.dense"), ("head", "heads"), ("a|b", "a.c"), ("b", "ab")):
+    for pattern, name in (
+        ("head", "lm_head"),
+        ("head", "head.dense"),
+        ("head", "heads"),
+        ("a|b", "a.c"),
+        ("b", "ab"),
+    ):
         assert not named(pattern, name), (pattern, name)
 
 
@@ -71,7 +120,10 @@ def layer(kind: str) -> LayerSpec:
 def test_the_reason_is_said():
     norm = replace(layer("LayerNorm"), keeps_direction="LayerNorm is no linear map's matrix")
     assert keeps_direction(AdamConfig(), norm) == "LayerNorm is no linear map's matrix"
-    assert keeps_direction(AdamConfig(except_layers=[".*"]), layer("Linear")) == "kfac.adam.except_layers '.*'"
+    assert (
+        keeps_direction(AdamConfig(except_layers=[".*"]), layer("Linear"))
+        == "kfac.adam.except_layers '.*'"
+    )
     for kind in ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear"):
         assert keeps_direction(AdamConfig(), layer(kind)) is None, kind
 
@@ -83,9 +135,9 @@ def test_without_rotation_there_are_no_factors():
         config, _ = rule.resolved(parse(block))
         layers = scan(model, rule.scanned(config)).layers
         assert [(layer.A.block, layer.G.block) for layer in layers] == [(0, 0), (0, 0)]
-        assert config == rule.resolved(parse({**block, "adam": {}}))[0].having("adam", rotate=False), (
-            "nothing else changes"
-        )
+        assert config == rule.resolved(parse({**block, "adam": {}}))[0].having(
+            "adam", rotate=False
+        ), "nothing else changes"
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(12, 5), (5, 12), (8, 8)])
@@ -113,16 +165,25 @@ def test_shards_make_together_a_step_of_the_whole_layers_size(outputs, inputs):
 
 def test_heads_rates_fall_with_the_width_to_lr():
     options = AdamConfig()
-    factors = [adam_factor(options, linear_layer("lm_head", width, 9), 8.0) for width in (64, 128, 1024, 4096)]
+    factors = [
+        adam_factor(options, linear_layer("lm_head", width, 9), 8.0)
+        for width in (64, 128, 1024, 4096)
+    ]
     assert factors == [16, 8, 1, 1]
     assert adam_factor(options, linear_layer("blocks.0.mlp.up", 64, 9), 8.0) == 1
-    norm = replace(linear_layer("norm", 64, 9), keeps_direction="LayerNorm is no linear map's matrix")
+    norm = replace(
+        linear_layer("norm", 64, 9), keeps_direction="LayerNorm is no linear map's matrix"
+    )
     assert adam_factor(options, norm, 8.0) == 8
 
 
 def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
     slow, fast, decaying = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    groups = [{"params": [slow], "lr": 0.25e-2}, {"params": [fast]}, {"params": [decaying], "weight_decay": 0.1}]
+    groups = [
+        {"params": [slow], "lr": 0.25e-2},
+        {"params": [fast]},
+        {"params": [decaying], "weight_decay": 0.1},
+    ]
     groups = [{**group, "kfac": False} for group in groups]
     optimizer = build(groups, {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}, offload=False)
     for parameter in (slow, fast, decaying):
@@ -130,19 +191,23 @@ def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
     optimizer.step()
     for parameter, moved in ((slow, 0.02), (fast, 0.08), (decaying, 0.08 + 1e-2 * 0.1)):
         close(parameter.data, torch.full((2,), 1 - moved))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25e-2, 1e-2, 1e-2], "schedulers see their own"
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25e-2, 1e-2, 1e-2], (
+        "schedulers see their own"
+    )
 
 
 def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect():
     """A head, and one among layers that have them."""
     body = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
     config = parse({"adam": {"blocks": {"lm_head": 2, "up|lm_head": 2, "gone": 2}}})
-    said = KFACAdamWFacts().idle(config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers)
+    said = KFACAdamWFacts().idle(
+        config, scan(body, LayerChoice(blocks=tuple(config.adam.blocks.items()))).layers
+    )
     assert said == [
         "kfac.adam.blocks 'gone', which no layer's name ends with",
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
         "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_layer_whose_a_is_the_identity_is_said_to_be_orthogonalized_alone():
@@ -155,12 +220,23 @@ def test_a_layer_whose_a_is_the_identity_is_said_to_be_orthogonalized_alone():
     assert rule_facts.choice(config, diagonal) == "whitened and orthogonalized"
     plain = replace(layer, A=Side.identity(5), G=Side.identity(4))
     assert rule_facts.choice(config, plain) == "orthogonalized"
-    assert rule_facts.choice(config, replace(plain, blocks=(2, 2))) == "orthogonalized in blocks of 2 + 2 rows"
-    layers = [layer, plain, replace(plain, name="blocks.1", module="blocks.1", weight="blocks.1.weight")]
-    facts = EngineFacts(1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu"))
+    assert (
+        rule_facts.choice(config, replace(plain, blocks=(2, 2)))
+        == "orthogonalized in blocks of 2 + 2 rows"
+    )
+    layers = [
+        layer,
+        plain,
+        replace(plain, name="blocks.1", module="blocks.1", weight="blocks.1.weight"),
+    ]
+    facts = EngineFacts(
+        1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu")
+    )
     plan = make_plan(layers, facts, config, BUILTIN["cpu"])
     said = rule_facts.described(plan, "KFACAdamW", 8.0)
     assert "3 layers orthogonalized at lr" in said and said.endswith(
         "; 2 have no factors: neither rotated nor whitened"
     )
-    assert "no factors" not in rule_facts.described(make_plan([layer], facts, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)
+    assert "no factors" not in rule_facts.described(
+        make_plan([layer], facts, config, BUILTIN["cpu"]), "KFACAdamW", 8.0
+    )

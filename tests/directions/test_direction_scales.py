@@ -1,5 +1,5 @@
-"""kl-clip's factor, batches of layers, copies, parameter groups and layers that stand still in one direction, without
-an engine."""
+"""kl-clip's factor, batches of layers, copies, parameter groups and layers that stand still in one
+direction, without an engine."""
 
 import math
 from dataclasses import replace
@@ -47,13 +47,20 @@ def make(
     damping=None,
     **preconditioner,
 ):
-    """A direction over layers of one shape, with random eigenbases of those in ``based`` (None: all).
+    """A direction over layers of one shape, with random eigenbases of those in ``based`` (None:
+    all).
 
     Args:
         groups: the optimizer's parameter groups.
     """
-    specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies, blocks=blocks) for name in layers)
-    block = {"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": adam or PLAIN, "damping": damping or {}}
+    specs = tuple(
+        replace(linear_layer(name, COLUMNS, ROWS), copies=copies, blocks=blocks) for name in layers
+    )
+    block = {
+        "preconditioner": {"kl_clip": 0.001, **preconditioner},
+        "adam": adam or PLAIN,
+        "damping": damping or {},
+    }
     plan = planned(block, batched=batched)
     plan.layers = specs
     if kind is KFACGradient:
@@ -61,7 +68,11 @@ def make(
         direction = kind(plan, exchange_of(specs), moments, SimpleNamespace(nu=None))
     else:
         optimizer = optimizer or SimpleNamespace(
-            slices={}, used=torch.zeros(0), adam_ratio=1.0, check_parts=lambda **_: None, lacks_states=lambda: False
+            slices={},
+            used=torch.zeros(0),
+            adam_ratio=1.0,
+            check_parts=lambda **_: None,
+            lacks_states=lambda: False,
         )
         direction = kind(plan, exchange_of(specs), optimizer)
     for group in direction.layer_groups:
@@ -80,16 +91,24 @@ def gradients_of(layers: str, times=()) -> dict[str, torch.Tensor]:
     gradients = {}
     for index, name in enumerate(layers):
         generator = torch.Generator().manual_seed(100 + index)
-        gradients[name] = torch.randn(ROWS, COLUMNS, generator=generator) * (times[index] if times else 1.0)
+        gradients[name] = torch.randn(ROWS, COLUMNS, generator=generator) * (
+            times[index] if times else 1.0
+        )
     return gradients
 
 
 def stepped(*arguments, layers="a", times=(), **options):
     """A direction's outcome of one step, its results and its moments by layer."""
     direction = make(*arguments, layers=layers, **options)
-    context = StepContext(0, direction.param_groups, {i: own["lr"] for i, own in enumerate(direction.param_groups)})
+    context = StepContext(
+        0, direction.param_groups, {i: own["lr"] for i, own in enumerate(direction.param_groups)}
+    )
     outcome = direction.step(context, whole(gradients_of(layers, times)))
-    moments = {name: group.state(i).moments for group in direction.layer_groups for i, name in enumerate(group.names)}
+    moments = {
+        name: group.state(i).moments
+        for group in direction.layer_groups
+        for i, name in enumerate(group.names)
+    }
     return outcome, direction.exchange.results, moments
 
 
@@ -142,7 +161,8 @@ ADAM = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
 
 
 def factor_terms(adam: dict) -> dict:
-    """How close two steps are: into the eigenbasis and back, and an orthogonal factor if one is taken."""
+    """How close two steps are: into the eigenbasis and back, and an orthogonal factor if one is
+    taken."""
     if adam == PLAIN:
         return {"sums": 2 * SUMS}
     _, results, _ = stepped(AdamDirection, groups=ADAM, adam=PLAIN)
@@ -151,21 +171,33 @@ def factor_terms(adam: dict) -> dict:
 
 @pytest.mark.parametrize("adam", [ORTHOGONAL, PLAIN])
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_layer_stands_still_whose_gradient_is_zero_or_not_finite_or_too_large_for_moments(batched, adam):
+def test_a_layer_stands_still_whose_gradient_is_zero_or_not_finite_or_too_large_for_moments(
+    batched, adam
+):
     times = (1.0, 0.0, 1e20, math.inf, math.nan, 1e-20)
     options = {"groups": ADAM, "adam": adam}
-    outcome, results, moments = stepped(AdamDirection, layers="abcdef", batched=batched, times=times, **options)
+    outcome, results, moments = stepped(
+        AdamDirection, layers="abcdef", batched=batched, times=times, **options
+    )
     _, alone, _ = stepped(AdamDirection, **options)
     close(results["a"], alone["a"], **factor_terms(adam))
     for name in "bcde":
         exact(results[name], torch.zeros(ROWS, COLUMNS))
-        assert not moments[name].updates and not moments[name].second_OI.any() and not moments[name].first_OI.any()
+        assert (
+            not moments[name].updates
+            and not moments[name].second_OI.any()
+            and not moments[name].first_OI.any()
+        )
     assert moments["f"].updates == 1 and (results["f"] != 0).all()
     direction = make(AdamDirection, layers="abcdef", batched=batched, **options)
     used = dict(zip(direction.names, outcome.flags.tolist(), strict=True))
-    assert used == {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0, "f": 1}, "layers that are not used do not decay"
+    assert used == {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0, "f": 1}, (
+        "layers that are not used do not decay"
+    )
     assert (int(outcome.unused), int(outcome.replaced)) == (1, 2)
-    assert [name for name, flag in zip(direction.names, outcome.left_out, strict=True) if flag] == ["c"]
+    assert [name for name, flag in zip(direction.names, outcome.left_out, strict=True) if flag] == [
+        "c"
+    ]
     squares = sum(results[name].double().square().sum() for name in "af")
     close(outcome.numbers[0], squares, sums=2 * ROWS * COLUMNS)
 
@@ -173,7 +205,9 @@ def test_a_layer_stands_still_whose_gradient_is_zero_or_not_finite_or_too_large_
 @pytest.mark.parametrize("damping", [{"kind": "relative"}, {"kind": "tikhonov", "value": 0.1}])
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
 def test_an_unused_layer_does_not_count_as_one_that_is_not_finite(eigenvalues, damping):
-    outcome, results, _ = stepped(layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping)
+    outcome, results, _ = stepped(
+        layers="ab", times=(1.0, 0.0), eigenvalues=eigenvalues, damping=damping
+    )
     assert outcome.replaced == 0 and not results["b"].any() and results["a"].any()
 
 
@@ -186,7 +220,9 @@ def test_kernels_get_memory_without_gaps(layers, blocks, monkeypatch):
     def checked(op):
         def run(*tensors, **options):
             called.append(op.__name__)
-            assert all(x.is_contiguous() for x in tensors if x is not None), [x.stride() for x in tensors]
+            assert all(x.is_contiguous() for x in tensors if x is not None), [
+                x.stride() for x in tensors
+            ]
             op(*tensors, **options)
 
         return run
@@ -203,7 +239,9 @@ def test_layers_of_two_domains_have_places_of_their_own_in_what_the_optimizer_is
     optimizer = dense.optimizer
     experts = make(AdamDirection, layers="d", groups=ADAM, optimizer=optimizer)
     for direction, flags in ((dense, [True, False, True]), (experts, [True])):
-        direction.finish(StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
+        direction.finish(
+            StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags)
+        )
     assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
@@ -222,7 +260,10 @@ def test_slices_of_frozen_parameters_do_not_decay():
         SimpleNamespace(slices={1: [(0, 3, 7)]}, used=torch.ones(8)),
     )
     weight, bias = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    exchange, shards = direction.exchange, {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]}
+    exchange, shards = (
+        direction.exchange,
+        {0: [Shard(0, 0, 9, 0, 0, 2)], 1: [Shard(1, 0, 3, 0, 0, 11)]},
+    )
     exchange.plan, exchange.params, exchange.shards = (
         SimpleNamespace(of_layer={"a": (0, 1)}),
         {"a": [weight, bias]},
@@ -230,15 +271,26 @@ def test_slices_of_frozen_parameters_do_not_decay():
     )
     exchange.layout.master = lambda shard: optimizer
     direction.optimizer, direction.places, direction.first = optimizer, {"a": 0}, 0
-    step = partial(direction.finish, StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor([True]))
-    for trained, expected in ((True, [(2, 9, 0), (11, 3, 0)]), (False, [(2, 9, 0)]), (True, [(2, 9, 0), (11, 3, 0)])):
+    step = partial(
+        direction.finish,
+        StepContext(0, ADAM, {}),
+        Outcome(),
+        [torch.tensor(4.0)],
+        torch.tensor([True]),
+    )
+    for trained, expected in (
+        (True, [(2, 9, 0), (11, 3, 0)]),
+        (False, [(2, 9, 0)]),
+        (True, [(2, 9, 0), (11, 3, 0)]),
+    ):
         bias.requires_grad_(trained)
         step()
         assert optimizer.slices == {1: [(0, 3, 7)], id(optimizer): expected}
 
 
 def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the_first_one():
-    """As where ZeRO gives a rank nothing of a few small layers: else flags of both would be written to one place."""
+    """As where ZeRO gives a rank nothing of a few small layers: else flags of both would be written
+    to one place."""
     first = make(AdamDirection, layers="abc", groups=ADAM)
     optimizer = first.optimizer
     assert optimizer.slices == {}, "the exchange has no shards"
@@ -246,19 +298,26 @@ def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the
     plan.layers = (linear_layer("d", COLUMNS, ROWS),)
     second = AdamDirection(plan, exchange_of(plan.layers), optimizer)
     for direction, flags in ((first, [True, False, True]), (second, [True])):
-        direction.finish(StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
+        direction.finish(
+            StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags)
+        )
     assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
 def test_adam_takes_the_betas_of_the_layers_own_group():
-    groups = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}, {"lr": RATE, "betas": (0.1, 0.2), "eps": 10.0}]
+    groups = [
+        {"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1},
+        {"lr": RATE, "betas": (0.1, 0.2), "eps": 10.0},
+    ]
     _, results, moments = stepped(AdamDirection, groups=groups)
     basis = random_basis(ROWS, COLUMNS, seed=0)
     rotated = basis.rotate(gradients_of("a")["a"])
     close(moments["a"].first_OI, 0.2 * rotated, sums=SUMS)
     close(moments["a"].second_OI, 0.1 * rotated.square(), sums=SUMS)
     ahead, head = 1 + 0.8 / (1 + 0.8), BASE / COLUMNS  # Nesterov's; a head's part of the rate
-    close(results["a"], head * basis.restore(ahead * rotated / (rotated.abs() + 0.1)), sums=2 * SUMS)
+    close(
+        results["a"], head * basis.restore(ahead * rotated / (rotated.abs() + 0.1)), sums=2 * SUMS
+    )
 
 
 @pytest.mark.parametrize(("terms", "kept"), [(None, 3.0), (0.0, 3.0), (5.0, 5.0)])
@@ -303,4 +362,9 @@ def test_a_layer_without_a_basis_beside_others_keeps_its_gradient_and_moments(ei
         assert moments["a"].updates == 1
     products = torch.cat([(results[name] * gradients[name]).flatten() for name in "ac"]).double()
     sums = SUMS + ROWS * COLUMNS
-    close(outcome.numbers[0], RATE**2 * products.sum(), sums=2 * sums, scale=RATE**2 * products.abs().sum())
+    close(
+        outcome.numbers[0],
+        RATE**2 * products.sum(),
+        sums=2 * sums,
+        scale=RATE**2 * products.abs().sum(),
+    )

@@ -1,4 +1,5 @@
-"""The sum under kl-clip's root: from the pass that divides where a layer has one learning rate, else part by part."""
+"""The sum under kl-clip's root: from the pass that divides where a layer has one learning rate,
+else part by part."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from tests.models import linear_layer
 
 
 def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **preconditioner):
-    """Outcome and result of a step for one layer, whose last column is its bias with a parameter group of its own."""
+    """Outcome and result of a step for one layer, whose last column is its bias with a parameter
+    group of its own."""
     rows, columns = gradient.shape
     layer, generator = linear_layer("layer", columns, rows), torch.Generator().manual_seed(0)
 
@@ -33,25 +35,33 @@ def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **prec
 
     plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}})
     exchange = exchange_of(
-        [layer], parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), groups=(0, 1)
+        [layer],
+        parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]),
+        groups=(0, 1),
     )
-    direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
+    direction = KFACGradient(
+        plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None)
+    )
     direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
     outcome = direction.step(
-        StepContext(0, [{"lr": rate} for rate in rates], dict(enumerate(rates))), whole({"layer": gradient})
+        StepContext(0, [{"lr": rate} for rate in rates], dict(enumerate(rates))),
+        whole({"layer": gradient}),
     )
     return outcome, exchange.results["layer"]
 
 
 @pytest.mark.parametrize("options", [{}, {"eigenvalues": "corrected"}])
 @pytest.mark.parametrize(
-    "rates", [(0.3, 0.3), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.3)), (0.3, torch.tensor(0.1))]
+    "rates",
+    [(0.3, 0.3), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.3)), (0.3, torch.tensor(0.1))],
 )
 def test_the_sum_is_that_of_the_parts_with_their_rates(rates, options):
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     outcome, result = stepped(gradient, rates, **options)
     products = result.double() * gradient.double()
-    expected = products[:, :-1].sum() * float(rates[0]) ** 2 + products[:, -1].sum() * float(rates[1]) ** 2
+    expected = (
+        products[:, :-1].sum() * float(rates[0]) ** 2 + products[:, -1].sum() * float(rates[1]) ** 2
+    )
     close(outcome.numbers[0], expected, sums=5 * 8, scale=products.abs().sum() * 0.3**2)
 
 
@@ -85,9 +95,13 @@ def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
     layer = replace(linear_layer("layer", 8, 5), groups=2, A=side(8), G=side(5))
     plan = planned({"preconditioner": {"kl_clip": 0.001, "eigenvalues": eigenvalues}})
     exchange = exchange_of([layer])
-    direction = KFACGradient(plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None))
+    direction = KFACGradient(
+        plan, exchange, KFACGradientRule().moments(plan.config), SimpleNamespace(nu=None)
+    )
     (group,) = direction.layer_groups
-    bases = (Eigenbasis((torch.eye(width).repeat(2, 1, 1),), torch.ones(2 * width)) for width in (8, 5))
+    bases = (
+        Eigenbasis((torch.eye(width).repeat(2, 1, 1),), torch.ones(2 * width)) for width in (8, 5)
+    )
     group.rebase(0, *bases)
     gradient = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
     gradient[1, 2, 3] = torch.nan

@@ -23,7 +23,9 @@ BEFORE = 0.1
 def with_a_null_space(basis: LayerBasis) -> LayerBasis:
     """Of which G and A lack a direction each: the first."""
     sides = (basis.G, basis.A)
-    return LayerBasis(*(replace(x, values=torch.arange(x.values.numel(), dtype=torch.float32)) for x in sides))
+    return LayerBasis(
+        *(replace(x, values=torch.arange(x.values.numel(), dtype=torch.float32)) for x in sides)
+    )
 
 
 def stepped(gradient: torch.Tensor):
@@ -70,9 +72,15 @@ def test_null_spaces_are_those_of_a_group(identity):
 
 
 def test_null_spaces_of_a_layer_in_groups():
-    whole, x = [with_a_null_space(random_basis(ROWS, COLUMNS, seed=seed)) for seed in range(2)], torch.randn(2, 4, 6)
+    whole, x = (
+        [with_a_null_space(random_basis(ROWS, COLUMNS, seed=seed)) for seed in range(2)],
+        torch.randn(2, 4, 6),
+    )
     joined = [
-        Eigenbasis((torch.cat([side.vectors[0] for side in sides]),), torch.cat([side.values for side in sides]))
+        Eigenbasis(
+            (torch.cat([side.vectors[0] for side in sides]),),
+            torch.cat([side.values for side in sides]),
+        )
         for sides in ([basis.G for basis in whole], [basis.A for basis in whole])
     ]
     found = mask_null_space(x, LayerBasis(*joined))

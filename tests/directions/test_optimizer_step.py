@@ -7,7 +7,10 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, cpu_adam, fused_adam
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ds_kfac.directions.kfac_adamw.optimizer import (
     FLAG,
@@ -22,7 +25,10 @@ from ds_kfac.directions.kfac_adamw.optimizer import (
 from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 from tests.close import close, exact
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 PLAIN = {
     KFACTorchAdamW: torch.optim.AdamW,
     KFACFusedAdamW: FusedAdam,
@@ -33,17 +39,22 @@ PLAIN = {
 
 @pytest.fixture
 def _without_compilers(monkeypatch):
-    """Let DeepSpeed's two Adams step by ``W <- W - lr gradient``, since compiling their kernels takes minutes."""
+    """Let DeepSpeed's two Adams step by ``W <- W - lr gradient``, since compiling their kernels
+    takes minutes."""
 
     def fused_step(chunk, overflow, tensors, lr, *_):
         gradients, parameters, *_ = tensors
         torch._foreach_sub_(parameters, torch._foreach_mul(gradients, lr))
 
-    def cpu_step(optimizer, step, lr, beta1, beta2, eps, decay, correction, parameter, gradient, *_):
+    def cpu_step(
+        optimizer, step, lr, beta1, beta2, eps, decay, correction, parameter, gradient, *_
+    ):
         parameter.sub_(lr * gradient)
 
     fused = SimpleNamespace(multi_tensor_adam=fused_step)
-    cpu = SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None, adam_update=cpu_step)
+    cpu = SimpleNamespace(
+        create_adam=lambda *_: None, destroy_adam=lambda *_: None, adam_update=cpu_step
+    )
     monkeypatch.setattr(fused_adam.FusedAdamBuilder, "load", lambda self: fused)
     monkeypatch.setattr(cpu_adam.CPUAdamBuilder, "load", lambda self: cpu)
 
@@ -54,7 +65,9 @@ def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
     return made
 
 
-def attached(optimizer: KFACAdamWStep, slices: dict[torch.nn.Parameter, list], used: Tensor) -> KFACAdamWStep:
+def attached(
+    optimizer: KFACAdamWStep, slices: dict[torch.nn.Parameter, list], used: Tensor
+) -> KFACAdamWStep:
     """The optimizer as K-FAC leaves it before a step."""
     optimizer.slices = {id(parameter): entries for parameter, entries in slices.items()}
     optimizer.used = used
@@ -65,8 +78,9 @@ def attached(optimizer: KFACAdamWStep, slices: dict[torch.nn.Parameter, list], u
 @pytest.mark.parametrize("plain_was_made", [False, True])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch):
-    """K-FAC's own, which writes the direction, and a user's, such as an EMA of the weights; also in a process that has
-    made an optimizer of the class below ours, into whose ``step`` torch then puts hooks of its own."""
+    """K-FAC's own, which writes the direction, and a user's, such as an EMA of the weights; also in
+    a process that has made an optimizer of the class below ours, into whose ``step`` torch then
+    puts hooks of its own."""
     without_hooks = inspect.unwrap(PLAIN[kind].step, stop=lambda step: not hasattr(step, "hooked"))
     monkeypatch.setattr(PLAIN[kind], "step", without_hooks)
     if plain_was_made:
@@ -74,7 +88,9 @@ def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch)
         assert PLAIN[kind].step.hooked, "torch has put hooks into it"
     layer, other = (parameter(torch.ones(4), torch.zeros(4)) for _ in range(2))
     groups = [{"params": [layer], FLAG: True}, {"params": [other], FLAG: False}]
-    optimizer = attached(kind(groups, lr=0.5, weight_decay=0.0), {layer: [(0, 4, 0)]}, torch.ones(1))
+    optimizer = attached(
+        kind(groups, lr=0.5, weight_decay=0.0), {layer: [(0, 4, 0)]}, torch.ones(1)
+    )
     calls = []
 
     def kfac(optimizer, arguments, keywords):
@@ -111,7 +127,8 @@ def test_hooks_run_once_around_the_whole_step(kind, plain_was_made, monkeypatch)
 
 
 FLAT = [(0, 6, 2), (6, 10, 0), (20, 7, 1), (27, 1, 2)]
-"""Parts of a flat parameter of 40 elements: two of layer 2, some elements of no layer, and padding at the end."""
+"""Parts of a flat parameter of 40 elements: two of layer 2, some elements of no layer, and padding
+at the end."""
 
 
 def stepped_part_by_part(
@@ -125,11 +142,14 @@ def stepped_part_by_part(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "rate", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)]
+)
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("used", [[1, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])
 def test_only_parts_of_layers_in_use_decay(used, decay, rate, dtype):
-    """Of a flat parameter; of a stack of matrices, which is several layers; and nothing of one without layers."""
+    """Of a flat parameter; of a stack of matrices, which is several layers; and nothing of one
+    without layers."""
     torch.manual_seed(0)
     layers = {(40,): FLAT, (3, 4, 2): [(0, 8, 0), (8, 8, 1), (16, 8, 2)], (5,): []}
     weights = [torch.randn(shape).to(dtype) for shape in layers]
@@ -140,7 +160,9 @@ def test_only_parts_of_layers_in_use_decay(used, decay, rate, dtype):
     optimizer.param_groups[0]["lr"] = rate
     slices = {p: parts for p, parts in zip(parameters, layers.values(), strict=True) if parts}
     attached(optimizer, slices, torch.tensor(used, dtype=torch.float32)).step()
-    for p, weight, direction, parts in zip(parameters, weights, directions, layers.values(), strict=True):
+    for p, weight, direction, parts in zip(
+        parameters, weights, directions, layers.values(), strict=True
+    ):
         exact(p.detach(), stepped_part_by_part(weight, direction, parts, used, 0.25, decay))
         exact(p.grad, direction)
         assert type(optimizer.state[p]) is NoStates
@@ -161,8 +183,8 @@ def test_layers_decay_as_adamw_decays_them():
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_rates_and_decay_of_bfloat16_masters_are_not_rounded_to_bfloat16(device, rate):
-    """CUDA rounds a tensor without dimensions to the other tensor's dtype, and CPUs the alpha of a sum: 0.99 would be
-    0.988, and 0.1 would be 0.1001."""
+    """CUDA rounds a tensor without dimensions to the other tensor's dtype, and CPUs the alpha of a
+    sum: 0.99 would be 0.988, and 0.1 would be 0.1001."""
     torch.manual_seed(0)
     weight, direction = (torch.randn(1000).bfloat16() for _ in range(2))
     master = parameter(weight.to(device), direction.to(device))
@@ -186,7 +208,9 @@ def test_all_domains_see_that_a_program_took_states_away():
     optimizer, p = stepped_once()
     assert not optimizer.lacks_states()
     optimizer.state.clear()
-    assert optimizer.lacks_states() and optimizer.lacks_states(), "whoever asks, before the next step"
+    assert optimizer.lacks_states() and optimizer.lacks_states(), (
+        "whoever asks, before the next step"
+    )
     optimizer.step()
     assert type(optimizer.state[p]) is NoStates and not optimizer.lacks_states()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -195,7 +219,9 @@ def test_all_domains_see_that_a_program_took_states_away():
 
 def stepped_once() -> tuple[KFACTorchAdamW, Tensor]:
     p = parameter(torch.ones(4), torch.zeros(4))
-    optimizer = attached(KFACTorchAdamW([{"params": [p], FLAG: True}]), {p: [(0, 4, 0)]}, torch.ones(1))
+    optimizer = attached(
+        KFACTorchAdamW([{"params": [p], FLAG: True}]), {p: [(0, 4, 0)]}, torch.ones(1)
+    )
     optimizer.step()
     return optimizer, p
 
@@ -229,9 +255,12 @@ def test_what_was_used_is_moved_once_for_all_groups_of_a_step():
 
 
 def test_the_users_groups_set_the_rates_of_what_was_split_from_them(caplog):
-    """Also where DeepSpeed presents one group at a time; parts that have come to differ are warned of once."""
+    """Also where DeepSpeed presents one group at a time; parts that have come to differ are warned
+    of once."""
     fast, slow = ([parameter(torch.zeros(2), torch.ones(2)) for _ in range(2)] for _ in range(2))
-    users = KFACAdamW([{"params": fast}, {"params": slow, "lr": 1e-3}], lr=1e-2, adam_lr=4e-2, weight_decay=0.0)
+    users = KFACAdamW(
+        [{"params": fast}, {"params": slow, "lr": 1e-3}], lr=1e-2, adam_lr=4e-2, weight_decay=0.0
+    )
     split = [
         {**group, "params": [p], FLAG: preconditioned, MATRIX: False}
         for group in users.param_groups

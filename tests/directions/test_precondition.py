@@ -17,7 +17,9 @@ from tests.ops.specification import symmetric_pack
 
 
 def basis(*matrices: torch.Tensor) -> LayerBasis:
-    factors = [KroneckerFactor(Side.dense(len(m)), symmetric_pack(m), torch.ones(())) for m in matrices]
+    factors = [
+        KroneckerFactor(Side.dense(len(m)), symmetric_pack(m), torch.ones(())) for m in matrices
+    ]
     return LayerBasis(*(refresh(factor).basis for factor in factors))
 
 
@@ -36,7 +38,9 @@ def test_equals_the_dense_inverse(rows, columns, kind):
     G, A = spd(rows), spd(columns)
     gradient = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     scale = float(G.trace() / rows * A.trace() / columns) if kind == "relative" else 1.0
-    fisher = torch.kron(G.double(), A.double()) + 0.1 * scale * torch.eye(rows * columns, dtype=torch.float64)
+    fisher = torch.kron(G.double(), A.double()) + 0.1 * scale * torch.eye(
+        rows * columns, dtype=torch.float64
+    )
     expected = torch.linalg.solve(fisher, gradient.double().flatten()).view(rows, columns)
     actual, dot = precondition(gradient[None], rotation(G, A), damping=0.1, damping_kind=kind)
     terms = {"sums": 6 * (rows + columns), "condition": torch.linalg.cond(fisher)}
@@ -64,12 +68,18 @@ def test_kl_clip_bounds_the_step(quadratic, expected):
 
 @pytest.mark.parametrize("kind", ["tikhonov", "relative"])
 def test_corrected_eigenvalues_take_the_place_of_products(kind):
-    """Against float64: the second moment with this gradient in it, its mean known beforehand, the inner product."""
+    """Against float64: the second moment with this gradient in it, its mean known beforehand, the
+    inner product."""
     generator = torch.Generator().manual_seed(0)
     gradient, old = torch.randn(5, 7, generator=generator), torch.rand(5, 7, generator=generator)
-    both, moments = rotation(spd(5), spd(7)), CorrectedEigenvalues(old[None].clone(), torch.tensor([9.0]))
+    both, moments = (
+        rotation(spd(5), spd(7)),
+        CorrectedEigenvalues(old[None].clone(), torch.tensor([9.0])),
+    )
     options = {"damping": 0.1, "damping_kind": kind, "decay": 0.8, "terms_n": torch.tensor([3.0])}
-    V, dot, _ = precondition_corrected(gradient[None], both, moments, norm_n=gradient.norm()[None], **options)
+    V, dot, _ = precondition_corrected(
+        gradient[None], both, moments, norm_n=gradient.norm()[None], **options
+    )
     Q_G, Q_A, g = both.G[0][0].double(), both.A[0][0].double(), gradient.double()
     second = 0.8 * old.double() + 0.2 * 3 * (Q_G.T @ g @ Q_A) ** 2
     damping = 0.1 * second.mean() if kind == "relative" else 0.1
@@ -95,7 +105,12 @@ def test_a_gradient_that_overflows_leaves_corrected_eigenvalues_alone(bad):
 @pytest.mark.parametrize("piece", [7, 1 << 22])
 def test_norms_are_those_that_fp32_could_not_hold(piece, monkeypatch):
     monkeypatch.setattr(stacking, "PIECE", piece)
-    given = [torch.full((2, 3), 3e30), torch.full((2, 8), 1e-30).T, torch.zeros(1, 1), torch.full((1, 2), math.nan)]
+    given = [
+        torch.full((2, 3), 3e30),
+        torch.full((2, 8), 1e-30).T,
+        torch.zeros(1, 1),
+        torch.full((1, 2), math.nan),
+    ]
     found = torch.stack([norms(x.flatten()) for x in given])
     expected = torch.stack([x.double().norm() for x in given])
     close(found, expected, sums=16, scale=expected.nan_to_num())

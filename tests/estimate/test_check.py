@@ -1,4 +1,5 @@
-"""``check``: what attach would say, without a run; ``schema``; and models of transformers by their config.json."""
+"""``check``: what attach would say, without a run; ``schema``; and models of transformers by their
+config.json."""
 
 import json
 import os
@@ -14,10 +15,16 @@ from examples.gpt import GPT, GPTConfig
 from tests.ranks import ROOT
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_attention_heads": 2, "num_hidden_layers": 32, "num_key_value_heads": 2, "vocab_size": 128,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 RUN = ["check", "--config", str(ROOT / "configs/gpt_zero2_kfac.json"), "--model"]
 
 
@@ -33,7 +40,8 @@ def test_a_config_that_fits_is_reported(capsys):
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40
     for part in (
-        "ds_kfac steps 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in 225 K-FAC layers",
+        "ds_kfac steps 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in "
+        "225 K-FAC layers",
         "KFACAdamW, world size 64",
         "layers.[0-31].mlp.up x 32",
         "K-FAC state at most",
@@ -47,7 +55,10 @@ def test_a_config_that_fits_is_reported(capsys):
         ({}, "no optimizer"),
         ({"optimizer": "KFACAdamW"}, "optimizer: got 'KFACAdamW'; must be an object such as"),
         ({"optimizer": {"type": "AdamW"}}, 'has no "kfac" block'),
-        ({"kfac": {}, "optimizer": {"type": "EigenSign"}}, "'EigenSign', which is in neither DeepSpeed"),
+        (
+            {"kfac": {}, "optimizer": {"type": "EigenSign"}},
+            "'EigenSign', which is in neither DeepSpeed",
+        ),
         ({"kfac": {}, "optimizer": {"type": "Adafactor"}}, None),  # torch's
         ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
         ({"kfac": {"dampin": {}}}, "did you mean kfac.damping"),
@@ -58,7 +69,9 @@ def test_a_config_that_fits_is_reported(capsys):
 )
 def test_a_config_that_does_not_fit_says_why(capsys, tmp_path, config, problem):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"kfac": {}} if not config else {"optimizer": {"type": "AdamW"}, **config}))
+    path.write_text(
+        json.dumps({"kfac": {}} if not config else {"optimizer": {"type": "AdamW"}, **config})
+    )
     status = main(["check", "--config", str(path), "--model", "benchmarks.models:gpt2"])
     assert status == (1 if problem else 0)
     assert (problem or "") in capsys.readouterr().err
@@ -66,7 +79,9 @@ def test_a_config_that_does_not_fit_says_why(capsys, tmp_path, config, problem):
 
 def test_keys_without_effect_are_named(capsys, tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"optimizer": {"type": "KFACAdamW"}, "kfac": {"damping": {"value": 2.0}}}))
+    path.write_text(
+        json.dumps({"optimizer": {"type": "KFACAdamW"}, "kfac": {"damping": {"value": 2.0}}})
+    )
     assert main(["check", "--config", str(path), "--model", "benchmarks.models:gpt2"]) == 0
     assert "without effect with KFACAdamW: kfac.damping.value" in capsys.readouterr().out
 
@@ -98,7 +113,9 @@ class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(7, 5)
-        self.experts = nn.ParameterDict({"gate": nn.Parameter(nn.Linear(7, 9 * 11).weight.view(9, 11, 7))})
+        self.experts = nn.ParameterDict(
+            {"gate": nn.Parameter(nn.Linear(7, 9 * 11).weight.view(9, 11, 7))}
+        )
         self.embed = nn.Embedding(13, 7)
 
 
@@ -135,29 +152,59 @@ def other() -> nn.Module:
 def test_a_head_is_found_by_its_shape_whatever_its_name(capsys, tmp_path):
     path, by_shape = tmp_path / "ds_config.json", "it has the shape of an embedding"
     for adam, model, told in (
-        ({}, "words", True), ({"whiten": 0.25}, "words", True), ({}, "other", False),
+        ({}, "words", True),
+        ({"whiten": 0.25}, "words", True),
+        ({}, "other", False),
         ({"except_layers": ["up"]}, "words", False),
-    ):  # fmt: skip
+    ):
         path.write_text(json.dumps({"optimizer": {"type": "KFACAdamW"}, "kfac": {"adam": adam}}))
-        assert main(["check", "--config", str(path), "--model", f"tests.estimate.test_check:{model}"]) == 0
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("to_logits ")]
+        assert (
+            main(["check", "--config", str(path), "--model", f"tests.estimate.test_check:{model}"])
+            == 0
+        )
+        (line,) = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.lstrip().startswith("to_logits ")
+        ]
         assert (by_shape in line) == told, (adam, model, line)
 
 
 def test_a_rate_far_from_every_recipe_is_named(capsys, tmp_path):
     path = tmp_path / "ds_config.json"
     other = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3}}}
-    for lr, more, told in ((0.05, {}, True), (2e-3, {}, False), ("auto", {}, False), (0.05, other, False)):
+    for lr, more, told in (
+        (0.05, {}, True),
+        (2e-3, {}, False),
+        ("auto", {}, False),
+        (0.05, other, False),
+    ):
         params = {"lr": lr, "weight_decay": 0.01}
         path.write_text(json.dumps({"optimizer": {"type": "KFACAdamW", "params": params}, **more}))
-        assert main(["check", "--config", str(path), "--model", "tests.estimate.test_check:words"]) == 0
-        assert ("far from every recipe for a language model" in capsys.readouterr().out) == told, (lr, more)
+        assert (
+            main(["check", "--config", str(path), "--model", "tests.estimate.test_check:words"])
+            == 0
+        )
+        assert ("far from every recipe for a language model" in capsys.readouterr().out) == told, (
+            lr,
+            more,
+        )
 
 
 def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path):
     pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
-    experts = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
-    model = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
+    experts = {
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+    }
+    model = {
+        **LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**model, **experts}))
     assert main([*RUN, f"hf:{tmp_path}"]) == 0
     text = capsys.readouterr().out
@@ -166,11 +213,33 @@ def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path)
 
 @pytest.mark.parametrize("command", ["schema", "config", "doctor", "check", "estimate"])
 def test_standard_output_has_the_data_alone(command, tmp_path):
-    model = ["--model", "tests.estimate.test_check:talking", "--config", "configs/gpt_zero2_kfac.json", "--world", "2"]
+    model = [
+        "--model",
+        "tests.estimate.test_check:talking",
+        "--config",
+        "configs/gpt_zero2_kfac.json",
+        "--world",
+        "2",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)  # without locks, of which the doctor would complain
-    arguments = [sys.executable, "-m", "ds_kfac", command, *(model if command in ("check", "estimate") else [])]
-    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    # without locks, of which the doctor would complain
+    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
+    arguments = [
+        sys.executable,
+        "-m",
+        "ds_kfac",
+        command,
+        *(model if command in ("check", "estimate") else []),
+    ]
+    run = subprocess.run(
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     if command in ("schema", "config"):
         assert not run.stderr  # they import nothing that prints
     else:
@@ -186,7 +255,9 @@ def test_standard_output_has_the_data_alone(command, tmp_path):
     if command == "schema":
         assert "kfac" in json.loads(run.stdout)["properties"]
     if command in ("check", "estimate"):
-        assert "from a shell" not in run.stdout and "from a shell" in run.stderr, "a child's and C's output, too"
+        assert "from a shell" not in run.stdout and "from a shell" in run.stderr, (
+            "a child's and C's output, too"
+        )
 
 
 def talking() -> nn.Module:
@@ -220,7 +291,12 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     ramp = {"schedule": "linear", "start": 5, "end": 20, "steps": 100}
-    for fits in ({}, {"factor": {"update_interval": ramp}}, {"damping": {"value": 0.1}}, {"factor": {"rows": None}}):
+    for fits in (
+        {},
+        {"factor": {"update_interval": ramp}},
+        {"damping": {"value": 0.1}},
+        {"factor": {"rows": None}},
+    ):
         validator.validate({"kfac": fits, "train_batch_size": 8})
     for wrong in (
         {"factor": {"update_interval": {**ramp, "schedule": "quadratic"}}},
@@ -238,14 +314,22 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
     ):
         validator.validate({"optimizer": {"type": "KFACAdamW", "params": params}})
     validator.validate({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": True}}})
-    for params in ({"learning_rate": 1}, {"lr": "2e-3"}, {"betas": [0.9]}, {"betas": [0.9, 1.0]}, {"eps": -1}):
+    for params in (
+        {"learning_rate": 1},
+        {"lr": "2e-3"},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"eps": -1},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             validator.validate({"optimizer": {"type": "KFACAdamW", "params": params}})
     for path in sorted((ROOT / "configs").glob("*.json")):
         validator.validate(json.loads(path.read_text()))
 
 
-def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(capsys, llama, monkeypatch):
+def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_forward(
+    capsys, llama, monkeypatch
+):
     from transformers import LlamaForCausalLM
 
     def fails(self, *given, **named):

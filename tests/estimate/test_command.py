@@ -14,18 +14,28 @@ SMALL = ["estimate", "--model", "benchmarks.models:gpt2", "--world", "4"]
 
 def config(tmp_path, **blocks) -> str:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **blocks}))
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **blocks})
+    )
     return str(path)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "ds_kfac", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_the_command_estimates_llama_7b_on_64_ranks():
     found = python(
-        "estimate", "--model", "benchmarks.models:llama_7b", "--world", "64", "--config", "configs/gpt_zero2_kfac.json"
+        "estimate",
+        "--model",
+        "benchmarks.models:llama_7b",
+        "--world",
+        "64",
+        "--config",
+        "configs/gpt_zero2_kfac.json",
     )
     assert found.returncode == 0, found.stderr
     for text in (
@@ -54,24 +64,39 @@ def estimated(capsys, *arguments: str) -> str:
 
 def test_every_strategy_has_a_row_or_a_reason(capsys, tmp_path):
     text = estimated(capsys, "--config", config(tmp_path))
-    for name in ("MEM-OPT", "HYBRID-OPT 2/4", "COMM-OPT", "ZeRO owners: refused: every rank has every gradient"):
+    for name in (
+        "MEM-OPT",
+        "HYBRID-OPT 2/4",
+        "COMM-OPT",
+        "ZeRO owners: refused: every rank has every gradient",
+    ):
         assert f"\n  {name}" in text
     text = estimated(capsys, "--config", config(tmp_path, zero_optimization={"stage": 3}))
     for name in ("ZeRO-3 owners *", "several workers: refused: no rank has every gradient"):
         assert f"\n  {name}" in text
-    text = estimated(capsys, "--config", config(tmp_path, kfac={"assignment": {"memory_budget_gb": 1.2}}))
+    text = estimated(
+        capsys, "--config", config(tmp_path, kfac={"assignment": {"memory_budget_gb": 1.2}})
+    )
     assert "COMM-OPT: refused: kfac.assignment.memory_budget_gb" in text and "\n  MEM-OPT " in text
 
 
 def test_what_is_not_preconditioned_is_a_row(capsys):
-    assert main(["estimate", "--model", "tests.estimate.test_models:convolutional", "--world", "4"]) == 0
+    assert (
+        main(["estimate", "--model", "tests.estimate.test_models:convolutional", "--world", "4"])
+        == 0
+    )
     text = " ".join(capsys.readouterr().out.split())
-    assert "1 BatchNorm2d 16 BatchNorm is not in kfac.layers.types" in text and "1 Conv2d, 1 Linear" in text
+    assert (
+        "1 BatchNorm2d 16 BatchNorm is not in kfac.layers.types" in text
+        and "1 Conv2d, 1 Linear" in text
+    )
 
 
 def test_a_config_that_would_be_refused_keeps_the_table_and_says_so(capsys, tmp_path):
     wrong = {"assignment": {"gradient_worker_fraction": 0.5}}
-    text = estimated(capsys, "--config", config(tmp_path, kfac=wrong, zero_optimization={"stage": 1}))
+    text = estimated(
+        capsys, "--config", config(tmp_path, kfac=wrong, zero_optimization={"stage": 1})
+    )
     assert "this config: refused: kfac.assignment.gradient_worker_fraction is 0.5" in text
     assert "ZeRO-1 owners " in text
 
@@ -107,7 +132,10 @@ def test_the_batch_is_that_of_the_config(capsys, tmp_path):
         ({"tensor_parallel": {"autotp_size": 2}}, "data parallelism only"),
         ({"k-fac": {}}, 'did you mean "kfac"?'),
         ({"kfac": {"layers": {"include": ["nowhere"]}}}, "nowhere"),
-        ({"kfac": {"factor": {"fisher": "monte_carlo"}}, "zero_optimization": {"stage": 3}}, "use stage 0, 1 or 2"),
+        (
+            {"kfac": {"factor": {"fisher": "monte_carlo"}}, "zero_optimization": {"stage": 3}},
+            "use stage 0, 1 or 2",
+        ),
     ],
 )
 def test_a_wrong_config_says_what_to_do(capsys, tmp_path, blocks, problem):
@@ -122,7 +150,11 @@ def test_a_wrong_config_says_what_to_do(capsys, tmp_path, blocks, problem):
         ([*SMALL, "--config", "none.json"], 1, "no such file or folder"),
         ([*SMALL, "--costs", "none.json"], 1, "--costs none.json: no such file or folder"),
         ([*SMALL, "--node-gbps", "3"], 1, "give --node-size too"),
-        (["estimate", "--model", "benchmarks.models:gpt2", "--world", "0"], 2, "an integer of at least 1"),
+        (
+            ["estimate", "--model", "benchmarks.models:gpt2", "--world", "0"],
+            2,
+            "an integer of at least 1",
+        ),
         ([*SMALL, "--link-gbps", "fast"], 2, "must be a positive number"),
         ([], 2, "command"),
     ],
@@ -143,12 +175,17 @@ def answer(text: str) -> str:
 def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys, tmp_path):
     auto = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
     text = answer(estimated(capsys, "--config", config(tmp_path, **auto)))
-    assert "a step of 1,024 tokens or images a rank (assumed: the config has no batch size, give --batch-rows" in text
+    assert (
+        "a step of 1,024 tokens or images a rank (assumed: the config has no batch size, give "
+        "--batch-rows" in text
+    )
     assert 'in float32 (assumed: "bf16" is "auto", --dtype says which)' in text
     given = ["--dtype", "bf16", "--batch-rows", "512"]
     text = answer(estimated(capsys, "--config", config(tmp_path, **auto), *given))
     assert "a step of 512 tokens or images a rank in bfloat16, its worst" in text
     text = answer(estimated(capsys, "--config", config(tmp_path, bf16={"enabled": True})))
     assert "a step of 2,048 tokens or images a rank in bfloat16, its worst" in text
-    assert main([*SMALL, "--config", config(tmp_path, bf16={"enabled": True}), "--dtype", "fp16"]) == 1
+    assert (
+        main([*SMALL, "--config", config(tmp_path, bf16={"enabled": True}), "--dtype", "fp16"]) == 1
+    )
     assert "--dtype fp16: the config has bf16; leave either out" in capsys.readouterr().err

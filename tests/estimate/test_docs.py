@@ -1,5 +1,5 @@
-"""The tables in docs/estimator.md and docs/notes/estimates.md are what their commands print. ``python -m
-tests.estimate.test_docs`` writes them."""
+"""The tables in docs/estimator.md and docs/notes/estimates.md are what their commands print.
+``python -m tests.estimate.test_docs`` writes them."""
 
 import contextlib
 import io
@@ -24,14 +24,18 @@ def printed(kind: str, command: str) -> str:
     return text if kind == "console" else re.search(r"^  strategy .*\n(?:.+\n)*", text, re.M)[0]
 
 
-BLOCKS = list(dict.fromkeys(match.groups() for page in PAGES for match in BLOCK.finditer(page.read_text())))
+BLOCKS = list(
+    dict.fromkeys(match.groups() for page in PAGES for match in BLOCK.finditer(page.read_text()))
+)
 """(kind, command, what the page shows), once where both pages show it."""
 
 
 @pytest.mark.parametrize(("kind", "command", "shown"), BLOCKS)
 def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert printed(kind, command) == shown, "python -m tests.estimate.test_docs writes the tables anew"
+    assert printed(kind, command) == shown, (
+        "python -m tests.estimate.test_docs writes the tables anew"
+    )
 
 
 def test_every_named_model_has_a_table():

@@ -1,4 +1,5 @@
-"""``estimate_kfac_mem_needs_all_live`` and ``_cold``; the predictions' arithmetic where it can be done by hand."""
+"""``estimate_kfac_mem_needs_all_live`` and ``_cold``; the predictions' arithmetic where it can be
+done by hand."""
 
 from dataclasses import replace
 
@@ -32,7 +33,9 @@ def test_live_and_cold_agree_and_print_their_table(stage, capsys):
     assert "K-FAC state" in capsys.readouterr().out
     cold = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 2, stage=stage, batch_rows=64)
     assert [found.name for found in live] == [found.name for found in cold]
-    assert [type(found) for found in live] == ([Estimate, Estimate, Refused] if stage == 0 else [Estimate, Refused])
+    assert [type(found) for found in live] == (
+        [Estimate, Estimate, Refused] if stage == 0 else [Estimate, Refused]
+    )
     for a, b in zip(live, cold, strict=True):
         if isinstance(a, Estimate):
             assert a.stages == b.stages and a.worst == b.worst and a.model == b.model
@@ -50,7 +53,8 @@ def test_one_rank_sends_nothing_and_holds_everything():
 
 def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
     totals = [
-        ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, world, stage=2)[0].state.sum() for world in (1, 2, 5)
+        ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, world, stage=2)[0].state.sum()
+        for world in (1, 2, 5)
     ]
     assert len(set(totals)) == 1
 
@@ -58,7 +62,8 @@ def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
-    rows = [100 // max(1, 100 // (4 * d)) for d in sides]  # one in so many, where there are more than 4 a column
+    # one in so many, where there are more than 4 a column
+    rows = [100 // max(1, 100 // (4 * d)) for d in sides]
     assert rows == [100, 100, 100, 33]
     assert {stage: flops.tolist() for stage, flops in found.flops.items()} == {
         "capture": [sum(n * d * (d + 1) for n, d in zip(rows, sides, strict=True))],
@@ -69,14 +74,21 @@ def test_work_is_that_of_the_formulas():
 
 
 def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
-    ways = [{**CONFIG, "kfac": {"preconditioner": {"method": method}}} for method in ("eigen", "inverse")]
+    ways = [
+        {**CONFIG, "kfac": {"preconditioner": {"method": method}}}
+        for method in ("eigen", "inverse")
+    ]
     eigen, inverse = (ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, way, 1)[0] for way in ways)
     assert (eigen.flops["refresh"] == 9 * inverse.flops["refresh"]).all()
     assert (eigen.flops["precondition"] == 2 * inverse.flops["precondition"]).all()
     values = 4 * (21 + 31 + 31 + 7)
     assert (eigen.memory["eigenbases"] == inverse.memory["eigenbases"] + values).all()
     with_eigen, with_inverses = capsys.readouterr().out.split("inverses every")
-    assert "eigenvectors" in with_eigen and "assumed: eigh" in with_eigen and "inverses" not in with_eigen
+    assert (
+        "eigenvectors" in with_eigen
+        and "assumed: eigh" in with_eigen
+        and "inverses" not in with_eigen
+    )
     assert "eigenvectors" not in with_inverses and "assumed: Cholesky" in with_inverses
 
 
@@ -100,7 +112,9 @@ def test_a_wrong_device_or_world_says_what_to_do():
 def test_a_staggered_burn_in_never_renews_everything_at_once():
     made = plan(ZERO, eigenbasis={"refresh_interval": 50}, burn_in={"steps": 50}, plan=STAGGERED)
     steps, _ = steps_of(made)
-    assert len(steps) == 20 and sum(len(step.capture) for step in steps) > 3 * len(made.assignment.factors)
+    assert len(steps) == 20 and sum(len(step.capture) for step in steps) > 3 * len(
+        made.assignment.factors
+    )
     for step in steps:
         assert len(step.capture) <= len(made.assignment.factors) / 2
         assert len(step.refresh) <= len(made.assignment.factors) / 2

@@ -1,4 +1,5 @@
-"""The models of the benchmarks have the published sizes, and a forward tells which layers see one input."""
+"""The models of the benchmarks have the published sizes, and a forward tells which layers see one
+input."""
 
 import json
 import sys
@@ -21,7 +22,14 @@ PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
     "gpt_oss_20b": 20_914_757_184,
     "qwen3_30b_a3b": 30_532_122_624,
 }
-SHARED = {"gpt2": 0, "gpt2_xl": 0, "bert_large": 24, "llama_7b": 64, "gpt_oss_20b": 24, "qwen3_30b_a3b": 48}
+SHARED = {
+    "gpt2": 0,
+    "gpt2_xl": 0,
+    "bert_large": 24,
+    "llama_7b": 64,
+    "gpt_oss_20b": 24,
+    "qwen3_30b_a3b": 48,
+}
 ADAMW = {"optimizer": {"type": "AdamW"}, "kfac": {}}
 
 
@@ -44,7 +52,10 @@ def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
     assert numel(subject) == PARAMETERS[name]
     if name == "llama_7b":
         attention, mlp = "layers.31.attention", "layers.31.mlp"
-        expected = (f"{attention}.query", f"{attention}.key", f"{attention}.value"), (f"{mlp}.gate", f"{mlp}.up")
+        expected = (
+            (f"{attention}.query", f"{attention}.key", f"{attention}.value"),
+            (f"{mlp}.gate", f"{mlp}.up"),
+        )
         assert subject.shared[-2:] == expected
 
 
@@ -61,11 +72,14 @@ def test_multiplications_of_a_forward():
     assert forward == PARAMETERS["gpt2_xl"] - 1024 * 1600, "all but positions, which are looked up"
     model, example = build("tests.estimate.test_models:convolutional")
     forward = Subject(model, ADAMW, trace=Trace(model, example)).forward
-    assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, "a product and a norm at every place, and the head"
+    assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, (
+        "a product and a norm at every place, and the head"
+    )
 
 
 def test_a_token_takes_some_of_a_stacks_experts():
-    """Its multiplications are those of the active parameters, and the rows of an expert a part of the tokens."""
+    """Its multiplications are those of the active parameters, and the rows of an expert a part of
+    the tokens."""
     for name, top, experts, blocks, expert in (
         ("gpt_oss_20b", 4, 32, 24, 2880 * (5760 + 2880)),
         ("qwen3_30b_a3b", 8, 128, 48, 2048 * (1536 + 768)),
@@ -76,23 +90,42 @@ def test_a_token_takes_some_of_a_stacks_experts():
         subject = Subject(model, ADAMW, trace=found)
         embedding = model.embed_tokens.weight.numel()
         idle = blocks * (experts - top) * expert
-        assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, "but for biases and norms"
+        assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, (
+            "but for biases and norms"
+        )
         assert Subject(model, ADAMW).forward == 0, "not known without a forward"
 
 
 TRANSFORMERS = {
     "gpt_oss_20b": {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880, "num_attention_heads": 64,
-        "head_dim": 64, "num_key_value_heads": 8, "vocab_size": 201088, "attention_bias": True,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 201088,
+        "attention_bias": True,
     },
     "qwen3_30b_a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-        "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151936,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -105,7 +138,14 @@ def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(n
         traced = Trace(model, example)
         subject = Subject(model, ADAMW, trace=traced)
         layers = Counter(
-            (layer.kind, layer.shape, layer.part, layer.shares is None, layer.bias is None, traced.rows_of(layer))
+            (
+                layer.kind,
+                layer.shape,
+                layer.part,
+                layer.shares is None,
+                layer.bias is None,
+                traced.rows_of(layer),
+            )
             for layer in subject.layers
         )
         shared = sorted(map(len, subject.shared))
@@ -122,16 +162,23 @@ def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
     assert found.stacked == dict.fromkeys(names, 2 / 5)
     kind = expert_stacks.Lying if bias else expert_stacks.Upright
     for form in (kind, expert_stacks.Grouped, expert_stacks.Picked):
-        model, x = expert_stacks.make(form, bias=form is expert_stacks.Lying), torch.randn(20, expert_stacks.WIDTH)
+        model, x = (
+            expert_stacks.make(form, bias=form is expert_stacks.Lying),
+            torch.randn(20, expert_stacks.WIDTH),
+        )
         rows = Trace(model, (x, torch.zeros(20, dtype=torch.long))).stacked
         assert rows.keys() == {f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
-        assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {20 * expert_stacks.TOP}
+        assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {
+            20 * expert_stacks.TOP
+        }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_mixture_runs_and_trains_at_a_small_size(bias):
     torch.manual_seed(0)
-    model = MixtureOfExperts(Mixture(2, 24, 3, 8, 61, 11, head=8, grouped=1, experts=5, top=5), bias=bias)
+    model = MixtureOfExperts(
+        Mixture(2, 24, 3, 8, 61, 11, head=8, grouped=1, experts=5, top=5), bias=bias
+    )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     model(torch.arange(22).view(2, 11)).square().mean().backward()
@@ -154,7 +201,10 @@ class Mean(nn.Module):
 
 def convolutional():
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), Mean(), nn.Linear(8, 5, bias=False)
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        Mean(),
+        nn.Linear(8, 5, bias=False),
     )
     return model, torch.zeros(2, 3, 16, 16)
 
@@ -180,7 +230,11 @@ def test_a_model_of_a_factory():
     assert example is None and next(model.parameters()).is_meta
     model, example = build("tests.estimate.test_models:small_with_example")
     found = Trace(model, example)
-    assert found.units == 4 and found.rows == {"0": 1, "2": 1} and found.inputs == {"0": (0,), "2": (1,)}
+    assert (
+        found.units == 4
+        and found.rows == {"0": 1, "2": 1}
+        and found.inputs == {"0": (0,), "2": (1,)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,11 +255,15 @@ def test_a_model_of_timm_comes_with_an_image_of_its_size(monkeypatch):
     made = convolutional()[0]
     made.default_cfg = {"input_size": (3, 24, 24)}
     create = {"resnet50": lambda: made}
-    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda name: create[name]()))
+    monkeypatch.setitem(
+        sys.modules, "timm", SimpleNamespace(create_model=lambda name: create[name]())
+    )
     model, example = build("timm:resnet50")
     assert model is made and example[0].shape == (1, 3, 24, 24) and example[0].is_meta
 
 
 def test_a_forward_that_fails_says_what_to_do():
-    with pytest.raises(ValueError, match=r"does not run on its example inputs .* no layers are assumed"):
+    with pytest.raises(
+        ValueError, match=r"does not run on its example inputs .* no layers are assumed"
+    ):
         Trace(*build("tests.estimate.test_models:impossible"))

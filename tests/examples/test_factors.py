@@ -21,7 +21,9 @@ def told(capsys) -> str:
 def test_influence_finds_a_planted_duplicate_and_foretells_retraining(tmp_path, capsys):
     sizes = ["--files", "16", "--context", "32", "--epochs", "12", "--halves", "10"]
     assert influence.main(["--out", str(tmp_path), *sizes]) == 0
-    assert "128 documents" in (line := told(capsys)) and "EKFAC: planted duplicate at rank 1" in line
+    assert (
+        "128 documents" in (line := told(capsys)) and "EKFAC: planted duplicate at rank 1" in line
+    )
     assert (tmp_path / "influence.png").stat().st_size > 0
 
 
@@ -30,16 +32,21 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
     model = torch.nn.Linear(3, 2, bias=False)
     data = [(torch.randn(4, 5, 3), torch.randn(4, 5, 2))]
     found = ds_kfac.fit(
-        model, data, lambda model, batch: (model(batch[0]) - batch[1]).square().sum(-1).mean(), out=tmp_path,
+        model,
+        data,
+        lambda model, batch: (model(batch[0]) - batch[1]).square().sum(-1).mean(),
+        out=tmp_path,
         progress=False,
-    )  # fmt: skip
+    )
     (layer,) = found
     queries, documents = torch.randn(2, 2, 3), torch.randn(4, 2, 3)
     Q_A, Q_G = (found.eigenbasis(layer, side).vectors[0][0] for side in "AG")
     values = found.corrected(layer).flatten()
     Q = torch.kron(Q_G, Q_A)
     H = Q @ (values + influence.DAMPING * values.mean()).diag() @ Q.T
-    expected = queries.flatten(1).double() @ torch.linalg.solve(H.double(), documents.flatten(1).T.double())
+    expected = queries.flatten(1).double() @ torch.linalg.solve(
+        H.double(), documents.flatten(1).T.double()
+    )
     actual = influence.scores(found, {layer: queries}, {layer: documents})
     condition = float(torch.linalg.cond(H))
     close(actual, expected, sums=2 * (2 + 3) + 6, condition=condition, dtype=torch.float32)
@@ -48,14 +55,25 @@ def test_influence_is_a_product_with_the_inverse_of_the_damped_matrix(tmp_path):
 def test_the_datamodeling_score_is_a_correlation_of_ranks():
     halves = [torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([0, 2])]
     scores = torch.tensor([[1.0, 2.0, 4.0]])  # of the halves: 3, 6, 5
-    close(influence.datamodeling(scores, halves, torch.tensor([[5.0], [-9.0], [1.0]])), [1.0], sums=3)
-    close(influence.datamodeling(scores, halves, torch.tensor([[-9.0], [5.0], [1.0]])), [-1.0], sums=3)
+    close(
+        influence.datamodeling(scores, halves, torch.tensor([[5.0], [-9.0], [1.0]])), [1.0], sums=3
+    )
+    close(
+        influence.datamodeling(scores, halves, torch.tensor([[-9.0], [5.0], [1.0]])), [-1.0], sums=3
+    )
 
 
 def test_regmean_takes_from_each_model_what_its_own_inputs_need():
     first, second = torch.randn(2, 4), torch.randn(2, 4)
-    grams = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])), torch.diag(torch.tensor([0.0, 0.0, 1.0, 3.0]))
-    close(merge.regmean([first, second], grams), torch.cat([first[:, :2], second[:, 2:]], dim=1), sums=8)
+    grams = (
+        torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])),
+        torch.diag(torch.tensor([0.0, 0.0, 1.0, 3.0])),
+    )
+    close(
+        merge.regmean([first, second], grams),
+        torch.cat([first[:, :2], second[:, 2:]], dim=1),
+        sums=8,
+    )
 
 
 def test_regmean_merges_better_than_the_average(tmp_path, capsys):
@@ -66,7 +84,10 @@ def test_regmean_merges_better_than_the_average(tmp_path, capsys):
 
 def test_steps_to_a_loss_are_between_evaluations():
     close(lora.steps_to(2.5, [4.0, 3.0, 2.0]), 1.5 * lora.EVERY)
-    assert lora.steps_to(1.0, [4.0, 3.0, 2.0]) == 2 * lora.EVERY and lora.steps_to(4.0, [4.0, 3.0]) == 0
+    assert (
+        lora.steps_to(1.0, [4.0, 3.0, 2.0]) == 2 * lora.EVERY
+        and lora.steps_to(4.0, [4.0, 3.0]) == 0
+    )
 
 
 def test_lora_without_peft_says_so(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,5 @@
-"""The image example as a user runs it: both kinds of networks, every reader of data, resuming, wrong input."""
+"""The image example as a user runs it: both kinds of networks, every reader of data, resuming,
+wrong input."""
 
 import json
 import pickle
@@ -42,16 +43,28 @@ def worker(payload) -> list[int]:
 
 
 def arguments(out, data, config, **more) -> list[str]:
-    base = ["--deepspeed_config", str(ROOT / f"configs/{config}.json"), "--out", str(out), "--eval-interval", "4"]
+    base = [
+        "--deepspeed_config",
+        str(ROOT / f"configs/{config}.json"),
+        "--out",
+        str(out),
+        "--eval-interval",
+        "4",
+    ]
     base += [] if data is None else ["--data", data]
-    return base + [text for name, value in more.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return base + [
+        text for name, value in more.items() for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def test_every_config_trains_and_a_resumed_run_goes_on(tmp_path):
     data = write_npz(tmp_path / "halves.npz")
     more = {"model": "resnet8", "save_interval": 4, "steps": 12}
     runs = [arguments(tmp_path, data, name, **more) for name in CONFIGS]
-    assert run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs) == [[0] * len(runs)] * 2
+    assert (
+        run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs)
+        == [[0] * len(runs)] * 2
+    )
     for name in CONFIGS:
         rows = rows_of(tmp_path / name)
         assert len(rows) == 12 and float(rows[-1]["loss"]) < float(rows[0]["loss"])
@@ -61,10 +74,13 @@ def test_every_config_trains_and_a_resumed_run_goes_on(tmp_path):
     # the schedule is that of 12 steps in both: the last part is cut off by its table and checkpoint
     unbroken, table = rows_of(tmp_path / CONFIGS[0]), tmp_path / CONFIGS[0] / "metrics.csv"
     latest = tmp_path / CONFIGS[0] / "checkpoints/latest"
-    table.write_text("".join(table.read_text().splitlines(keepends=True)[:6]))  # a row more than steps were saved
+    # a row more than steps were saved
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:6]))
     latest.write_text("global_step4")
     resumed = [[*runs[0], "--resume"]]
-    assert run_ranks("tests.examples.test_train_images:worker", world=2, payload=resumed) == [[0]] * 2
+    assert (
+        run_ranks("tests.examples.test_train_images:worker", world=2, payload=resumed) == [[0]] * 2
+    )
     results = [
         [(row["step"], row["loss"], row["held_out_accuracy"]) for row in rows]
         for rows in (unbroken, rows_of(tmp_path / CONFIGS[0]))
@@ -80,8 +96,18 @@ def test_published_recipes_run_on_a_stand_in(tmp_path):
         config.pop("train_batch_size", None)
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
         more = arguments(tmp_path, data, name, model="resnet8", steps=3, lr=0.02, mixup=0.6)
-        runs.append(["--deepspeed_config", str(tmp_path / f"{name}.json"), *more[2:], "--erase", "--no-plots"])
-    assert run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs) == [[0, 0]] * 2
+        runs.append(
+            [
+                "--deepspeed_config",
+                str(tmp_path / f"{name}.json"),
+                *more[2:],
+                "--erase",
+                "--no-plots",
+            ]
+        )
+    assert (
+        run_ranks("tests.examples.test_train_images:worker", world=2, payload=runs) == [[0, 0]] * 2
+    )
     for name in RECIPES:
         rows = rows_of(tmp_path / name)
         assert len(rows) == 3 and all(np.isfinite(float(row["loss"])) for row in rows), name
@@ -144,22 +170,32 @@ def test_readers_agree_on_the_same_images(tmp_path):
         with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
             archive.add(packed, arcname="." if packed == folder else "")
     cifar = above / "cifar-100-python"
-    of = {name: images.load(str(path)) for name, path in
-          {"npz": tmp_path / "halves.npz", "cifar": cifar, "folder": folder}.items()}  # fmt: skip
+    of = {
+        name: images.load(str(path))
+        for name, path in {"npz": tmp_path / "halves.npz", "cifar": cifar, "folder": folder}.items()
+    }
     assert torch.equal(of["cifar"].train.pixels[:, :, ::4, ::4], of["npz"].train.pixels)
     assert torch.equal(of["cifar"].held_out.labels, of["npz"].held_out.labels)
     order = of["npz"].train.labels.argsort(stable=True)
     assert torch.equal(of["folder"].train.pixels, of["npz"].train.pixels[order])
     of |= {name: images.load(str(tmp_path / f"{name}.tar.xz")) for name in archives}
     of["torchvision"] = images.load(str(above))
-    for name, other in {"cifar_archive": "cifar", "torchvision": "cifar", "folder_archive": "folder"}.items():
+    for name, other in {
+        "cifar_archive": "cifar",
+        "torchvision": "cifar",
+        "folder_archive": "folder",
+    }.items():
         for part in ("train", "held_out"):
             one, same = getattr(of[name], part), getattr(of[other], part)
-            assert torch.equal(one.pixels, same.pixels) and torch.equal(one.labels, same.labels), name
+            assert torch.equal(one.pixels, same.pixels) and torch.equal(one.labels, same.labels), (
+                name
+            )
     assert {found.classes for found in of.values()} == {2}
     x, y = of["npz"].draw(0, 0, 64)
     _, labels = of["npz"].draw(0, 60, 8)
-    assert torch.equal(y.sort().values, of["npz"].train.labels.sort().values), "an epoch has every image once"
+    assert torch.equal(y.sort().values, of["npz"].train.labels.sort().values), (
+        "an epoch has every image once"
+    )
     assert torch.equal(labels[:4], y[60:]) and x.shape == (64, 3, 8, 8)
     assert abs(float(x.mean())) < 0.4
 
@@ -181,7 +217,9 @@ def test_some_images_are_the_same_in_every_run_and_of_all_classes(tmp_path):
     data = images.load(write_npz(tmp_path / "halves.npz"))
     few = data.first(40)
     assert torch.equal(few.train.pixels, data.first(40).train.pixels) and len(few.train) == 40
-    assert sorted(few.train.labels.unique().tolist()) == [0, 1] and few.name.startswith("40 images of ")
+    assert sorted(few.train.labels.unique().tolist()) == [0, 1] and few.name.startswith(
+        "40 images of "
+    )
     assert torch.equal(data.tested_on(8).held_out.labels, data.held_out.labels[::4])
     with pytest.raises(ValueError, match="--images 65: the training part has 64"):
         data.first(65)
@@ -196,7 +234,9 @@ def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
             place = tmp_path / part / str(label)
             place.mkdir(parents=True)
             for index in range(count):
-                Image.new("RGB", (90, 70), (40 + 100 * label, index, 0)).save(place / f"{index}.jpg")
+                Image.new("RGB", (90, 70), (40 + 100 * label, index, 0)).save(
+                    place / f"{index}.jpg"
+                )
     data = images.load(str(tmp_path))
     x, y = data.draw(0, 0, 12)
     assert x.shape == (12, 3, 32, 32) and torch.equal(x[:, 0, 0, 0] > 0.2, y == 1)
@@ -222,7 +262,9 @@ def test_wrong_input_is_one_clear_line(more, message, tmp_path, monkeypatch):
     from examples import train_images
 
     with pytest.raises(ValueError, match=message):
-        train_images.make(train_images.arguments_of(["--data", data, "--model", more.get("model", "resnet8")]))
+        train_images.make(
+            train_images.arguments_of(["--data", data, "--model", more.get("model", "resnet8")])
+        )
 
 
 def test_the_launcher_environment_is_asked_for(capsys, monkeypatch):
@@ -231,4 +273,7 @@ def test_the_launcher_environment_is_asked_for(capsys, monkeypatch):
     for name in one_rank():
         monkeypatch.delenv(name, raising=False)
     assert train_images.main([]) == 2
-    assert "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json" in capsys.readouterr().err
+    assert (
+        "examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json"
+        in capsys.readouterr().err
+    )

@@ -39,7 +39,9 @@ def test_ranks_without_a_sequence_have_no_batch(monkeypatch):
 def test_experts_of_deepspeed_are_refused(tmp_path):
     own = Sequences()
     own.head.weight.allreduce = False
-    with pytest.raises(FactorsError, match=r"head\.weight is a tensor-parallel shard, or of DeepSpeed's experts"):
+    with pytest.raises(
+        FactorsError, match=r"head\.weight is a tensor-parallel shard, or of DeepSpeed's experts"
+    ):
         fit(own, sequences(1), out=tmp_path, progress=False)
 
 
@@ -47,7 +49,9 @@ def other_layers(payload: dict) -> str:
     rank = torch.distributed.get_rank()
     own = nn.Sequential(nn.Linear(4, 4 + rank))
     try:
-        fit(own, [torch.ones(2, 4)], lambda own, x: own(x).sum(), out=payload["out"], progress=False)
+        fit(
+            own, [torch.ones(2, 4)], lambda own, x: own(x).sum(), out=payload["out"], progress=False
+        )
     except FactorsError as problem:
         return str(problem)
     return ""
@@ -55,12 +59,18 @@ def other_layers(payload: dict) -> str:
 
 @pytest.mark.distributed
 def test_ranks_with_other_layers_are_told(tmp_path):
-    said = run_ranks("tests.factors.test_arguments:other_layers", world=2, payload={"out": str(tmp_path)}, timeout=60)
+    said = run_ranks(
+        "tests.factors.test_arguments:other_layers",
+        world=2,
+        payload={"out": str(tmp_path)},
+        timeout=60,
+    )
     assert all("ranks have different layers" in text for text in said)
 
 
 def joins(payload: dict) -> float:
-    torch.distributed.destroy_process_group()  # as in a script of a launcher, which has not joined its job
+    # as in a script of a launcher, which has not joined its job
+    torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = payload["port"]  # the last job's store may still be there
     found = fit(Sequences(), sequences(2), out=payload["out"], progress=False)
     return found.header["sequences"]

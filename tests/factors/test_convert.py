@@ -1,4 +1,5 @@
-"""Other tools' files: what they hold, by their formulas; with the tools themselves in tests/integrations."""
+"""Other tools' files: what they hold, by their formulas; with the tools themselves in
+tests/integrations."""
 
 import json
 import os
@@ -41,7 +42,8 @@ def test_grams_are_sums_and_means_of_the_inputs(factors, tmp_path):
     convert(factors, "gptq", tmp_path / "gptq")
     close(load_file(tmp_path / "regmean")["head.weight"], x.mT @ x, sums=ROWS)
     close(load_file(tmp_path / "gptq")["head.weight"], 2 * x.mT @ x / ROWS, sums=ROWS)
-    assert load_file(tmp_path / "gptq")["twice.weight"].shape == (WIDTH, WIDTH)  # without the 1 of the bias
+    # without the 1 of the bias
+    assert load_file(tmp_path / "gptq")["twice.weight"].shape == (WIDTH, WIDTH)
 
 
 def test_eva_takes_what_explains_most_where_it_explains_most(factors, tmp_path):
@@ -63,11 +65,15 @@ def test_kronfluence_has_sums_counts_and_its_strategy(factors, tmp_path):
     folder = tmp_path / "factors_run"
     x = rows()
     close(load_file(folder / "activation_covariance.safetensors")["head"], x.mT @ x, sums=ROWS)
-    exact(load_file(folder / "num_activation_covariance_processed.safetensors")["head"], torch.tensor([ROWS]))
+    exact(
+        load_file(folder / "num_activation_covariance_processed.safetensors")["head"],
+        torch.tensor([ROWS]),
+    )
     exact(load_file(folder / "num_lambda_processed.safetensors")["head"], torch.tensor([12]))
     close(load_file(folder / "lambda_matrix.safetensors")["head"], 12 * factors.corrected("head"))
     exact(
-        load_file(folder / "gradient_eigenvectors.safetensors")["head"], factors.eigenbasis("head", "G").vectors[0][0]
+        load_file(folder / "gradient_eigenvectors.safetensors")["head"],
+        factors.eigenbasis("head", "G").vectors[0][0],
     )
     arguments = json.loads((folder / "factor_arguments.json").read_text())
     assert arguments == {"strategy": "ekfac", "use_empirical_fisher": True}
@@ -85,7 +91,11 @@ def test_what_has_no_place_there_is_named(tmp_path):
     with pytest.raises(FactorsError, match=r"out: .*is a folder; gptq needs"):
         convert(found, "gptq", tmp_path)
     A = fit(
-        Sequences(), sequences(1), out=tmp_path / "A", config={"factor": {"fisher": "activations_only"}}, progress=False
+        Sequences(),
+        sequences(1),
+        out=tmp_path / "A",
+        config={"factor": {"fisher": "activations_only"}},
+        progress=False,
     )
     with pytest.raises(FactorsError, match="no layer has what kronfluence needs"):
         convert(A, "kronfluence", tmp_path / "x")
@@ -116,7 +126,15 @@ def data(rank: int, ranks: int) -> list[dict]:
 
 def test_the_commands_compute_and_convert(tmp_path, capfd):
     here = "tests.factors.test_convert"
-    arguments = ["factors", "--model", f"{here}:Net", "--data", f"{here}:data", "--out", str(tmp_path / "made")]
+    arguments = [
+        "factors",
+        "--model",
+        f"{here}:Net",
+        "--data",
+        f"{here}:data",
+        "--out",
+        str(tmp_path / "made"),
+    ]
     assert main(arguments) == 0
     said = capfd.readouterr()
     assert "2 layers, empirical Fisher, 12 sequences" in said.out
@@ -124,7 +142,10 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
     assert "batches/s" in said.err  # the bar
     found = Factors.load(tmp_path / "made")
     assert found.factor("own.head", "G").shape == (CLASSES, CLASSES)
-    assert main(["convert", str(tmp_path / "made"), "--to", "gptq", "--out", str(tmp_path / "gptq")]) == 0
+    assert (
+        main(["convert", str(tmp_path / "made"), "--to", "gptq", "--out", str(tmp_path / "gptq")])
+        == 0
+    )
     assert "wrote 2 of 2 layers for gptq" in capfd.readouterr().out
 
 
@@ -132,12 +153,27 @@ def no_model() -> None:
     pass
 
 
-@pytest.mark.parametrize("given, told", [
-    (["--model", "tests.factors.test_convert:no_model"], "returned NoneType; must return an nn.Module"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (
+            ["--model", "tests.factors.test_convert:no_model"],
+            "returned NoneType; must return an nn.Module",
+        ),
+    ],
+)
 def test_the_command_names_what_is_wrong_with_its_arguments(given, told, tmp_path, capfd):
     here = "tests.factors.test_convert"
-    arguments = ["factors", "--model", f"{here}:Net", "--data", f"{here}:data", "--out", str(tmp_path / "made"), *given]
+    arguments = [
+        "factors",
+        "--model",
+        f"{here}:Net",
+        "--data",
+        f"{here}:data",
+        "--out",
+        str(tmp_path / "made"),
+        *given,
+    ]
     assert main(arguments) == 1
     said = capfd.readouterr().err
     assert told in said and "Traceback" not in said and not (tmp_path / "made").exists()
@@ -146,10 +182,23 @@ def test_the_command_names_what_is_wrong_with_its_arguments(given, told, tmp_pat
 def test_a_model_is_cut_without_a_launcher_too(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     here, environment = "tests.factors.test_convert", {**os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "ds_kfac", "factors", "--model", f"{here}:Net", "--data", f"{here}:data"]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_kfac",
+        "factors",
+        "--model",
+        f"{here}:Net",
+        "--data",
+        f"{here}:data",
+    ]
     command += ["--out", str(tmp_path / "made"), "--config", str(tmp_path / "ds.json")]
-    environment = {name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")
+    }
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     whole = fit(Net(), data(0, 1), out=tmp_path / "whole", progress=False)
     exact(Factors.load(tmp_path / "made").factor("own.head", "G"), whole.factor("own.head", "G"))
@@ -165,7 +214,16 @@ def test_a_model_is_cut_without_a_launcher_too(tmp_path):
 )
 def test_the_command_says_what_is_wrong(more, said, tmp_path, capfd):
     here = "tests.factors.test_convert"
-    arguments = ["factors", "--model", f"{here}:Net", "--data", f"{here}:data", "--out", str(tmp_path), *more]
+    arguments = [
+        "factors",
+        "--model",
+        f"{here}:Net",
+        "--data",
+        f"{here}:data",
+        "--out",
+        str(tmp_path),
+        *more,
+    ]
     assert main(arguments) == 1
     assert said in capfd.readouterr().err
     assert main(["convert", str(tmp_path), "--to", "eva", "--out", str(tmp_path / "x")]) == 1

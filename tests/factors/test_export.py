@@ -19,7 +19,11 @@ def train(payload: dict) -> dict:
     """Some steps of an engine, its export and checkpoint; what its factors are."""
     init_deepspeed()
     torch.manual_seed(0)
-    kfac = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}, "checkpoint": {"grams": True}}
+    kfac = {
+        "factor": {"update_interval": 1},
+        "eigenbasis": {"refresh_interval": 2},
+        "checkpoint": {"grams": True},
+    }
     made = {**config(payload["stage"], optimizer=True), "kfac": kfac}
     engine = ds_kfac.initialize(model=GPT(MODEL), config=made)[0]
     out = payload["out"]
@@ -36,14 +40,18 @@ def train(payload: dict) -> dict:
     kept = engine.kfac.preconditioner.curvature.factors
     factors = {key: own.side.blocks(own.packed_P)[0][0].clone() for key, own in kept.items()}
     states = engine.kfac.preconditioner.state
-    bases = {f"{name}/{s}": getattr(own, s).values.clone() for name, own in states.items() for s in "AG"}
+    bases = {
+        f"{name}/{s}": getattr(own, s).values.clone() for name, own in states.items() for s in "AG"
+    }
     engine.destroy()
     return {"early": early, "factors": factors, "bases": bases}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_was_exported_is_what_the_ranks_have(stage, tmp_path):
-    said = run_ranks("tests.factors.test_export:train", world=2, payload={"stage": stage, "out": str(tmp_path)})
+    said = run_ranks(
+        "tests.factors.test_export:train", world=2, payload={"stage": stage, "out": str(tmp_path)}
+    )
     found, grams = Factors.load(tmp_path), Factors.load(tmp_path / "there/grams")
     assert found.header["steps"] == grams.header["steps"] == 3
     assert "no factor has been computed yet; train a step first" in said[0]["early"]
@@ -63,12 +71,14 @@ def test_what_was_exported_is_what_the_ranks_have(stage, tmp_path):
 
 
 def begin(payload: dict) -> dict:
-    """A KFACAdamW engine that has its factors from ``ds_kfac.fit``, and one that has not; then a step of each."""
+    """A KFACAdamW engine that has its factors from ``ds_kfac.fit``, and one that has not; then a
+    step of each."""
     init_deepspeed()
     made = {
         **config(payload["stage"], optimizer=True),
-        "optimizer": {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}, "kfac": {"report": "none"},
-    }  # fmt: skip
+        "optimizer": {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "kfac": {"report": "none"},
+    }
     folder, found = payload["out"], {}
     for warm in (False, True):
         engine = ds_kfac.initialize(model=model(), config=made)[0]
@@ -77,8 +87,12 @@ def begin(payload: dict) -> dict:
             ds_kfac.fit(engine, batches(3), out=folder, config=own, corrected=False, progress=False)
             engine.kfac.begin_from(folder)
             kept = engine.kfac.preconditioner.curvature.factors
-            found["factors"] = {key: own.side.blocks(own.packed_P)[0][0].clone() for key, own in kept.items()}
-            found["bases"] = all(state.A.vectors for state in engine.kfac.preconditioner.state.values() if state.A)
+            found["factors"] = {
+                key: own.side.blocks(own.packed_P)[0][0].clone() for key, own in kept.items()
+            }
+            found["bases"] = all(
+                state.A.vectors for state in engine.kfac.preconditioner.state.values() if state.A
+            )
         for batch in batches(2):
             engine.backward(engine(*batch))
             engine.step()
@@ -87,14 +101,18 @@ def begin(payload: dict) -> dict:
     engine = ds_kfac.initialize(model=GPT(replace(MODEL, width=32)), config=made)[0]
     with pytest.raises(FactorsError, match="of this model and config"):
         engine.kfac.begin_from(folder)
-    found["after"] = all(float(own.updates) == 0 for own in engine.kfac.preconditioner.curvature.factors.values())
+    found["after"] = all(
+        float(own.updates) == 0 for own in engine.kfac.preconditioner.curvature.factors.values()
+    )
     engine.destroy()
     return found
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_begins_from_fitted_factors(stage, tmp_path):
-    said = run_ranks("tests.factors.test_export:begin", world=2, payload={"stage": stage, "out": str(tmp_path)})
+    said = run_ranks(
+        "tests.factors.test_export:begin", world=2, payload={"stage": stage, "out": str(tmp_path)}
+    )
     fitted, held = Factors.load(tmp_path), {}
     for rank in said:
         assert rank["bases"] and rank["after"] and rank[True] == rank[False] == (2, 0), rank

@@ -88,7 +88,9 @@ def rows_of(own: nn.Module, batch: dict) -> tuple[dict[str, tuple[Tensor, Tensor
         output.retain_grad()
         seen.setdefault(name, []).append((module, inputs[0], output))
 
-    handles = [layer.register_forward_hook(partial(keep, name)) for name, layer in own.named_children()]
+    handles = [
+        layer.register_forward_hook(partial(keep, name)) for name, layer in own.named_children()
+    ]
     own(**batch).backward()
     for handle in handles:
         handle.remove()
@@ -102,7 +104,11 @@ def rows_of(own: nn.Module, batch: dict) -> tuple[dict[str, tuple[Tensor, Tensor
             if isinstance(module, nn.Conv2d):
                 x = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride).mT
                 g = g.flatten(2).mT
-            x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1) if module.bias is not None else x
+            x = (
+                torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+                if module.bias is not None
+                else x
+            )
             x, g = (t.reshape(len(batch["labels"]), -1, t.shape[-1]) for t in (x, g))
             if batch["labels"].ndim == 2:
                 x = x * ((g != 0).any(-1) | (mask != 0)).unsqueeze(-1)
@@ -126,7 +132,9 @@ def test_factors_and_eigenvalues_are_those_of_the_rows(kind, data, tmp_path):
     own = kind()
     found = fit(own, data, out=tmp_path / "factors", progress=False)
     double = kind().double()
-    double_data = [{k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in data]
+    double_data = [
+        {k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in data
+    ]
     of_batches = [rows_of(double, batch) for batch in double_data]
     terms = sum(number for _, number in of_batches)
     for name in found:
@@ -213,7 +221,11 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
 def test_without_gradients_only_A_is_there(tmp_path):
     data = sequences(3, padded=True)
     found = fit(
-        Sequences(), data, out=tmp_path / "A", config={"factor": {"fisher": "activations_only"}}, progress=False
+        Sequences(),
+        data,
+        out=tmp_path / "A",
+        config={"factor": {"fisher": "activations_only"}},
+        progress=False,
     )
     both = fit(Sequences(), data, out=tmp_path / "both", progress=False)
     exact(found.factor("head", "A"), both.factor("head", "A"))
@@ -239,7 +251,8 @@ def test_a_true_fisher_is_that_of_the_models_own_labels(tmp_path):
     found = fit(own, [(x,)] * 40, out=tmp_path, config=config, progress=False)
     p = own(x).softmax(-1).detach()
     expected = torch.diag(p.mean(0)) - p.mT @ p / len(p)
-    # an entry is a mean of 20,000 products of numbers within 1: five standard errors of at most 1 / sqrt(20,000)
+    # an entry is a mean of 20,000 products of numbers within 1: five standard errors of at most 1 /
+    # sqrt(20,000)
     assert float((found.factor("head", "G") - expected).abs().max()) < 5 / 20_000**0.5
 
 
@@ -275,13 +288,17 @@ class Pooled(nn.Module):
 
 def test_with_sharing_by_examples_a_row_is_a_sequence(tmp_path):
     generator = torch.Generator().manual_seed(5)
-    data = [(torch.randn(N, T, WIDTH, generator=generator), torch.tensor([0, 1, 2])) for _ in range(2)]
+    data = [
+        (torch.randn(N, T, WIDTH, generator=generator), torch.tensor([0, 1, 2])) for _ in range(2)
+    ]
     config = {"factor": {"weight_sharing": "reduce"}}
     found = fit(Pooled(), data, out=tmp_path, config=config, progress=False)
     own, A, G = Pooled().double(), 0, 0
     for x, labels in data:
         hidden = []
-        handle = own.body.register_forward_hook(lambda *call, hidden=hidden: hidden.append(call[-1]))
+        handle = own.body.register_forward_hook(
+            lambda *call, hidden=hidden: hidden.append(call[-1])
+        )
         loss = own(x.double(), labels)
         handle.remove()
         (gradient,) = torch.autograd.grad(loss, hidden)
@@ -307,9 +324,14 @@ def test_a_loss_of_ones_own_calls_the_model_whatever_the_fisher(fisher, tmp_path
         seen.append(found.dtype)
         return F.cross_entropy(found.float(), batch.y)
 
-    own, data = nn.Sequential(nn.Linear(WIDTH, CLASSES)), [Pair(torch.ones(2, WIDTH), torch.tensor([0, 1]))]
+    own, data = (
+        nn.Sequential(nn.Linear(WIDTH, CLASSES)),
+        [Pair(torch.ones(2, WIDTH), torch.tensor([0, 1]))],
+    )
     with torch.autocast("cpu", torch.bfloat16):
-        found = fit(own, data, loss, out=tmp_path, config={"factor": {"fisher": fisher}}, progress=False)
+        found = fit(
+            own, data, loss, out=tmp_path, config={"factor": {"fisher": fisher}}, progress=False
+        )
     assert found.count("0", "A") == 2
     assert set(seen) == {torch.bfloat16}  # of the autocast around the call
     with pytest.raises(FactorsError, match=r"the loss is no scalar: got shape \[2\]"):
@@ -333,7 +355,11 @@ def poisoned(value: float) -> list[dict]:
 
 CASES = {
     "empty": (Sequences, [], "the data is empty"),
-    "no label": (Sequences, [{**b, "labels": torch.full((N, T), -100)} for b in sequences(1)], "loss is nan"),
+    "no label": (
+        Sequences,
+        [{**b, "labels": torch.full((N, T), -100)} for b in sequences(1)],
+        "loss is nan",
+    ),
     "a NaN": (Sequences, poisoned(float("nan")), "batch 1: the loss is nan"),
     "never called": (Broken, sequences(1), "1 layers had no row: idle; they are never called"),
     "an iterator": (Sequences, iter(sequences(1)), "iterated once"),
@@ -376,7 +402,9 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(tmp_path):
 
 def test_a_model_without_a_loss_is_told_of_the_argument(tmp_path):
     with pytest.raises(FactorsError, match="the argument loss"):
-        fit(nn.Sequential(nn.Linear(WIDTH, 2)), [torch.ones(2, WIDTH)], out=tmp_path, progress=False)
+        fit(
+            nn.Sequential(nn.Linear(WIDTH, 2)), [torch.ones(2, WIDTH)], out=tmp_path, progress=False
+        )
 
 
 def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
@@ -435,24 +463,31 @@ def test_the_passes_take_few_more_flops_than_training(tmp_path):
         return counted.get_total_flops()
 
     forward = flops(lambda: own(*batch))
-    first = flops(lambda: fit(own, [batch], out=tmp_path / "first", corrected=False, progress=False))
+    first = flops(
+        lambda: fit(own, [batch], out=tmp_path / "first", corrected=False, progress=False)
+    )
     both = flops(lambda: fit(own, [batch], out=tmp_path / "both", progress=False))
     assert 2 * forward < first < 4.5 * forward
     assert both - first < 8 * forward
 
 
 def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
-    """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one layer."""
+    """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one
+    layer."""
     data = batches(2)
     one = fit(model(), data, out=tmp_path / "one", progress=False)
     monkeypatch.setattr(fitting, "ROUND_BYTES", 4096)
-    plan = fitting.plan_of(ds_kfac.model.scan.scan(model()).layers, one_config(), 1, torch.device("cpu"))
+    plan = fitting.plan_of(
+        ds_kfac.model.scan.scan(model()).layers, one_config(), 1, torch.device("cpu")
+    )
     specs = {spec.key: spec for spec in plan.assignment.factors}
     found = list(fitting.rounds(plan.layers, specs))
     assert len(found) > 3
     assert [layer for layers in found for layer in layers] == list(plan.layers)
     for layers in found:
-        nbytes = sum(4 * specs[key].side.numel for layer in layers for key in layer.keys if key in specs)
+        nbytes = sum(
+            4 * specs[key].side.numel for layer in layers for key in layer.keys if key in specs
+        )
         assert len(layers) == 1 or nbytes <= 4096
     many = fit(model(), data, out=tmp_path / "many", progress=False)
     for name in one:

@@ -1,4 +1,5 @@
-"""Factors on two ranks, of models at every ZeRO stage: those of one process over all data, whatever the engine."""
+"""Factors on two ranks, of models at every ZeRO stage: those of one process over all data, whatever
+the engine."""
 
 import pytest
 
@@ -39,7 +40,12 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
             if "bf16" in mode:
                 expected = whole.factor(name, side)
                 bound = 0.05 * expected.abs().max()
-                near(found.factor(name, side), expected, bound, "weights, rows and gradients have 8 bits")
+                near(
+                    found.factor(name, side),
+                    expected,
+                    bound,
+                    "weights, rows and gradients have 8 bits",
+                )
             else:
                 exact(found.factor(name, side), whole.factor(name, side))
         if "bf16" not in mode:
@@ -51,9 +57,15 @@ def test_every_stage_gives_the_factors_of_the_whole_model(made, mode):
 
 def test_engines_train_on_as_if_nothing_had_been(made):
     _, said = made
-    untouched = run_ranks("tests.factors.worker:main", world=2, payload={"modes": MODES, "out": None, "batches": COUNT})
+    untouched = run_ranks(
+        "tests.factors.worker:main",
+        world=2,
+        payload={"modes": MODES, "out": None, "batches": COUNT},
+    )
     for mode in (mode for mode in MODES if "loss" in said[0][mode]):
-        assert [rank[mode]["loss"] for rank in said] == [rank[mode]["loss"] for rank in untouched], mode
+        assert [rank[mode]["loss"] for rank in said] == [
+            rank[mode]["loss"] for rank in untouched
+        ], mode
 
 
 def test_two_ranks_give_what_one_process_gives(made, tmp_path):
@@ -87,9 +99,15 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_problem_of_one_rank_stops_all(tmp_path, how):
     """At stage 3 others must not wait for its weights; an error in the loss ends its rank there."""
-    modes = {mode: MODES[mode] for mode in ("whole", "stage 3, no optimizer")[: 1 if how == "raises" else 2]}
-    said = run_ranks("tests.factors.worker:main", world=2, payload={"modes": modes, "out": str(tmp_path),
-                     "batches": COUNT, "spoils": how})  # fmt: skip
+    modes = {
+        mode: MODES[mode]
+        for mode in ("whole", "stage 3, no optimizer")[: 1 if how == "raises" else 2]
+    }
+    said = run_ranks(
+        "tests.factors.worker:main",
+        world=2,
+        payload={"modes": modes, "out": str(tmp_path), "batches": COUNT, "spoils": how},
+    )
     assert said[0] == said[1]
     for mode in modes:
         assert SPOILT[how] in said[0][mode]

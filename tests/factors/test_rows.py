@@ -1,4 +1,5 @@
-"""Whose rows are whose: those of attention's sequences, and of experts; against autograd in float64."""
+"""Whose rows are whose: those of attention's sequences, and of experts; against autograd in
+float64."""
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ N, D = 4, 4
 
 def per_sequence(found: Factors, name: str, gradients: list[dict[str, Tensor]]) -> Tensor:
     """The mean of the squares of gradients of sequences in the eigenbasis."""
-    about, Q = found.layers[name], {side: found.eigenbasis(name, side).vectors[0][0].double() for side in "AG"}
+    about, Q = (
+        found.layers[name],
+        {side: found.eigenbasis(name, side).vectors[0][0].double() for side in "AG"},
+    )
     total = torch.zeros(len(Q["G"]), len(Q["A"]), dtype=torch.float64)
     for own in gradients:
         weight = own[about["weight"]]
@@ -40,7 +44,9 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("positions", [3, N], ids=["longer", "as many positions as sequences"])
 def test_rows_of_attention_are_those_of_their_sequences(positions, tmp_path):
     x = torch.randn(N, positions, D, generator=torch.Generator().manual_seed(3))
-    found = fit(Attends(), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path, progress=False)
+    found = fit(
+        Attends(), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path, progress=False
+    )
     own, gradients = Attends().double(), []
     for sequence in x.double():
         own.zero_grad()
@@ -66,7 +72,10 @@ def test_experts_of_a_stack_have_the_factors_of_their_own_rows(tmp_path):
         whole = state.pop(prefix + name)
         state |= {f"{prefix}{name}.{k}.weight": whole[k] for k in range(experts.count)}
     modules.load_state_dict(state)
-    made = [fit(own, batches(2), out=tmp_path / str(k), progress=False) for k, own in enumerate((stack, modules))]
+    made = [
+        fit(own, batches(2), out=tmp_path / str(k), progress=False)
+        for k, own in enumerate((stack, modules))
+    ]
     assert set(made[0]) == set(made[1])
     for name in made[0]:
         one, other = (found.factor(name, "G") for found in made)
@@ -88,7 +97,8 @@ def test_an_expert_that_no_token_takes_is_no_error(tmp_path):
 
 
 class Routed(nn.Module):
-    """Tokens go to an expert by the sign of their first entry; ``stacked``: of a stack, or a module each."""
+    """Tokens go to an expert by the sign of their first entry; ``stacked``: of a stack, or a module
+    each."""
 
     def __init__(self, stacked: bool) -> None:
         super().__init__()
@@ -120,11 +130,16 @@ class Routed(nn.Module):
 def test_factors_do_not_depend_on_how_the_data_is_cut_into_batches(stacked, tmp_path):
     """An expert's neither, to which in some batches no token comes."""
     generator = torch.Generator().manual_seed(0)
-    x, labels = torch.randn(6, 5, D, generator=generator), torch.randint(3, (6, 5), generator=generator)
+    x, labels = (
+        torch.randn(6, 5, D, generator=generator),
+        torch.randint(3, (6, 5), generator=generator),
+    )
     x[:4, :, 0].abs_()
     found = []
     for step in (6, 2, 1):
-        data = [{"x": x[at : at + step], "labels": labels[at : at + step]} for at in range(0, 6, step)]
+        data = [
+            {"x": x[at : at + step], "labels": labels[at : at + step]} for at in range(0, 6, step)
+        ]
         found.append(fit(Routed(stacked), data, out=tmp_path / str(step), progress=False))
     whole, terms = found[0], labels.numel()
     assert len(set(whole)) == 3
@@ -133,4 +148,9 @@ def test_factors_do_not_depend_on_how_the_data_is_cut_into_batches(stacked, tmp_
             assert cut.header["counts"][f"{name}/G"] == terms
             for side in "AG":
                 if f"{name}/{side}" in cut.header["counts"]:
-                    close(cut.factor(name, side), whole.factor(name, side), sums=60, dtype=torch.float32)
+                    close(
+                        cut.factor(name, side),
+                        whole.factor(name, side),
+                        sums=60,
+                        dtype=torch.float32,
+                    )

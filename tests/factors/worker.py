@@ -31,13 +31,19 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def config(stage: int, *, optimizer: bool, dtype: str = "fp32", offload: bool = False) -> dict:
-    zero: dict = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
+    zero: dict = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 1000,
+    }
     if offload:
         zero["offload_param" if not optimizer else "offload_optimizer"] = {"device": "cpu"}
     found = {
-        "train_micro_batch_size_per_gpu": 3, "zero_optimization": zero, "steps_per_print": 1 << 30,
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 30,
         "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+    }
     if optimizer:
         found["optimizer"] = OPTIMIZER
     if dtype != "fp32":
@@ -60,7 +66,8 @@ class Dies(list):
 
 
 def spoilt(at: int, rank: int, how: str):
-    """A loss that is no number in one batch of rank 1, no scalar, none of the layers', or raises."""
+    """A loss that is no number in one batch of rank 1, no scalar, none of the layers', or
+    raises."""
     calls = iter(range(1 << 30))
 
     def loss(own, batch):
@@ -69,16 +76,22 @@ def spoilt(at: int, rank: int, how: str):
             raise RuntimeError("no memory")
         if not bad:
             return value
-        return {"nan": value * float("nan"), "vector": value[None, None].expand(2, 1), "apart": value.detach()}[how]
+        return {
+            "nan": value * float("nan"),
+            "vector": value[None, None].expand(2, 1),
+            "apart": value.detach(),
+        }[how]
 
     return loss
 
 
 def main(payload: dict):
-    """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None.
+    """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model
+    where None.
 
     ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends.
-    ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that batch is one.
+    ``spoils``: how the loss of rank 1's second batch is wrong (:func:`spoilt`), or "number": that
+        batch is one.
     ``idle``: rank 0 has all batches.
     """
     init_deepspeed()
@@ -99,7 +112,9 @@ def main(payload: dict):
             if how == "number" and rank == 1:
                 data[1] = 1
             try:
-                fit(own, data, spoilt(1, rank, how), out=Path(payload["out"]) / name, progress=False)
+                fit(
+                    own, data, spoilt(1, rank, how), out=Path(payload["out"]) / name, progress=False
+                )
             except FactorsError as problem:
                 said[name] = str(problem)
             continue

@@ -1,8 +1,10 @@
-"""The oracle with the roundings of a GPU's default precision, and engines at that precision compared with it.
+"""The oracle with the roundings of a GPU's default precision, and engines at that precision
+compared with it.
 
-By default a GPU multiplies what preconditions a gradient in TF32, which rounds operands to 10 bits, and orthogonalizes
-in fp16. Statistics, decompositions, forward and backward stay as they were. So the reference is run again with its
-products so rounded, with its rows in several orders; the farthest of these runs says what rounding alone may do.
+By default a GPU multiplies what preconditions a gradient in TF32, which rounds operands to 10 bits,
+and orthogonalizes in fp16. Statistics, decompositions, forward and backward stay as they were. So
+the reference is run again with its products so rounded, with its rows in several orders; the
+farthest of these runs says what rounding alone may do.
 """
 
 import contextlib
@@ -39,7 +41,8 @@ def in_fp16(x: Tensor) -> Tensor:
 
 
 class Rounded(TorchDispatchMode):
-    """Products of matrices have rounded operands, and, in fp16, a rounded result. ``half``: now in fp16."""
+    """Products of matrices have rounded operands, and, in fp16, a rounded result. ``half``: now in
+    fp16."""
 
     half = False
 
@@ -104,7 +107,10 @@ def compare(cases) -> dict:
     precision = choose(None, torch.device(get_accelerator().current_device_name()))
     for name, accumulation in cases:
         mode = BY_NAME[name]
-        block = {**mode.kfac_block, "preconditioner": {**mode.kfac_block["preconditioner"], "precision": None}}
+        block = {
+            **mode.kfac_block,
+            "preconditioner": {**mode.kfac_block["preconditioner"], "precision": None},
+        }
         engine = runs.build(mode, accumulation, kfac=block)
         initial = runs.weights(engine)
         found = runs.expected(mode, accumulation, world, initial)

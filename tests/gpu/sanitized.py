@@ -1,4 +1,5 @@
-"""Small calls of every GPU op, to be run by compute-sanitizer: ``python -m tests.gpu.sanitized triton cuda``.
+"""Small calls of every GPU op, to be run by compute-sanitizer: ``python -m tests.gpu.sanitized
+triton cuda``.
 
 Results are compared on the CPU, so that on the GPU there are copies and the ops alone.
 """
@@ -31,7 +32,10 @@ def run(backend: str, device: str = "cuda") -> tuple[int, list[str]]:
             arguments = move(call.arguments, device)
             returned = function(*arguments, **move(call.options, device))
             count += 1
-            wrong += [f"{op}: {text}" for text in problems(call, move(returned, "cpu"), move(arguments, "cpu"))]
+            wrong += [
+                f"{op}: {text}"
+                for text in problems(call, move(returned, "cpu"), move(arguments, "cpu"))
+            ]
     return count, wrong
 
 

@@ -1,4 +1,5 @@
-"""Several ranks that share one device: gloo, with tensors of the device. NCCL refuses two ranks on one GPU.
+"""Several ranks that share one device: gloo, with tensors of the device. NCCL refuses two ranks on
+one GPU.
 
     results = run_together("tests.deepspeed.runs:compare", world=2, device="cuda", payload=[...])
 
@@ -20,7 +21,9 @@ from typing import Any
 from tests.ranks import ROOT, free_port
 
 
-def run_together(target: str, *, world: int, device: str, payload: Any = None, timeout: float = 400) -> list:
+def run_together(
+    target: str, *, world: int, device: str, payload: Any = None, timeout: float = 400
+) -> list:
     """Call ``target`` on ``world`` ranks of one device; returns its results by rank.
 
     Raises:
@@ -33,24 +36,39 @@ def run_together(target: str, *, world: int, device: str, payload: Any = None, t
         ranks = []
         for rank in range(world):
             environment = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": device,
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(world),
+                "LOCAL_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "DS_ACCELERATOR": device,
                 "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            }  # fmt: skip
-            ranks.append(subprocess.Popen([sys.executable, "-c", code, target, name], env=environment, cwd=ROOT))
+            }
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code, target, name], env=environment, cwd=ROOT
+                )
+            )
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
-                deadline = min(deadline, time.monotonic() + 2)  # a dead rank leaves the others waiting for ever
+                # a dead rank leaves the others waiting for ever
+                deadline = min(deadline, time.monotonic() + 2)
             time.sleep(0.05)
         for rank in ranks:
             rank.kill()
             rank.wait()
         results = [folder / f"result{rank}" for rank in range(world)]
         if not all(result.exists() for result in results):
-            logs = [f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank in range(world)
-                    if (log := folder / f"log{rank}").exists()]  # fmt: skip
-            raise AssertionError(f"{target} on {world} ranks of one {device} did not finish\n" + "\n".join(logs))
+            logs = [
+                f"--- rank {rank}\n{log.read_text()[-4000:]}"
+                for rank in range(world)
+                if (log := folder / f"log{rank}").exists()
+            ]
+            raise AssertionError(
+                f"{target} on {world} ranks of one {device} did not finish\n" + "\n".join(logs)
+            )
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
@@ -63,7 +81,9 @@ def work(target: str, name: str) -> None:
     try:
         start()
         module, function = target.split(":")
-        found = getattr(importlib.import_module(module), function)(pickle.loads((folder / "payload").read_bytes()))
+        found = getattr(importlib.import_module(module), function)(
+            pickle.loads((folder / "payload").read_bytes())
+        )
         (folder / f"partial{rank}").write_bytes(pickle.dumps(found))
         import torch.distributed as dist
 
@@ -78,7 +98,8 @@ def work(target: str, name: str) -> None:
 
 
 def start() -> None:
-    """gloo, products in fp32, and what gloo lacks by way of the CPU, before DeepSpeed looks for it."""
+    """gloo, products in fp32, and what gloo lacks by way of the CPU, before DeepSpeed looks for
+    it."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +119,8 @@ def start() -> None:
 
 
 def stage_what_fails(device: str, staged_all: bool = False) -> list[str]:
-    """Tries each collective on the device; those that raise, or are wrong, are replaced. Returns their names."""
+    """Tries each collective on the device; those that raise, or are wrong, are replaced. Returns
+    their names."""
     import torch
     import torch.distributed as dist
 
@@ -110,13 +132,18 @@ def stage_what_fails(device: str, staged_all: bool = False) -> list[str]:
     total = float(sum(range(1, world + 1)))
     ranks = torch.arange(1.0, world + 1)
 
-    def tried(call: Callable[..., Any], output: Any, expected: Any, *given: Any, **named: Any) -> bool:
+    def tried(
+        call: Callable[..., Any], output: Any, expected: Any, *given: Any, **named: Any
+    ) -> bool:
         try:
             call(*given, **named)
             got = torch.cat(output) if isinstance(output, list) else output
             return bool(torch.equal(got.cpu(), torch.as_tensor(expected).expand(got.shape)))
         except Exception as problem:
-            print(f"gloo on {device}: {call.__name__}: {type(problem).__name__}: {problem}"[:300], flush=True)
+            print(
+                f"gloo on {device}: {call.__name__}: {type(problem).__name__}: {problem}"[:300],
+                flush=True,
+            )
             return False
 
     x = of(3)
@@ -143,7 +170,8 @@ def stage_what_fails(device: str, staged_all: bool = False) -> list[str]:
 
 
 def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective on copies in the CPU's memory, which are copied back: it has ended when it returns."""
+    """The collective on copies in the CPU's memory, which are copied back: it has ended when it
+    returns."""
     import torch
 
     class Ended:
@@ -162,7 +190,10 @@ def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
                 return originals[-1][1]
             return [host(one) for one in value] if isinstance(value, list | tuple) else value
 
-        copies, options = [host(value) for value in given], {key: host(value) for key, value in named.items()}
+        copies, options = (
+            [host(value) for value in given],
+            {key: host(value) for key, value in named.items()},
+        )
         waits = not options.pop("async_op", False)
         collective(*copies, **options)
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Every engine mode at a GPU's default precision, TF32 and fp16, within a bound that follows from these roundings."""
+"""Every engine mode at a GPU's default precision, TF32 and fp16, within a bound that follows from
+these roundings."""
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ LARGEST = 0.5
 
 def test_tf32_is_fp32_with_10_bits_rounded_to_even():
     step = 2.0**-10
-    given = torch.tensor([1.0, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - 0.49 * step, float("inf"), 0.0])
+    given = torch.tensor(
+        [1.0, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - 0.49 * step, float("inf"), 0.0]
+    )
     expected = torch.tensor([1.0, 1.0, 1 + 2 * step, 1 + step, -1.0, float("inf"), 0.0])
     assert torch.equal(in_tf32(given), expected)
     assert in_tf32(torch.full((1,), float("nan"))).isnan().all()
@@ -59,7 +62,10 @@ def test_fp32_is_within_the_bound_and_the_bound_holds_something():
 def test_every_engine_mode_is_within_the_bound_of_the_default_precision():
     results = on_the_gpu(TARGET)
     for (name, accumulation), result in sorted(results.items()):
-        print(f"{name} accumulation {accumulation}: {result['difference']:.2e} of {result['bound']:.2e}, fp32's "
-              f"{result['fp32 bound']:.2e}, {result['precision']}")  # fmt: skip
+        print(
+            f"{name} accumulation {accumulation}: {result['difference']:.2e} of "
+            f"{result['bound']:.2e}, fp32's "
+            f"{result['fp32 bound']:.2e}, {result['precision']}"
+        )
     for case, result in results.items():
         check(case, result)

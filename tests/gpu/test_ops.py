@@ -1,4 +1,5 @@
-"""Every op of every backend against float64, on CPUs at small sizes and on GPUs at real ones too."""
+"""Every op of every backend against float64, on CPUs at small sizes and on GPUs at real ones
+too."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.ops.targets import (
     problems,
     refill,
     side_stream,
-)  # fmt: skip
+)
 
 SHARED = Sizes((515,), (385,), (385, 2, 1), ((385, 385),))
 """Large enough for several threads of a CPU to share."""
@@ -72,7 +73,9 @@ def test_nothing_waits_for_the_device(device, backend, op):
         assert not problems(call, returned, arguments)
 
 
-@pytest.mark.parametrize(("device", "backend", "op"), [p for p in pairs("torch", "triton", "cuda") if p.marks])
+@pytest.mark.parametrize(
+    ("device", "backend", "op"), [p for p in pairs("torch", "triton", "cuda") if p.marks]
+)
 def test_a_cuda_graph_replays_it(device, backend, op):
     function = implementations(backend)[op]
     for call in calls_of(op, device, SMALL):
@@ -91,7 +94,9 @@ def test_a_cuda_graph_replays_it(device, backend, op):
 
 @pytest.mark.gpu
 def test_every_shipped_syrk_configuration_is_right(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed: its configurations are not tried")
+    pytest.importorskip(
+        "triton", reason="triton is not installed: its configurations are not tried"
+    )
     from benchmarks.kernels.syrk_candidates import CANDIDATES
     from ds_kfac.ops.triton import syrk
     from ds_kfac.ops.triton.syrk import architecture, family
@@ -102,5 +107,7 @@ def test_every_shipped_syrk_configuration_is_right(monkeypatch):
             for variant in dict.fromkeys((config, config.plain())):
                 for split in (1, 3):
                     monkeypatch.setattr(syrk, "split_for", lambda *_, split=split: split)
-                    wrong += configured(syrk, variant, "cuda", dtype, ((1, 8), (300, 136), (2048, 2304)))
+                    wrong += configured(
+                        syrk, variant, "cuda", dtype, ((1, 8), (300, 136), (2048, 2304))
+                    )
     assert not wrong, "\n".join(wrong)

@@ -34,8 +34,15 @@ def test_sanitizer_finds_nothing(tool, backend):
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    first = subprocess.run(plain, timeout=300, **options)  # compiles, so that the tool does not look at that
+    options = {
+        "cwd": ROOT,
+        "env": environment,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    # compiles, so that the tool does not look at that
+    first = subprocess.run(plain, timeout=300, **options)
     assert first.returncode == 0, first.stdout[-4000:]
     command = [program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
     done = subprocess.run([*command, *plain], timeout=600, **options)
@@ -52,5 +59,7 @@ def test_the_script_calls_every_op_and_sees_its_faults(monkeypatch):
     assert count > 50 and not wrong
     from ds_kfac.ops.dispatch import BACKENDS, Backend
 
-    monkeypatch.setitem(BACKENDS, "broken", Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None}))
+    monkeypatch.setitem(
+        BACKENDS, "broken", Backend("cpu", lambda: {"adam_step_": lambda *_, **__: None})
+    )
     assert run("broken", "cpu")[1]

@@ -1,5 +1,5 @@
-"""Several ranks that share one GPU, by gloo with CUDA tensors, train like tests/oracle.py in one process: streams, what
-ranks exchange and ZeRO 0 to 3, on one device."""
+"""Several ranks that share one GPU, by gloo with CUDA tensors, train like tests/oracle.py in one
+process: streams, what ranks exchange and ZeRO 0 to 3, on one device."""
 
 import pytest
 
@@ -18,7 +18,9 @@ CASES = {
 def held(results: list[dict]) -> None:
     """Rank 0 has the reference; differences are printed."""
     for case, result in results[0].items():
-        print(f"{case[0]} accumulation {case[1]}: {result['difference']:.2e} of {result['bound']:.2e}")
+        print(
+            f"{case[0]} accumulation {case[1]}: {result['difference']:.2e} of {result['bound']:.2e}"
+        )
     for case, result in results[0].items():
         check(case, result)
 

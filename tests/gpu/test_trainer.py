@@ -1,5 +1,5 @@
-"""transformers' Trainer on one GPU in bf16 and fp16: it learns, and micro-batches of unequally many labels give the
-factors of the whole batch."""
+"""transformers' Trainer on one GPU in bf16 and fp16: it learns, and micro-batches of unequally many
+labels give the factors of the whole batch."""
 
 import pytest
 import torch

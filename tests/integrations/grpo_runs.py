@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer by its example: what K-FAC sees of a generation, that it trains, and where it goes on."""
+"""TRL's GRPOTrainer by its example: what K-FAC sees of a generation, that it trains, and where it
+goes on."""
 
 import contextlib
 import copy
@@ -27,7 +28,9 @@ def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int,
     for stage, lora in cases:
         out = Path(folder, f"{stage}{lora}")
         out.mkdir(exist_ok=True)
-        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), zero_optimization={"stage": stage})
+        config = tiny.ds_config(
+            Path(tiny.__file__).with_name("ds_config.json"), zero_optimization={"stage": stage}
+        )
         path = out / f"config{dist.get_rank()}.json"
         path.write_text(json.dumps(config | {"kfac": {"factor": {"update_interval": 1}}}))
         given = ("--out", str(out), "--deepspeed", str(path), *(["--lora"] if lora else []))
@@ -39,8 +42,8 @@ def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int,
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    """Of one run: rows that the masks of each step leave, beside the tokens of questions and answers, and what it ended
-    with."""
+    """Of one run: rows that the masks of each step leave, beside the tokens of questions and
+    answers, and what it ended with."""
     from trl import GRPOTrainer
 
     from examples.integrations import trl_grpo

@@ -1,5 +1,5 @@
-"""Train, resume, evaluate and log with a real package, by its example, at every ZeRO stage, in bf16 and offloaded; on
-two ranks."""
+"""Train, resume, evaluate and log with a real package, by its example, at every ZeRO stage, in bf16
+and offloaded; on two ranks."""
 
 import contextlib
 import hashlib
@@ -51,7 +51,9 @@ def digest(engine: Any) -> str:
     from tests.deepspeed.runs import weights
 
     whole = weights(engine)
-    return hashlib.sha256(b"".join(whole[name].cpu().numpy().tobytes() for name in sorted(whole))).hexdigest()
+    return hashlib.sha256(
+        b"".join(whole[name].cpu().numpy().tobytes() for name in sorted(whole))
+    ).hexdigest()
 
 
 def fresh() -> None:
@@ -106,7 +108,9 @@ def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
 def cells(straight: dict[str, Any], resumed: dict[str, Any]) -> dict[str, bool]:
     losses = [straight.get(key, math.nan) for key in ("loss", "first loss")]
     return {
-        "trains": straight["kfac steps"] == STEPS and straight["factor updates"] > 0 and losses[0] < losses[1],
+        "trains": straight["kfac steps"] == STEPS
+        and straight["factor updates"] > 0
+        and losses[0] < losses[1],
         "resumes": resumed["digest"] == straight["digest"]
         and (resumed["kfac steps"], resumed["steps here"]) == (STEPS, STEPS - STEPS // 2),
         "evaluates": math.isfinite(straight.get("eval_loss", math.nan)),
@@ -122,7 +126,8 @@ def checkpoint(folder: Path) -> Path:
 
 
 def worker(payload: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
-    """Mode -> what two runs found, the second one from the first one's checkpoint; and the cells."""
+    """Mode -> what two runs found, the second one from the first one's checkpoint; and the
+    cells."""
     import ds_kfac
     from ds_kfac.step import proving
     from examples.integrations import tiny

@@ -1,4 +1,5 @@
-"""K-FAC was asked for and no engine got it: said once, at the end, by rank 0; by the real launchers where they are."""
+"""K-FAC was asked for and no engine got it: said once, at the end, by rank 0; by the real launchers
+where they are."""
 
 import importlib.util
 import os
@@ -34,17 +35,27 @@ def said(folder: Path, code: str, *launcher: str, status: int = 0, **variables: 
     (folder / "sitecustomize.py").write_text((ROOT / "ds_kfac.pth").read_text())
     script = folder / "train.py"
     script.write_text(code)
-    kept = {key: value for key, value in os.environ.items() if key not in ("DS_KFAC", "RANK", "LOCAL_RANK")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("DS_KFAC", "RANK", "LOCAL_RANK")
+    }
     paths = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "DS_KFAC": "1"}
     command = [sys.executable, *launcher, str(script)]
-    run = subprocess.run(command, env=kept | paths | variables, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        command, env=kept | paths | variables, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == status, run.stderr
     return run.stderr
 
 
 def test_a_program_without_deepspeed_is_told_of(tmp_path):
     text = said(tmp_path, TRAINS)
-    assert text.count(ASKED) == 1 and "deepspeed was never imported" in text and "--use_deepspeed" in text
+    assert (
+        text.count(ASKED) == 1
+        and "deepspeed was never imported" in text
+        and "--use_deepspeed" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,18 +81,25 @@ def test_deepspeed_that_is_imported_and_not_used_is_told_of(tmp_path):
 SET = "import os; os.environ['DS_KFAC'] = '1'\n"
 
 
-@pytest.mark.parametrize("first, said_why", [
-    ("", "deepspeed was never imported"), ("import deepspeed\n", "when deepspeed had been imported already"),
-    ("import ds_kfac\n", "deepspeed.initialize was never called"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, said_why",
+    [
+        ("", "deepspeed was never imported"),
+        ("import deepspeed\n", "when deepspeed had been imported already"),
+        ("import ds_kfac\n", "deepspeed.initialize was never called"),
+    ],
+)
 def test_a_script_that_sets_the_variable_itself_is_told_of(first, said_why, tmp_path):
     text = said(tmp_path, first + SET + TRAINS, DS_KFAC="")
     assert text.count(ASKED) == 1 and said_why in text, text
 
 
 CONFIGS = {
-    "AdamW": {}, "KFACAdamW": {}, "AdamW, kfac": {"kfac": {}}, "AdamW, no kfac": {"kfac": {"enabled": False}},
-}  # fmt: skip
+    "AdamW": {},
+    "KFACAdamW": {},
+    "AdamW, kfac": {"kfac": {}},
+    "AdamW, no kfac": {"kfac": {"enabled": False}},
+}
 ENGINES = f"""
 import os, sys, deepspeed, torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -106,10 +124,14 @@ def test_an_engine_whose_config_does_not_name_it_is_told_of(tmp_path, monkeypatc
     for name in CONFIGS:
         text = (tmp_path / name).read_text()
         told = name == "AdamW"
-        assert (ASKED in text) == told and ("the DeepSpeed config names it nowhere" in text) == told, (name, text)
+        assert (ASKED in text) == told and (
+            "the DeepSpeed config names it nowhere" in text
+        ) == told, (name, text)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="needs ds_kfac[integrations]")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("accelerate"), reason="needs ds_kfac[integrations]"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerate_without_deepspeed_is_told_of_once(ranks, tmp_path):
     port = ["--main_process_port", str(free_port())] if ranks > 1 else []

@@ -1,4 +1,5 @@
-"""The plugin, by Axolotl's own plugin manager; where Axolotl is missing, by the two calls that it makes (0.19.0)."""
+"""The plugin, by Axolotl's own plugin manager; where Axolotl is missing, by the two calls that it
+makes (0.19.0)."""
 
 import importlib
 import sys

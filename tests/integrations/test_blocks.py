@@ -1,5 +1,5 @@
-"""The blocks that are known are those of transformers' code: without its values an attention's output is zero, without
-its gate that of a gated layer. A cut elsewhere would leave some of them."""
+"""The blocks that are known are those of transformers' code: without its values an attention's
+output is zero, without its gate that of a gated layer. A cut elsewhere would leave some of them."""
 
 import pytest
 import torch
@@ -44,7 +44,9 @@ def first(output):
 def run(model, holder, batch):
     """The largest output of a module."""
     seen = []
-    handle = holder.register_forward_hook(lambda module, inputs, output: seen.append(float(first(output).abs().max())))
+    handle = holder.register_forward_hook(
+        lambda module, inputs, output: seen.append(float(first(output).abs().max()))
+    )
     with torch.no_grad():
         model(**batch)
     handle.remove()
@@ -78,7 +80,11 @@ def test_the_blocks_of_known_models_are_those_of_their_code(name):
                 torch.nn.init.normal_(parameter, std=0.2)
     layers = scan(model, LayerChoice()).layers
     for end, block in CASES[name].items():
-        own = [layer for layer in layers if layer.weight.removesuffix(".weight").endswith("." + end) and layer.blocks]
+        own = [
+            layer
+            for layer in layers
+            if layer.weight.removesuffix(".weight").endswith("." + end) and layer.blocks
+        ]
         weight = own[0].weight
         holder = model.get_submodule(weight.removesuffix(".weight").rpartition(".")[0])
         assert run(model, holder, batch) > 0, (name, end)

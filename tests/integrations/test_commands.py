@@ -1,4 +1,5 @@
-"""``python -m ds_kfac``: what is misspelt or missing is said at once, and lines fit the terminal."""
+"""``python -m ds_kfac``: what is misspelt or missing is said at once, and lines fit the
+terminal."""
 
 import os
 import subprocess
@@ -27,27 +28,48 @@ def test_a_misspelt_command_is_told_the_nearest(capsys, word, told):
     assert told in capsys.readouterr().err
 
 
-def run(*arguments: str, folder, script: bool = False, **variables: str) -> tuple[subprocess.CompletedProcess, set]:
-    """The process, and which heavy packages it has imported. ``script``: as the console script does it."""
+def run(
+    *arguments: str, folder, script: bool = False, **variables: str
+) -> tuple[subprocess.CompletedProcess, set]:
+    """The process, and which heavy packages it has imported. ``script``: as the console script does
+    it."""
     start = ["-m", "ds_kfac"]
     if script:
-        (folder / "ds_kfac").write_text("import sys\nfrom ds_kfac.__main__ import main\nsys.exit(main())\n")
+        (folder / "ds_kfac").write_text(
+            "import sys\nfrom ds_kfac.__main__ import main\nsys.exit(main())\n"
+        )
         start = [str(folder / "ds_kfac")]
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-X", "importtime", *start, *arguments]
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=os.environ | paths | variables, capture_output=True, text=True,
-                          timeout=300, check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | paths | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     print(f"{arguments}: {time.perf_counter() - begin:.2f} s")
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    done.stderr = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    names = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
+    done.stderr = "\n".join(
+        line for line in done.stderr.splitlines() if not line.startswith("import time:")
+    )
     return done, names & set(HEAVY)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("check --config none.json --model os:getcwd", "--config none.json: no such file or folder"),
+        (
+            "check --config none.json --model os:getcwd",
+            "--config none.json: no such file or folder",
+        ),
         ("check --config a.json --model nowhere.models:make", "no module nowhere"),
         ("estimate --model hf:none --world 2", "--model hf:none: no such file"),
         ("factors --model hf:. --data none.txt --out x", "--data none.txt: no such file"),
@@ -60,28 +82,40 @@ def run(*arguments: str, folder, script: bool = False, **variables: str) -> tupl
 def test_what_is_missing_is_said_before_anything_is_imported(tmp_path, arguments, told, script):
     (tmp_path / "a.json").write_text("{}")
     done, heavy = run(*arguments.split(), folder=tmp_path, script=script, COLUMNS="400")
-    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     assert not heavy
 
 
-@pytest.mark.parametrize("arguments", [("run",), ("run", "--help"), ("run", "--num_gpus", "2", "-h")])
+@pytest.mark.parametrize(
+    "arguments", [("run",), ("run", "--help"), ("run", "--num_gpus", "2", "-h")]
+)
 def test_run_shows_its_own_help(tmp_path, arguments):
     done, heavy = run(*arguments, folder=tmp_path, script=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: ds_kfac run [deepspeed launcher arguments]")
+    assert done.returncode == 0 and done.stdout.startswith(
+        "usage: ds_kfac run [deepspeed launcher arguments]"
+    )
     assert not heavy
 
 
 def test_help_after_the_script_is_the_scripts():
     from ds_kfac.integrations.launcher import wants_help
 
-    assert not wants_help(["train.py", "--help"]) and wants_help(["--num_gpus", "1", "--help", "train.py"])
-    assert not wants_help(["--module", "package.train", "-h", "8"]) and wants_help(["--module", "-h"])
+    assert not wants_help(["train.py", "--help"]) and wants_help(
+        ["--num_gpus", "1", "--help", "train.py"]
+    )
+    assert not wants_help(["--module", "package.train", "-h", "8"]) and wants_help(
+        ["--module", "-h"]
+    )
     assert not wants_help(["--no_python", __file__.removesuffix(".py") + ".py", "--help"])
 
 
 def test_a_module_of_this_folder_is_found_by_the_script(tmp_path):
     """As ``python -m`` finds it."""
-    (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(8, 8))\n")
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(8, 8))\n"
+    )
     (tmp_path / "a.json").write_text('{"optimizer": {"type": "KFACAdamW"}}')
     arguments = "check", "--config", "a.json", "--model", "own:make"
     done, _ = run(*arguments, folder=tmp_path, script=True, COLUMNS="70")
@@ -112,8 +146,17 @@ def test_a_users_script_passes_mypy(tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "user.py", "wrong.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True,
-                          text=True, timeout=600, check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 2 and all(line.startswith("wrong.py") for line in errors), done.stdout + done.stderr
+    assert len(errors) == 2 and all(line.startswith("wrong.py") for line in errors), (
+        done.stdout + done.stderr
+    )
     assert 'argument "modl" for "initialize"' in errors[0] and '"initialise"' in errors[1]

@@ -1,4 +1,5 @@
-"""docs/models.md says what benchmarks/results/coverage has, that meets its goals, and some rows are counted again."""
+"""docs/models.md says what benchmarks/results/coverage has, that meets its goals, and some rows are
+counted again."""
 
 import json
 
@@ -10,9 +11,20 @@ from benchmarks.coverage.measure import STAGES, shares
 from benchmarks.coverage.report import CURVED, STEPPED, all_rows, report
 from tests.ranks import ROOT
 
-AGAIN = ("llama", "mixtral", "dbrx", "xlnet", "zamba", "clip", "bit", "moonshine_streaming", "luke", "yolos")
-"""Plain layers, stacks, experts in one matrix, einsum, layers of one weight, two towers, standardized weights,
-convolutions that pad, a bias that is only held, a table that is broadcast."""
+AGAIN = (
+    "llama",
+    "mixtral",
+    "dbrx",
+    "xlnet",
+    "zamba",
+    "clip",
+    "bit",
+    "moonshine_streaming",
+    "luke",
+    "yolos",
+)
+"""Plain layers, stacks, experts in one matrix, einsum, layers of one weight, two towers,
+standardized weights, convolutions that pad, a bias that is only held, a table that is broadcast."""
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +52,17 @@ def test_language_models_are_stepped_whole_and_with_curvature(rows):
         name: share
         for name, row in rows.items()
         if row["task"] == "causal" and "error" not in (share := row["shares"])
-        if share["stepped"] < STEPPED * share["matrices"] or share["curved"] < CURVED * share["matrices"]
+        if share["stepped"] < STEPPED * share["matrices"]
+        or share["curved"] < CURVED * share["matrices"]
     }
     assert not missed
 
 
 def test_nothing_crashes_and_no_layer_is_silent(rows):
     """Where there is a tiny model, and a batch that it takes."""
-    runs = {(name, stage): row["train"][str(stage)] for name, row in rows.items() for stage in STAGES}
+    runs = {
+        (name, stage): row["train"][str(stage)] for name, row in rows.items() for stage in STAGES
+    }
     taken = {key: run for key, run in runs.items() if run.get("where") not in ("build", "forward")}
     assert not {key: run["error"] for key, run in taken.items() if "error" in run}
     assert not {key: run["silent"] for key, run in taken.items() if run["silent"]}

@@ -29,7 +29,10 @@ def test_twelve_lines_and_an_answer(capsys, monkeypatch, tmp_path):
     assert len(lines) == 13 and all(line.split()[0] for line in lines)
     assert lines[0] == "ds_kfac doctor: this environment will work"
     text = "\n".join(lines)
-    assert all(name in text for name in ("Python 3.", "torch", "deepspeed", "ds_kfac", "numpy", "pydantic", "nvcc"))
+    assert all(
+        name in text
+        for name in ("Python 3.", "torch", "deepspeed", "ds_kfac", "numpy", "pydantic", "nvcc")
+    )
 
 
 def no_compiler(patch, folder):
@@ -61,25 +64,43 @@ def half_a_launcher(patch, folder):
 
 def no_startup(patch, folder):
     patch.setenv("DS_KFAC", "1")
-    patch.setattr(sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "Finder"])
+    patch.setattr(
+        sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "Finder"]
+    )
 
 
-@pytest.mark.parametrize("damage, name, remedy", [
-    (no_compiler, "compiler", "apt install g++"), (no_torch, "torch", "pip install 'torch>=2.8'"),
-    (lock, "cache", f"{OP}/lock"), (lock, "cache", "fused_adam/lock"), (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
-    (half_a_launcher, "launcher", "MASTER_PORT"), (no_startup, "switched on", "pip install ds_kfac"),
-])  # fmt: skip
-def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "damage, name, remedy",
+    [
+        (no_compiler, "compiler", "apt install g++"),
+        (no_torch, "torch", "pip install 'torch>=2.8'"),
+        (lock, "cache", f"{OP}/lock"),
+        (lock, "cache", "fused_adam/lock"),
+        (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
+        (half_a_launcher, "launcher", "MASTER_PORT"),
+        (no_startup, "switched on", "pip install ds_kfac"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(
+    damage, name, remedy, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for variable in ("RANK", "WORLD_SIZE", "DS_KFAC"):
         monkeypatch.delenv(variable, raising=False)
     damage(monkeypatch, tmp_path)
     lines = said(capsys, status=1)
     assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
-    assert [line for line in lines[1:] if " -> " in line and line.split("  ")[1] == name and remedy in line], lines
+    assert [
+        line
+        for line in lines[1:]
+        if " -> " in line and line.split("  ")[1] == name and remedy in line
+    ], lines
 
 
-HOLDS = "import filelock, sys\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+HOLDS = (
+    "import filelock, sys\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); "
+    "sys.stdin.read()"
+)
 
 
 def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(capsys, monkeypatch, tmp_path):
@@ -95,7 +116,9 @@ def test_a_lock_of_torch_2_14_counts_while_a_process_holds_it(capsys, monkeypatc
     (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
     assert line.endswith(", writable")
     command = [sys.executable, "-c", HOLDS, str(locks[1])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as build:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as build:
         assert build.stdout.readline() == "held\n"
         (line,) = (line for line in said(capsys) if line.split()[0] == "cache")
         build.stdin.close()
@@ -137,9 +160,15 @@ def test_what_is_needed_is_what_an_installation_asks_for():
     assert len(doctor.NEEDS) == 2 and all(f'"{need}"' in asked for need in doctor.NEEDS)
 
 
-@pytest.mark.parametrize("has, where", [
-    ("0.18.5", "inside"), ("0.20.1", "outside of"), ("0.19.8+cu121", "inside"), ("0.17.0", "inside"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "has, where",
+    [
+        ("0.18.5", "inside"),
+        ("0.20.1", "outside of"),
+        ("0.19.8+cu121", "inside"),
+        ("0.17.0", "inside"),
+    ],
+)
 def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: has)
     monkeypatch.setattr(doctor, "requires", lambda name: doctor.NEEDS)

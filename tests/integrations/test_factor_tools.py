@@ -1,4 +1,5 @@
-"""Factors where other tools read them: kronfluence computes influence from ours as from its own, PEFT starts LoRA."""
+"""Factors where other tools read them: kronfluence computes influence from ours as from its own,
+PEFT starts LoRA."""
 
 import copy
 import json
@@ -29,12 +30,17 @@ def gpt2() -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=2, tie_word_embeddings=False)
+    config = GPT2Config(
+        vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=2, tie_word_embeddings=False
+    )
     model = GPT2LMHeadModel(config)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             linear = nn.Linear(module.weight.shape[0], module.nf)
-            linear.weight.data, linear.bias.data = module.weight.data.T.contiguous(), module.bias.data
+            linear.weight.data, linear.bias.data = (
+                module.weight.data.T.contiguous(),
+                module.bias.data,
+            )
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, linear)
     for parameter in model.parameters():  # far from the initial symmetries
@@ -49,7 +55,9 @@ def documents() -> list[dict]:
 
 def loss_of(model: nn.Module, batch: dict, reduction: str) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction)
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction
+    )
 
 
 def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
@@ -68,7 +76,9 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
 
         def get_influence_tracked_modules(self):
             return [
-                name for name, module in gpt2().named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+                name
+                for name, module in gpt2().named_modules()
+                if isinstance(module, nn.Linear) and name != "lm_head"
             ]
 
     data, task = documents(), Language()
@@ -78,33 +88,56 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
     ]
     config = {"layers": {"exclude": ["lm_head"]}}
     ours = fit(
-        gpt2(), batches, partial(loss_of, reduction="sum"), reduction="sum", out=tmp_path / "ours", config=config,
+        gpt2(),
+        batches,
+        partial(loss_of, reduction="sum"),
+        reduction="sum",
+        out=tmp_path / "ours",
+        config=config,
         progress=False,
-    )  # fmt: skip
+    )
     assert convert(ours, "kronfluence", tmp_path / "job" / "theirs", name="ours") == {}
 
     analyzer = Analyzer(
-        "theirs", prepare_model(copy.deepcopy(gpt2()), task), task, cpu=True, output_dir=str(tmp_path / "job")
+        "theirs",
+        prepare_model(copy.deepcopy(gpt2()), task),
+        task,
+        cpu=True,
+        output_dir=str(tmp_path / "job"),
     )
     arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
     analyzer.fit_all_factors("own", data, per_device_batch_size=BATCH, factor_args=arguments)
     job = tmp_path / "job" / "theirs"
     own, written = job / "factors_own", job / "factors_ours"
     for kind in ("activation_covariance", "gradient_covariance"):
-        expected, found = load_file(own / f"{kind}.safetensors"), load_file(written / f"{kind}.safetensors")
+        expected, found = (
+            load_file(own / f"{kind}.safetensors"),
+            load_file(written / f"{kind}.safetensors"),
+        )
         assert set(expected) == set(found)
         for name in expected:
-            # of all rows, and of the products of two blocks in front of them; gradients pass a softmax and two norms
+            # of all rows, and of the products of two blocks in front of them; gradients pass a
+            # softmax and two norms
             close(found[name], expected[name], sums=DOCUMENTS * LENGTH + 500, condition=8)
     scores = {}
     for name in ("own", "ours"):
         analyzer.compute_pairwise_scores(
-            name, factors_name=name, query_dataset=data[:3], train_dataset=data, per_device_query_batch_size=3,
-            per_device_train_batch_size=BATCH, score_args=ScoreArguments(damping_factor=None),
-        )  # fmt: skip
+            name,
+            factors_name=name,
+            query_dataset=data[:3],
+            train_dataset=data,
+            per_device_query_batch_size=3,
+            per_device_train_batch_size=BATCH,
+            score_args=ScoreArguments(damping_factor=None),
+        )
         scores[name] = analyzer.load_pairwise_scores(name)["all_modules"]
     bound = 1e-3 * scores["own"].abs().max()
-    near(scores["ours"], scores["own"], bound, "eigenvectors of close eigenvalues turn into each other by rounding")
+    near(
+        scores["ours"],
+        scores["own"],
+        bound,
+        "eigenvectors of close eigenvalues turn into each other by rounding",
+    )
 
 
 def test_peft_starts_lora_from_ours(tmp_path):
@@ -112,13 +145,21 @@ def test_peft_starts_lora_from_ours(tmp_path):
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model, initialize_lora_eva_weights
 
-    batches = [{key: torch.stack([row[key] for row in documents()]) for key in ("input_ids", "labels")}]
+    batches = [
+        {key: torch.stack([row[key] for row in documents()]) for key in ("input_ids", "labels")}
+    ]
     found = fit(
-        gpt2(), batches, out=tmp_path / "made", config={"factor": {"fisher": "activations_only"}}, progress=False
+        gpt2(),
+        batches,
+        out=tmp_path / "made",
+        config={"factor": {"fisher": "activations_only"}},
+        progress=False,
     )
     convert(found, "eva", tmp_path / "eva", rank=4, rho=2)
     state = load_file(tmp_path / "eva")
-    targets = sorted({name.split(".")[-1] for name in Factors.load(tmp_path / "made") if name != "lm_head"})
+    targets = sorted(
+        {name.split(".")[-1] for name in Factors.load(tmp_path / "made") if name != "lm_head"}
+    )
     model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=targets, init_lora_weights="eva"))
     initialize_lora_eva_weights(model, eva_state_dict=dict(state))
     ranks = set()
@@ -140,9 +181,14 @@ def saved(folder: Path) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -163,12 +209,34 @@ def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
         ("dataset", "dataset", []),
         ("stage 3", "texts.jsonl", ["--config", str(tmp_path / "ds.json")]),
     ]:
-        launcher = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"] if more else ["-m"]
+        launcher = (
+            ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"]
+            if more
+            else ["-m"]
+        )
         command = [
-            sys.executable, *launcher, "ds_kfac", "factors", "--model", f"hf:{folder}", "--data", str(tmp_path / data),
-            "--out", str(tmp_path / name), "--length", "16", "--batch", "4", *more,
-        ]  # fmt: skip
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            sys.executable,
+            *launcher,
+            "ds_kfac",
+            "factors",
+            "--model",
+            f"hf:{folder}",
+            "--data",
+            str(tmp_path / data),
+            "--out",
+            str(tmp_path / name),
+            "--length",
+            "16",
+            "--batch",
+            "4",
+            *more,
+        ]
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "model.layers.1.mlp.down_proj" in ran.stdout
@@ -178,4 +246,6 @@ def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
         for side in "AG":
             exact(found["dataset"].factor(name, side), whole.factor(name, side))
             # batches of other sizes, in another order
-            close(found["stage 3"].factor(name, side), whole.factor(name, side), sums=800, condition=8)
+            close(
+                found["stage 3"].factor(name, side), whole.factor(name, side), sums=800, condition=8
+            )

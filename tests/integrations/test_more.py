@@ -1,6 +1,8 @@
-"""LLaMA-Factory and ms-swift from their own command lines: SFT and DPO at ZeRO-2 on two CPU ranks, resumed.
+"""LLaMA-Factory and ms-swift from their own command lines: SFT and DPO at ZeRO-2 on two CPU ranks,
+resumed.
 
-Each is in an environment of its own (`make integrations-more`), as they want other versions of what they share.
+Each is in an environment of its own (`make integrations-more`), as they want other versions of what
+they share.
 """
 
 import importlib.util
@@ -20,9 +22,12 @@ pytestmark = pytest.mark.distributed
 HERE = Path(sys.executable).parent
 PARAMS = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
 CONFIG = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-    "zero_optimization": {"stage": 2}, "kfac": {"factor": {"update_interval": 2}, "burn_in": {"steps": 0}},
-}  # fmt: skip
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2},
+    "kfac": {"factor": {"update_interval": 2}, "burn_in": {"steps": 0}},
+}
 # DeepSpeed's op for CPU ranks is compiled for minutes, and in 0.18.9 gloo gathers lists alone
 # (docs/notes/versions.md); the line of ds_kfac.pth, as an installation would have it
 SITE = """
@@ -56,59 +61,120 @@ def folder(tmp_path_factory) -> Path:
     factory = [{**dict(zip(keys, row, strict=True)), "output": row[1], "input": ""} for row in rows]
     (made / "sums.json").write_text(json.dumps(factory))
     pairs = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
-    sets = {"sft": {"file_name": "sums.json"}, "dpo": {"file_name": "sums.json", "ranking": True, "columns": pairs}}
+    sets = {
+        "sft": {"file_name": "sums.json"},
+        "dpo": {"file_name": "sums.json", "ranking": True, "columns": pairs},
+    }
     (made / "dataset_info.json").write_text(json.dumps(sets))
     chats = [
-        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}], "rejected_response": c}
+        {
+            "messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}],
+            "rejected_response": c,
+        }
         for a, b, c in rows
     ]
     (made / "sums.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    (made / "ds.json").write_text(json.dumps(CONFIG | {"optimizer": {"type": "KFACAdamW", "params": PARAMS}}))
+    (made / "ds.json").write_text(
+        json.dumps(CONFIG | {"optimizer": {"type": "KFACAdamW", "params": PARAMS}})
+    )
     (made / "ds_without_optimizer.json").write_text(json.dumps(CONFIG))
     (made / "kfac.py").write_text("import ds_kfac.integrations.swift\n")
     (made / "sitecustomize.py").write_text(SITE.format(pth=(ROOT / "ds_kfac.pth").read_text()))
-    if not importlib.util.find_spec("torchaudio"):  # LLaMA-Factory imports it, and uses it for sounds only
+    # LLaMA-Factory imports it, and uses it for sounds only
+    if not importlib.util.find_spec("torchaudio"):
         (made / "torchaudio.py").touch()
     return made
 
 
 def losses(folder: Path, *command: str, **variables: str) -> list[float]:
     """Of each step that a run logged; it has logged K-FAC's numbers, too."""
-    paths = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PATH": f"{HERE}{os.pathsep}{os.environ['PATH']}"}
-    given = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1", "USE_HF": "1"}
-    run = subprocess.run(command, env=os.environ | paths | given | variables, cwd=folder, capture_output=True,
-                         text=True, timeout=900, check=False)  # fmt: skip
+    paths = {
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "PATH": f"{HERE}{os.pathsep}{os.environ['PATH']}",
+    }
+    given = {
+        "NPROC_PER_NODE": "2",
+        "MASTER_PORT": str(free_port()),
+        "HF_HUB_OFFLINE": "1",
+        "USE_HF": "1",
+    }
+    run = subprocess.run(
+        command,
+        env=os.environ | paths | given | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
     text = run.stdout + run.stderr
     assert "ds_kfac steps 100% of the trained matrix parameters" in text
     lines = re.findall(r"\{'loss': .*?\}", text)
-    assert lines and all("kfac/eigenvalue_spread" in line and "kfac/step_to_weight" in line for line in lines)
+    assert lines and all(
+        "kfac/eigenvalue_spread" in line and "kfac/step_to_weight" in line for line in lines
+    )
     return [float(re.findall(r"'loss': '?([\d.]+)", line)[0]) for line in lines]
 
 
 def factory(folder: Path, stage: str, out: str, **more: str) -> list[float]:
     options = {
-        "stage": stage, "do_train": True, "model_name_or_path": "model", "finetuning_type": "full", "dataset": stage,
-        "template": "default", "dataset_dir": str(folder), "cutoff_len": 64, "output_dir": out, "max_steps": 6,
-        "save_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-        "learning_rate": 2e-3 if stage == "sft" else 2e-4, "deepspeed": "ds.json", "use_cpu": True, "bf16": False,
-        "report_to": "none", "preprocessing_num_workers": 1, **more,
-    }  # fmt: skip
-    (folder / f"{out}.yaml").write_text(json.dumps(options))  # of a .json it takes the path for a file
+        "stage": stage,
+        "do_train": True,
+        "model_name_or_path": "model",
+        "finetuning_type": "full",
+        "dataset": stage,
+        "template": "default",
+        "dataset_dir": str(folder),
+        "cutoff_len": 64,
+        "output_dir": out,
+        "max_steps": 6,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 2e-3 if stage == "sft" else 2e-4,
+        "deepspeed": "ds.json",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "preprocessing_num_workers": 1,
+        **more,
+    }
+    # of a .json it takes the path for a file
+    (folder / f"{out}.yaml").write_text(json.dumps(options))
     command = [str(HERE / "llamafactory-cli"), "train", f"{out}.yaml"]
     return losses(folder, *command, DS_KFAC="1", FORCE_TORCHRUN="1")
 
 
 def swift(folder: Path, stage: str, out: str, **more: str) -> list[float]:
     options = {
-        "model": "model", "model_type": "llama", "template": "dummy", "dataset": "sums.jsonl", "tuner_type": "full",
-        "torch_dtype": "float32", "output_dir": out, "add_version": "false", "max_steps": "6", "save_steps": "3",
-        "logging_steps": "1", "per_device_train_batch_size": "4", "gradient_accumulation_steps": "2",
-        "learning_rate": "2e-3" if stage == "sft" else "2e-4", "deepspeed": "ds_without_optimizer.json",
-        "external_plugins": "kfac.py", "optimizer": "kfac_adamw", "use_cpu": "true", "fp16": "false", "bf16": "false",
+        "model": "model",
+        "model_type": "llama",
+        "template": "dummy",
+        "dataset": "sums.jsonl",
+        "tuner_type": "full",
+        "torch_dtype": "float32",
+        "output_dir": out,
+        "add_version": "false",
+        "max_steps": "6",
+        "save_steps": "3",
+        "logging_steps": "1",
+        "per_device_train_batch_size": "4",
+        "gradient_accumulation_steps": "2",
+        "learning_rate": "2e-3" if stage == "sft" else "2e-4",
+        "deepspeed": "ds_without_optimizer.json",
+        "external_plugins": "kfac.py",
+        "optimizer": "kfac_adamw",
+        "use_cpu": "true",
+        "fp16": "false",
+        "bf16": "false",
         "max_length": "64",
-        "report_to": "none", "split_dataset_ratio": "0", **({} if stage == "sft" else {"rlhf_type": stage}), **more,
-    }  # fmt: skip
+        "report_to": "none",
+        "split_dataset_ratio": "0",
+        **({} if stage == "sft" else {"rlhf_type": stage}),
+        **more,
+    }
     arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
     return losses(folder, str(HERE / "swift"), "sft" if stage == "sft" else "rlhf", *arguments)
 
@@ -127,6 +193,9 @@ def test_the_command_line_trains(tool, stage, folder):
     assert len(found) == 6 and found[-1] < found[0], found
     if stage == "sft":
         again = TOOLS[tool](
-            folder, stage, f"{tool}_again", resume_from_checkpoint=f"{tool}_{stage}/checkpoint-{len(found) // 2}"
+            folder,
+            stage,
+            f"{tool}_again",
+            resume_from_checkpoint=f"{tool}_{stage}/checkpoint-{len(found) // 2}",
         )
         assert again == found[len(found) // 2 :], "resumed, to the last digit that is logged"

@@ -1,5 +1,5 @@
-"""OpenRLHF by its interface as read in 0.11.2: the config and the call of deepspeed.initialize that its strategy makes,
-with one word of it changed; the package needs a GPU to be imported."""
+"""OpenRLHF by its interface as read in 0.11.2: the config and the call of deepspeed.initialize that
+its strategy makes, with one word of it changed; the package needs a GPU to be imported."""
 
 import pytest
 
@@ -11,10 +11,18 @@ STEPS = 12
 
 def config_of(stage: int) -> dict:
     """Of get_train_ds_config, in fp32; the optimizer is KFACAdamW in place of AdamW."""
-    autos = "sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance", "reduce_bucket_size"
+    autos = (
+        "sub_group_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "reduce_bucket_size",
+    )
     autos += "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"
     zero = {"stage": stage, "zero_hpz_partition_size": 1, **dict.fromkeys(autos, "auto")}
-    zero |= {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    zero |= {
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+    }
     zero |= {"zero_quantized_weights": False, "zero_quantized_gradients": False}
     if stage == 3:
         zero["reduce_scatter"] = True
@@ -31,7 +39,10 @@ def config_of(stage: int) -> dict:
         "checkpoint": {"load_universal": False},
         "compile": {"deepcompile": False},
         "tensor_parallel": {"autotp_size": 1},
-        "optimizer": {"type": "KFACAdamW", "params": {**params, "adam_lr": 1e-3, "torch_adam": True}},
+        "optimizer": {
+            "type": "KFACAdamW",
+            "params": {**params, "adam_lr": 1e-3, "torch_adam": True},
+        },
         "train_micro_batch_size_per_gpu": 4,
         "train_batch_size": 8,
     }
@@ -54,12 +65,20 @@ def worker(stage: int) -> tuple[float, float, int, list[float], int]:
     ds_kfac.enable()
     torch.manual_seed(0)
     model = Causal(GPTConfig(width=16, blocks=1, heads=2, context=8))
-    groups = [{"params": [p for p in model.parameters() if (p.ndim < 2) == vector]} for vector in (False, True)]
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim < 2) == vector]}
+        for vector in (False, True)
+    ]
     cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=None, model_parameters=groups, lr_scheduler=cosine, config=config_of(stage),
-        args={"local_rank": -1}, dist_init_required=True,
-    )  # fmt: skip
+        model=model,
+        optimizer=None,
+        model_parameters=groups,
+        lr_scheduler=cosine,
+        config=config_of(stage),
+        args={"local_rank": -1},
+        dist_init_required=True,
+    )
     tokens = torch.arange(4 * 8).view(4, 8) % 5
     mask = torch.ones(4, 8, dtype=torch.long)
     mask[0, 5:] = 0

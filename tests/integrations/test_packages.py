@@ -1,4 +1,5 @@
-"""The five examples with the real packages: every cell of the table in docs/frameworks.md is one of these runs."""
+"""The five examples with the real packages: every cell of the table in docs/frameworks.md is one of
+these runs."""
 
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -31,12 +32,19 @@ def test_examples_are_short():
 
 def test_the_table_in_the_docs_claims_what_is_tested():
     text = (ROOT / "docs/frameworks.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 8]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.count("|") == 8
+    ]
     modes = ", ".join(MODES)
     assert rows[0][3:] == list(CELLS) and len(rows) == 2 + len(EXAMPLES)
     for row in rows[2:]:
         packages = [package.split()[0] for package in row[1].split(", ")]
-        assert packages == list(EXAMPLES[row[0]][1]) and row[2:] == [modes, *["yes"] * len(CELLS)], row
+        assert packages == list(EXAMPLES[row[0]][1]) and row[2:] == [
+            modes,
+            *["yes"] * len(CELLS),
+        ], row
 
 
 @pytest.mark.parametrize("name", ["transformers", "accelerate", "trl", "lightning"])
@@ -47,5 +55,9 @@ def test_the_docs_say_which_deepspeed_a_package_asks_for(name):
         pytest.skip(f"{name} is not installed: pip install ds_kfac[integrations]")
     (asked,) = {str(need.specifier) or "any" for need in needs if need.name == "deepspeed"}
     lines = (ROOT / "docs/notes/versions.md").read_text().splitlines()
-    (said,) = {line.split("|")[2].strip() for line in lines if line.startswith(f"| {name} ") and line.count("|") == 4}
+    (said,) = {
+        line.split("|")[2].strip()
+        for line in lines
+        if line.startswith(f"| {name} ") and line.count("|") == 4
+    }
     assert said == asked

@@ -13,7 +13,11 @@ from tests.close import close
 def write_logs(folder, tensorboard: bool) -> None:
     csv = folder / "job"
     csv.mkdir()
-    for name in ("Train_Samples_train_loss", "Train_KFAC_refreshes", "Train_KFAC_sent_bytes_factors"):
+    for name in (
+        "Train_Samples_train_loss",
+        "Train_KFAC_refreshes",
+        "Train_KFAC_sent_bytes_factors",
+    ):
         head = name.rsplit("_", 1)[1]
         later = 2.0 if head == "loss" else 5.0
         (csv / f"{name}.csv").write_text(f"step,{head}\n4,2.5\nstep,{head}\n8,{later}\n")
@@ -34,10 +38,14 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
     found = plot.read(tmp_path)
     assert found["Train_Samples_train_loss"] == [(4, 2.5), (8, 2.0)]
     assert found["loss"] == [(1, 3.0), (2, 2.0)]
-    assert found["train_loss"] == [(3, 1.5)], "named as in csv, so that a run's two logs are one line"
+    assert found["train_loss"] == [(3, 1.5)], (
+        "named as in csv, so that a run's two logs are one line"
+    )
     assert main(["plot", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert said.count("wrote") == 1 and "no seconds in these logs" in said and "timings = True" in said
+    assert (
+        said.count("wrote") == 1 and "no seconds in these logs" in said and "timings = True" in said
+    )
     assert "no failures in these logs" in said and "no step to weight in these logs" in said
     image = (tmp_path / "kfac.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
@@ -65,9 +73,17 @@ def test_a_frameworks_logs_count_from_where_a_run_went_on():
 
 
 def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
-    """capture is inside of forward and backward, all else of the optimizer's step; the first step does not count."""
-    found = {f"{name} (DeepSpeed's)": [(1, 99.0), (2, seconds), (3, seconds)] for name, seconds in
-             {"forward": 1.0, "backward": 2.0, "step": 1.0, "backward_inner": 1.9}.items()}  # fmt: skip
+    """capture is inside of forward and backward, all else of the optimizer's step; the first step
+    does not count."""
+    found = {
+        f"{name} (DeepSpeed's)": [(1, 99.0), (2, seconds), (3, seconds)]
+        for name, seconds in {
+            "forward": 1.0,
+            "backward": 2.0,
+            "step": 1.0,
+            "backward_inner": 1.9,
+        }.items()
+    }
     found["forward (DeepSpeed's)"] += [(4, 50.0), (5, 1.0)]  # with an evaluation in it
     stages = {"capture": 0.5, "reduce": 0.1, "refresh": 0.2, "relayout": 0.1, "precondition": 0.1}
     found |= {name: [(1, 99.0), (2, 0.0), (3, 2 * seconds)] for name, seconds in stages.items()}
@@ -75,7 +91,9 @@ def test_kfacs_share_of_a_step_is_that_of_its_stages_in_deepspeeds_times():
     close(parts, {"forward and backward": 2.5, "optimizer": 0.5, **stages}, sums=10)
     close(share, sum(stages.values()) / 4, sums=10)
     close(sum(parts.values()), 4.0, sums=10)
-    assert plot.parts_of_step({name: found[name] for name in stages})[1] is None, "of what is not known"
+    assert plot.parts_of_step({name: found[name] for name in stages})[1] is None, (
+        "of what is not known"
+    )
     assert plot.STAGES == STAGES
 
 
@@ -87,7 +105,12 @@ def titles(panels: dict, folder) -> list[str]:
 
 
 def test_the_pages_titles_say_what_was_found(tmp_path):
-    parts = {"forward (DeepSpeed's)": 1.0, "backward (DeepSpeed's)": 2.0, "step (DeepSpeed's)": 1.0, "refresh": 0.5}
+    parts = {
+        "forward (DeepSpeed's)": 1.0,
+        "backward (DeepSpeed's)": 2.0,
+        "step (DeepSpeed's)": 1.0,
+        "refresh": 0.5,
+    }
     failures = {"refresh_failures": [(1, 0.0), (2, 3.0)], "empty_updates": [(1, 0.0), (2, 0.0)]}
     steps = {"step_to_weight": [(1, 0.2), (2, 0.1)]}
     panels = {
@@ -97,9 +120,11 @@ def test_the_pages_titles_say_what_was_found(tmp_path):
     }
     panels["seconds"] = {name: [(1, 9.0), (2, seconds)] for name, seconds in parts.items()}
     assert titles(panels, tmp_path) == [
-        "at the end: loss 2", "K-FAC takes 12% of a step", "at the end: step_to_weight 0.1",
+        "at the end: loss 2",
+        "K-FAC takes 12% of a step",
+        "at the end: step_to_weight 0.1",
         "failures: refresh_failures 3; always 0: 1 others",
-    ]  # fmt: skip
+    ]
     del failures["refresh_failures"]
     assert titles({"failures": failures}, tmp_path) == [
         "no loss",
@@ -113,21 +138,39 @@ def test_the_pages_titles_say_what_was_found(tmp_path):
 def test_a_trainers_state_is_taken_by_its_path(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     state = tmp_path / name
-    state.write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]}))
+    state.write_text(
+        json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]})
+    )
     assert main(["plot", str(state), "--out", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "kfac.png").exists()
 
 
 NO_LIST = 'trainer_state.json: its "log_history" is no list'
-STATES = ("", '{"log', "[]", "3", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}', "\x00")
+STATES = (
+    "",
+    '{"log',
+    "[]",
+    "3",
+    "{}",
+    '{"log_history": null}',
+    '{"log_history": [{"loss": 1.0}]}',
+    "\x00",
+)
 
 
-@pytest.mark.parametrize(("file", "content", "told"), [
-    ("loss.csv", b"step,loss\n4,2.5\n5,\n", "loss.csv, line 3: got ['5', '']; must be two numbers"),
-    ("loss.csv", b"\xff\xfe", "loss.csv: 'utf-8' codec can't decode"),
-    *(("trainer_state.json", state.encode(), NO_LIST) for state in STATES),
-    ("log.txt", b"", "csv_monitor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        (
+            "loss.csv",
+            b"step,loss\n4,2.5\n5,\n",
+            "loss.csv, line 3: got ['5', '']; must be two numbers",
+        ),
+        ("loss.csv", b"\xff\xfe", "loss.csv: 'utf-8' codec can't decode"),
+        *(("trainer_state.json", state.encode(), NO_LIST) for state in STATES),
+        ("log.txt", b"", "csv_monitor"),
+    ],
+)
 def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
     (tmp_path / file).write_bytes(content)
     assert main(["plot", str(tmp_path)]) == 1
@@ -137,4 +180,7 @@ def test_what_is_no_log_is_named(file, content, told, tmp_path, capsys):
 def test_a_file_of_another_kind_is_named(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("")
     assert main(["plot", str(tmp_path / "log.txt")]) == 1
-    assert "log.txt: not a trainer_state.json, .csv or events.out.tfevents file" in capsys.readouterr().err
+    assert (
+        "log.txt: not a trainer_state.json, .csv or events.out.tfevents file"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""TRL multiplies by the head's weight in an autograd.Function of its own: no hook sees rows there, and that is said."""
+"""TRL multiplies by the head's weight in an autograd.Function of its own: no hook sees rows there,
+and that is said."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""What tests/integrations/test_trl.py runs on a rank: TRL's trainers of a whole model, whose head is a function's."""
+"""What tests/integrations/test_trl.py runs on a rank: TRL's trainers of a whole model, whose head
+is a function's."""
 
 import contextlib
 import io
@@ -12,7 +13,11 @@ from examples.integrations import tiny
 from examples.integrations.trl_dpo import pairs
 from tests.integrations.runs import fresh
 
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+KFAC = {
+    "factor": {"update_interval": 1},
+    "eigenbasis": {"refresh_interval": 1},
+    "burn_in": {"steps": 0},
+}
 
 
 def head_worker(payload: tuple[str, str, str]) -> dict[str, Any]:
@@ -29,10 +34,20 @@ def head_worker(payload: tuple[str, str, str]) -> dict[str, Any]:
         "DPO": (DPOTrainer, DPOConfig, {"train_dataset": pairs(), "ref_model": tiny.model()}),
     }[trainer]
     given = arguments(
-        output_dir=folder, deepspeed=config, max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-3, adam_epsilon=1e-8, bf16=False, gradient_checkpointing=False, report_to="none",
-        save_strategy="no", disable_tqdm=True, use_cpu=tiny.ON_CPU,
-    )  # fmt: skip
+        output_dir=folder,
+        deepspeed=config,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        adam_epsilon=1e-8,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=tiny.ON_CPU,
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         made = kind(model=tiny.model(), args=given, processing_class=tiny.tokenizer(), **data)
         made.train()

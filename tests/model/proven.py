@@ -1,4 +1,5 @@
-"""Whether captured rows make up the layers' gradients, without an engine: the proof of ds_kfac/model/proof.py alone."""
+"""Whether captured rows make up the layers' gradients, without an engine: the proof of
+ds_kfac/model/proof.py alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,11 +26,12 @@ def proven(
     read_mask: ReadMask | None = None,
     stride: int = 1,
 ) -> Mapping[str, RowCheck]:
-    """Layer name -> whether its captured rows make up its gradient, see :mod:`ds_kfac.model.proof`. The gradient is of
-    the batches' summed losses; parameters have it in ``.grad`` afterwards.
+    """Layer name -> whether its captured rows make up its gradient, see :mod:`ds_kfac.model.proof`.
+    The gradient is of the batches' summed losses; parameters have it in ``.grad`` afterwards.
 
     Args:
-        loss: (model, batch) -> scalar loss; None: the model returns it, called with the batch as its arguments.
+        loss: (model, batch) -> scalar loss; None: the model returns it, called with the batch as
+            its arguments.
     """
     parameters = dict(model.named_parameters())
     device = next(model.parameters()).device
@@ -48,11 +50,15 @@ def proven(
         numbers = proof.numbers()
     finally:
         capture.remove()
-    eps = torch.tensor([eps_of(parameters[layer.weight].dtype) for layer in proof.layers], device=device)
+    eps = torch.tensor(
+        [eps_of(parameters[layer.weight].dtype) for layer in proof.layers], device=device
+    )
     gradients = {layer.name: matrix_of(layer, parameters) for layer in proof.layers}
     ratios = proof.ratios(numbers, gradients, divisor=1, world=1, eps=eps.double(), floor=0)
     names = [layer.name for layer in proof.layers]
-    return dict(zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True))
+    return dict(
+        zip(names, row_checks(numbers, ratios, [capture.used(name) for name in names]), strict=True)
+    )
 
 
 def called(model: nn.Module, batch: Any) -> Tensor:

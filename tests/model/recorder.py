@@ -21,7 +21,8 @@ LINEAR = LayerChoice(types=("Linear", "Conv1D"))
 
 
 class Factors(NamedTuple):
-    """Factors of one step: packed, None where the layer has no row; numbers of rows of A, and the sum of R_p."""
+    """Factors of one step: packed, None where the layer has no row; numbers of rows of A, and the
+    sum of R_p."""
 
     A: Tensor | None
     G: Tensor | None
@@ -83,7 +84,11 @@ class Recorder:
             if A is None or not A.counts[ROWS] > 0:
                 continue
             has_G = G is not None and G.counts[ROWS] > 0
-            scale_A = A.counts[PASSES] if key_of(layer.name, "A") in capture.of_gradients else 1 / A.counts[ROWS]
+            scale_A = (
+                A.counts[PASSES]
+                if key_of(layer.name, "A") in capture.of_gradients
+                else 1 / A.counts[ROWS]
+            )
             found[layer.name] = Factors(
                 A.sum_P * scale_A,
                 G.sum_P * G.counts[PASSES] if has_G else None,
@@ -112,13 +117,17 @@ class SeenCall:
 
 
 class Truth:
-    """Every input and output gradient of a step, kept by plain hooks; and the factors by a loop over rows in float64.
+    """Every input and output gradient of a step, kept by plain hooks; and the factors by a loop
+    over rows in float64.
 
     Args:
-        masks: leading dimensions of a call -> which of its rows are no padding. The test writes it out for each shape.
+        masks: leading dimensions of a call -> which of its rows are no padding. The test writes it
+            out for each shape.
     """
 
-    def __init__(self, model: nn.Module, masks: Mapping[tuple[int, ...], Tensor] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, masks: Mapping[tuple[int, ...], Tensor] | None = None
+    ) -> None:
         self.model = model
         self.masks = masks or {}
         self.calls: list[SeenCall] = []
@@ -141,7 +150,8 @@ class Truth:
             x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         call = SeenCall(name, x, self.masks.get(tuple(x.shape[:-1])), self._forward)
         self.calls.append(call)
-        probe = torch.zeros_like(output, requires_grad=True)  # output + 0: its gradient is the output's
+        # output + 0: its gradient is the output's
+        probe = torch.zeros_like(output, requires_grad=True)
         probe.register_hook(lambda gradient: self._arrived.append((call, gradient.double())))
         return output + probe
 
@@ -171,7 +181,9 @@ class Truth:
                     for g in of_G:
                         G += len(self.passes) * number * torch.outer(g, g)
             if rows:
-                found[layer.name] = Factors(symmetric_pack(A / rows), symmetric_pack(G), float(rows), float(sum(terms)))
+                found[layer.name] = Factors(
+                    symmetric_pack(A / rows), symmetric_pack(G), float(rows), float(sum(terms))
+                )
         return found
 
     def _rows_of_nearest(self, arrived: list[tuple[SeenCall, Tensor]], sharing: str) -> int:
@@ -182,10 +194,18 @@ class Truth:
         for call in self.calls:
             if call.layer == nearest and call.forward in forwards:
                 gradients = [gradient for each, gradient in arrived if each is call]
-                counts = torch.ones(call.x.shape[:-1], dtype=torch.bool) if call.mask is None else call.mask
+                counts = (
+                    torch.ones(call.x.shape[:-1], dtype=torch.bool)
+                    if call.mask is None
+                    else call.mask
+                )
                 for gradient in gradients:
                     counts = counts | (gradient != 0).any(dim=-1)
-                total += int(counts.sum() if sharing == "expand" else counts.reshape(len(counts), -1).any(dim=1).sum())
+                total += int(
+                    counts.sum()
+                    if sharing == "expand"
+                    else counts.reshape(len(counts), -1).any(dim=1).sum()
+                )
         return total
 
 
@@ -214,7 +234,8 @@ def compared(
     plain: bool = False,
     **options,
 ) -> dict[str, Factors]:
-    """Run a program with capture and with :class:`Truth`, assert that A, G and counts are the same, and return them.
+    """Run a program with capture and with :class:`Truth`, assert that A, G and counts are the same,
+    and return them.
 
     Args:
         program: (model, backward) -> the forwards and backward passes of a step.

@@ -1,4 +1,5 @@
-"""Which rows of a matrix are maps of their own: by the names in use, what the module around them says, by patterns."""
+"""Which rows of a matrix are maps of their own: by the names in use, what the module around them
+says, by patterns."""
 
 from types import SimpleNamespace
 
@@ -61,7 +62,12 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
     [
         (Holder("qkv", 72), (24, 24, 24)),
         (NotReady("qkv", 72), (24, 24, 24)),
-        (Holder("qkv_proj", 48, config=SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)), (32, 8, 8)),
+        (
+            Holder(
+                "qkv_proj", 48, config=SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
+            ),
+            (32, 8, 8),
+        ),
         (Holder("c_attn", 30, num_heads=3, kv_heads=1, multi_query=True), (18, 6, 6)),
         (Holder("c_attn", 54, num_heads=3, kv_heads=3, multi_query=False), (6, 6, 6)),
         (Holder("c_attn", 48, num_heads=3, q_attn=1), (24, 24)),
@@ -106,7 +112,9 @@ def test_known_names_have_blocks_where_the_module_tells_them(model, expected):
 def test_where_nothing_shows_the_parts_the_matrix_is_one_map_and_that_is_said(model):
     (layer,) = scan(model).layers
     assert layer.blocks == ()
-    assert "orthogonalized, as one map: nothing shows its parts" in KFACAdamWFacts().choice(KFACConfig(), layer)
+    assert "orthogonalized, as one map: nothing shows its parts" in KFACAdamWFacts().choice(
+        KFACConfig(), layer
+    )
 
 
 def test_what_was_taken_by_its_name_is_said():
@@ -117,7 +125,10 @@ def test_what_was_taken_by_its_name_is_said():
 def test_a_module_of_a_list_has_the_lists_name():
     model = Holder("none", 3)
     model.qkv = nn.ModuleList(nn.Linear(WIDTH, 72) for _ in range(2))
-    assert {n: b for n, b in blocks(model).items() if "qkv" in n} == {"qkv.0": (24, 24, 24), "qkv.1": (24, 24, 24)}
+    assert {n: b for n, b in blocks(model).items() if "qkv" in n} == {
+        "qkv.0": (24, 24, 24),
+        "qkv.1": (24, 24, 24),
+    }
 
 
 def test_attention_of_torch_and_stacks_of_experts_are_known():
@@ -127,12 +138,19 @@ def test_attention_of_torch_and_stacks_of_experts_are_known():
             self.gate_up_proj = nn.Parameter(torch.zeros(2, WIDTH, 48))
 
         def forward(self, x):
-            return [F.silu(a) * b for e in range(2) for a, b in [(x @ self.gate_up_proj[e]).chunk(2, -1)]]
+            return [
+                F.silu(a) * b
+                for e in range(2)
+                for a, b in [(x @ self.gate_up_proj[e]).chunk(2, -1)]
+            ]
 
     found = scan(nn.ModuleList([nn.MultiheadAttention(WIDTH, 4), Experts()]))
     assert {layer.name: layer.blocks for layer in found.layers} == {
-        "0.in_proj_weight": (24, 24, 24), "0.out_proj": (), "1.gate_up_proj.0": (24, 24), "1.gate_up_proj.1": (24, 24),
-    }  # fmt: skip
+        "0.in_proj_weight": (24, 24, 24),
+        "0.out_proj": (),
+        "1.gate_up_proj.0": (24, 24),
+        "1.gate_up_proj.1": (24, 24),
+    }
 
 
 def test_a_pattern_goes_before_what_is_known():
@@ -142,9 +160,14 @@ def test_a_pattern_goes_before_what_is_known():
     assert blocks(model, ide=2)["c.wide"] == (), "not the end of a word"
 
 
-@pytest.mark.parametrize(("given", "said"), [(5, "5 equal blocks"), ([5, 2], r"blocks of \[5, 2\] rows")])
+@pytest.mark.parametrize(
+    ("given", "said"), [(5, "5 equal blocks"), ([5, 2], r"blocks of \[5, 2\] rows")]
+)
 def test_blocks_that_do_not_fit_are_an_error_that_names_the_layer(given, said):
-    with pytest.raises(ValueError, match=rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"kfac.adam.blocks 'qkv': qkv has 72 rows, which cannot be cut into {said}",
+    ):
         blocks(Holder("qkv", 72), qkv=given)
 
 
@@ -165,10 +188,16 @@ def test_blocks_are_said_in_rows():
 
 def test_rows_of_blocks_are_those_of_their_maps():
     """Of one matrix and of two at once, one after the other and in turn."""
-    for sizes, rows in (((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])):
+    for sizes, rows in (
+        ((2, 4), [[0, 1], [2, 3, 4, 5]]),
+        ((1, 2), [[0, 3], [1, 2, 4, 5]]),
+        ((), [list(range(6))]),
+    ):
         (layer,) = scan(Holder("q", 6), LayerChoice(blocks=(("q", list(sizes) or 1),))).layers
         for shape in ((6, 5), (2, 6, 5)):
             x = torch.arange(float(torch.Size(shape).numel())).view(shape)
             for block, of_block in zip(row_blocks(x, layer.blocks), rows, strict=True):
                 assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
-                assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a view"
+                assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), (
+                    "a view"
+                )

@@ -1,4 +1,5 @@
-"""Calls that hooks do not understand, that are recomputed, or that another thread or engine makes."""
+"""Calls that hooks do not understand, that are recomputed, or that another thread or engine
+makes."""
 
 import copy
 import threading
@@ -67,7 +68,11 @@ class Checkpointed(nn.Module):
 
     def forward(self, x, y):
         x = x.clone().requires_grad_()
-        z = self.mixture(x) if self.reentrant is None else checkpoint(self.mixture, x, use_reentrant=self.reentrant)
+        z = (
+            self.mixture(x)
+            if self.reentrant is None
+            else checkpoint(self.mixture, x, use_reentrant=self.reentrant)
+        )
         return F.cross_entropy(self.head(z).reshape(-1, CLASSES), y.reshape(-1))
 
 
@@ -99,7 +104,9 @@ def test_products_recomputed_after_the_steps_boundary_save_what_they_saved(captu
         recorder.begin(step) if active else recorder.capture.begin_step(None, step)
         loss = model(*batch()) if loss is None else loss
     recorder.backward(loss)
-    assert not recorder.factors() and F.linear is recorder.capture._products.__dict__.get("_plain", F.linear)
+    assert not recorder.factors() and F.linear is recorder.capture._products.__dict__.get(
+        "_plain", F.linear
+    )
 
 
 def test_a_layer_that_fails_between_the_two_runs_of_a_block_raises_nothing():
@@ -108,7 +115,9 @@ def test_a_layer_that_fails_between_the_two_runs_of_a_block_raises_nothing():
     class Blocks(Net):
         def forward(self, x, y=None):
             for _ in range(3):
-                x = checkpoint(lambda x: torch.tanh(self.inner(x)), x.requires_grad_(), use_reentrant=False)
+                x = checkpoint(
+                    lambda x: torch.tanh(self.inner(x)), x.requires_grad_(), use_reentrant=False
+                )
             return self.loss(x, y)
 
     recorder = Recorder(Blocks())
@@ -212,7 +221,9 @@ def test_transforms_traces_and_copies_in_a_captured_step_count_nothing_and_raise
         torch.export.export(model, (x,))
     else:
         copy.deepcopy(model)(x, y).backward()
-    assert not recorder.capture.sums and not recorder.capture.counted and not recorder.capture.failed
+    assert (
+        not recorder.capture.sums and not recorder.capture.counted and not recorder.capture.failed
+    )
     recorder.backward(model(x, y))
     assert recorder.rows() == {"inner": N * T, "head": N * T}
 
@@ -261,7 +272,8 @@ def test_with_reduce_padding_is_in_no_mean_and_an_example_of_padding_is_no_row()
 
 
 def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(caplog):
-    """The rows of a layer whose examples are not its first dimension would be means over other things."""
+    """The rows of a layer whose examples are not its first dimension would be means over other
+    things."""
 
     class Turned(Net):
         def forward(self, x, y=None):
@@ -270,12 +282,16 @@ def test_with_reduce_another_first_dimension_than_the_nearest_layers_is_said(cap
     recorder = Recorder(Turned(), sharing="reduce")
     pooled(recorder.model, recorder.backward)
     assert recorder.capture.failed.keys() == {"inner"} and recorder.rows() == {"head": N}
-    assert '"reduce" takes the first dimension for the examples, but here that is 3, and 4 in head' in caplog.text
+    assert (
+        '"reduce" takes the first dimension for the examples, but here that is 3, and 4 in head'
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_with_reduce_the_examples_are_not_those_of_a_layer_with_a_gradient_of_zeros(last):
-    """A call of other dimensions that only keeps a weight in the graph; its gradient comes first or last."""
+    """A call of other dimensions that only keeps a weight in the graph; its gradient comes first or
+    last."""
 
     class Dummy(Net):
         def forward(self, x, y=None):
@@ -302,7 +318,9 @@ def test_with_reduce_flattened_rows_and_a_mask_raise_nothing_in_the_users_backwa
     recorder.model.head.requires_grad_(not frozen)
     recorder.backward(recorder.model(batch()[0], attention_mask=MASK))
     found = recorder.factors()
-    assert (found["inner"].rows, found["inner"].terms) == (6, 6), "a row of a flattened batch is an example"
+    assert (found["inner"].rows, found["inner"].terms) == (6, 6), (
+        "a row of a flattened batch is an example"
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -335,7 +353,9 @@ def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them():
     for key, expected in whole.capture.sums.items():
         close(sum(sums[key].sum_P for sums in of_place.values()) / stride, expected.sum_P, sums=100)
         counts = {float(sums[key].counts[ROWS]) for sums in of_place.values()}
-        assert counts == {2.0 * stride, 3.0 * stride}, "of 12 rows 2 or 3, each of which stands for 5"
+        assert counts == {2.0 * stride, 3.0 * stride}, (
+            "of 12 rows 2 or 3, each of which stands for 5"
+        )
 
 
 # other threads and engines
@@ -371,7 +391,9 @@ def in_thread(function) -> None:
     assert not errors, errors
 
 
-@pytest.mark.parametrize("what", ["evaluation", "evaluation that raises", "training", "another model"])
+@pytest.mark.parametrize(
+    "what", ["evaluation", "evaluation that raises", "training", "another model"]
+)
 def test_another_thread_does_not_disturb_a_captured_forward(what):
     found = []
     for disturbed in (False, True):
@@ -385,7 +407,9 @@ def test_another_thread_does_not_disturb_a_captured_forward(what):
                 model.zero_grad()
                 return
             if what == "another model":
-                F.linear(torch.randn(2, WIDTH), torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+                F.linear(
+                    torch.randn(2, WIDTH), torch.randn(3, WIDTH, requires_grad=True)
+                ).sum().backward()
                 return
             with torch.no_grad():
                 model(*batch(5))
@@ -416,7 +440,8 @@ def test_functions_of_torch_are_watched_in_the_thread_that_entered_alone():
 
 
 def test_a_backward_of_another_engine_is_none_of_several_forwards():
-    """A generator's goes through its discriminator, which proves its rows; then comes the discriminator's own."""
+    """A generator's goes through its discriminator, which proves its rows; then comes the
+    discriminator's own."""
     judge, other = (
         Recorder(nn.Sequential(nn.Linear(7, 5))),
         Recorder(nn.Sequential(nn.Linear(7, 7))),

@@ -1,4 +1,5 @@
-"""Hooks: what they count in every way a layer can be run, and what they keep alive. No DeepSpeed here."""
+"""Hooks: what they count in every way a layer can be run, and what they keep alive. No DeepSpeed
+here."""
 
 import copy
 import gc
@@ -28,7 +29,9 @@ def equal_bits(found, expected) -> None:
     assert expected and found.keys() == expected.keys()
     for name in expected:
         assert found[name][2:] == expected[name][2:], name
-        assert all(torch.equal(a, b) for a, b in zip(found[name][:2], expected[name][:2], strict=True)), name
+        assert all(
+            torch.equal(a, b) for a, b in zip(found[name][:2], expected[name][:2], strict=True)
+        ), name
 
 
 def captured(model: nn.Module, **options):
@@ -42,7 +45,8 @@ def captured(model: nn.Module, **options):
 def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
     recorder = Recorder(Normed(8), NORMED, sampled=sampled)
     capture = recorder.capture
-    capture.lock = threading.Lock()  # nothing that the hooks hold can be copied, as process groups cannot
+    # nothing that the hooks hold can be copied, as process groups cannot
+    capture.lock = threading.Lock()
     x = torch.randn(5, 8, requires_grad=True)
     recorder.model(x).sum()
     begun, pending = capture.forward, list(capture.pending)
@@ -153,7 +157,9 @@ def test_inactive_capture_allocates_nothing():
     recorder = Recorder(make_net())
     recorder.capture.begin_step(None, 0)
     loss_of(recorder.model, recorder.backward)
-    assert not recorder.capture.sums and not recorder.capture.counted and recorder.capture.passes == 0
+    assert (
+        not recorder.capture.sums and not recorder.capture.counted and recorder.capture.passes == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -195,10 +201,12 @@ def test_removed_hooks_do_nothing():
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_forward_without_backward_counts_nothing(announced):
-    """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and after."""
+    """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and
+    after."""
     recorder = Recorder(make_net())
     nan = torch.full((ROWS, TOKENS, FEATURES), float("nan"))
-    skipped = recorder.model(nan, torch.zeros(ROWS, TOKENS, dtype=torch.long))  # its graph stays alive
+    # its graph stays alive
+    skipped = recorder.model(nan, torch.zeros(ROWS, TOKENS, dtype=torch.long))
     loss = recorder.model(*make_batch(0, ROWS, TOKENS))
     recorder.model(nan)
     recorder.backward(loss) if announced else loss.backward()
@@ -212,7 +220,9 @@ def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_ba
     recorder.model.stops = True
     with pytest.raises(FloatingPointError):
         loss_of(recorder.model, recorder.backward)
-    assert recorder.capture.sums.keys() == {f"{name}/{side}" for name in ("head", "middle") for side in "AG"}
+    assert recorder.capture.sums.keys() == {
+        f"{name}/{side}" for name in ("head", "middle") for side in "AG"
+    }
     recorder.model.stops = False
     loss_of(recorder.model, recorder.backward)
     found = recorder.factors()
@@ -239,7 +249,8 @@ class Critic(nn.Module):
 
 @pytest.mark.parametrize("style", ["engine", "torch", "frozen"])
 def test_another_model_s_loss_counts_nothing(style):
-    """The generator's backward is announced by its engine, by nobody, or the discriminator is frozen meanwhile."""
+    """The generator's backward is announced by its engine, by nobody, or the discriminator is
+    frozen meanwhile."""
     torch.manual_seed(0)
     generator, critic, x = nn.Linear(FEATURES, FEATURES), Critic(), torch.randn(ROWS, FEATURES)
     recorder, other = Recorder(critic), Recorder(nn.Sequential(generator))
@@ -296,7 +307,9 @@ def test_an_empty_batch_counts_no_rows(sharing, sampled):
 
     for shape in ((0, TOKENS), (0,)):
         assert not run(*shape)
-    assert run(ROWS, TOKENS) == dict.fromkeys(("norm", "linear", "conv"), 4 if sharing == "reduce" else 12)
+    assert run(ROWS, TOKENS) == dict.fromkeys(
+        ("norm", "linear", "conv"), 4 if sharing == "reduce" else 12
+    )
 
 
 # what stays in memory
@@ -315,7 +328,11 @@ class Normed(nn.Module):
         x = x * 1.0
         for norm, linear in zip(self.norms, self.linears, strict=True):
             block = lambda x, norm=norm, linear=linear: torch.tanh(linear(norm(x)))  # noqa: E731
-            x = block(x) if self.kind == "plain" else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+            x = (
+                block(x)
+                if self.kind == "plain"
+                else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+            )
         return x.square().mean()
 
 
@@ -429,8 +446,9 @@ class Masked(Net):
 
 @pytest.mark.parametrize("known", ["by its output", "by its nodes"])
 def test_a_recomputation_belongs_to_the_forward_whose_backward_runs(known):
-    """Of two forwards each has its own mask, as a pipeline has several on their way. An output that nobody
-    can look into does not show its backward pass, but the node that recomputes was made after the forward began."""
+    """Of two forwards each has its own mask, as a pipeline has several on their way. An output that
+    nobody can look into does not show its backward pass, but the node that recomputes was made
+    after the forward began."""
 
     class Hidden:
         def __init__(self, loss):
@@ -464,11 +482,17 @@ def test_a_backward_pass_after_the_steps_boundary_runs_and_counts_nothing(kind, 
     recorder.begin(1) if second else recorder.capture.begin_step(None, 1)
     recorder.backward(loss)
     grads = [p.grad.clone() for p in recorder.model.parameters()]
-    assert not any(sums.counts.any() for sums in recorder.capture.sums.values()) and not recorder.capture.failed
+    assert (
+        not any(sums.counts.any() for sums in recorder.capture.sums.values())
+        and not recorder.capture.failed
+    )
     recorder.model.zero_grad()
     recorder.capture.begin_step(None, 2)
     recorder.backward(recorder.model(x))
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(recorder.model.parameters(), grads, strict=True))
+    assert all(
+        torch.equal(p.grad, grad)
+        for p, grad in zip(recorder.model.parameters(), grads, strict=True)
+    )
 
 
 class CheckpointedBlock(nn.Module):
@@ -497,7 +521,8 @@ def test_a_compiled_block_that_a_backward_runs_again_is_captured():
 
 
 class LlamaRMSNorm(nn.Module):
-    """As transformers': in fp32 whatever its input, so that torch does not need a 16-bit input after the call."""
+    """As transformers': in fp32 whatever its input, so that torch does not need a 16-bit input
+    after the call."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -505,7 +530,9 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, x):
         z = x.float()
-        return self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight * z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
 
 class ChangedInput(nn.Module):
@@ -527,5 +554,8 @@ def test_an_input_that_is_changed_in_place_names_its_layer_and_raises_nothing(ca
         "embedding": 7,
         "head": 7,
     }
-    assert "the rows of norm (RMSNorm) are not known" in caplog.text and "modified by an inplace" in caplog.text
+    assert (
+        "the rows of norm (RMSNorm) are not known" in caplog.text
+        and "modified by an inplace" in caplog.text
+    )
     assert recorder.model.norm.weight.grad is not None

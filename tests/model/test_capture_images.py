@@ -1,4 +1,5 @@
-"""Convolutions through the hooks: rows, both sides from one grid, shared heads, nothing kept alive."""
+"""Convolutions through the hooks: rows, both sides from one grid, shared heads, nothing kept
+alive."""
 
 import copy
 import gc
@@ -21,11 +22,16 @@ CONVOLUTIONS = LayerChoice(types=("Conv2d",))
 
 
 class Heads(nn.Module):
-    """A stem, and a head that several resolutions share, as in a feature pyramid; BatchNorm in eval mode."""
+    """A stem, and a head that several resolutions share, as in a feature pyramid; BatchNorm in eval
+    mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.stem, self.norm, self.head = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 2, 1),
+        )
         self.norm.eval()
 
     def levels(self, x, count=3):
@@ -45,13 +51,19 @@ def test_rows_of_all_calls_are_counted():
     recorder = Recorder(Heads(), CONVOLUTIONS, positions=False)
     x, y = data()
     recorder.backward(F.cross_entropy(recorder.model(x), y))
-    bias, rows = recorder.capture.sums["head/A"].sum_P[-1], recorder.capture.sums["head/A"].counts[0]
+    bias, rows = (
+        recorder.capture.sums["head/A"].sum_P[-1],
+        recorder.capture.sums["head/A"].counts[0],
+    )
     assert float(bias) == float(rows), "the bias's 1 of every position"
     assert recorder.rows() == {"stem": 5 * 64, "head": 5 * (64 + 16 + 4)}
 
 
-def by_hand(model: nn.Module, loss: Callable, kind: type = nn.Conv2d) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Layer -> second moments of patches and of output gradients, each patch and pixel a row; and rows of all calls."""
+def by_hand(
+    model: nn.Module, loss: Callable, kind: type = nn.Conv2d
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Layer -> second moments of patches and of output gradients, each patch and pixel a row; and
+    rows of all calls."""
     calls: dict[str, list] = {}
 
     def keep(name, module, inputs, output):
@@ -67,7 +79,9 @@ def by_hand(model: nn.Module, loss: Callable, kind: type = nn.Conv2d) -> dict[st
     for name, of_layer in calls.items():
         A, G, rows = 0, 0, 0
         for module, x, probe in of_layer:
-            patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT.flatten(0, 1)
+            patches = F.unfold(
+                x, module.kernel_size, module.dilation, module.padding, module.stride
+            ).mT.flatten(0, 1)
             patches = torch.cat([patches, torch.ones(len(patches), 1)], dim=1)
             pixels = probe.grad.double().flatten(2).mT.flatten(0, 1)
             A, G, rows = A + patches.T @ patches, G + pixels.T @ pixels, rows + len(patches)
@@ -121,15 +135,23 @@ def test_a_norm_has_the_gradients_of_examples():
     model[0].eval()
     recorder = Recorder(model, LayerChoice(types=("Conv2d", "BatchNorm")), positions=False)
     kept = []
-    model[0].norm.register_forward_hook(lambda module, inputs, output: (output.retain_grad(), kept.append(output))[1])
+    model[0].norm.register_forward_hook(
+        lambda module, inputs, output: (output.retain_grad(), kept.append(output))[1]
+    )
     x, y = data()
     recorder.backward(F.cross_entropy(model(x), y))
     found = recorder.factors()
-    assert found["0.stem"].rows == 5 * 64 and found["0.norm"].rows == 5 and found["0.norm"].terms == 5
+    assert (
+        found["0.stem"].rows == 5 * 64 and found["0.norm"].rows == 5 and found["0.norm"].terms == 5
+    )
     normalized, g = kept[0].detach().double(), kept[0].grad.double()
     rows = torch.stack([(normalized * g).sum((2, 3)), g.sum((2, 3))], dim=-1)  # weight 1 and bias 0
     blocks = 5 * torch.einsum("nci,ncj->cij", rows, rows)
-    close(found["0.norm"].A.view(4, 3), torch.stack([blocks[:, 0, 0], blocks[:, 1, 0], blocks[:, 1, 1]], 1), sums=1000)
+    close(
+        found["0.norm"].A.view(4, 3),
+        torch.stack([blocks[:, 0, 0], blocks[:, 1, 0], blocks[:, 1, 1]], 1),
+        sums=1000,
+    )
 
 
 def test_no_boxes_count_nothing_and_nothing_is_nan():
@@ -137,7 +159,8 @@ def test_no_boxes_count_nothing_and_nothing_is_nan():
     x, _ = data()
     recorder.backward(recorder.model(x[:0]).sum())
     assert not recorder.rows() and not recorder.capture.failed
-    recorder.backward(sum(level.square().mean() for level in recorder.model.levels(x)))  # the head's calls by hand
+    # the head's calls by hand
+    recorder.backward(sum(level.square().mean() for level in recorder.model.levels(x)))
     assert torch.isfinite(recorder.factors()["head"].G).all()
 
 
@@ -151,7 +174,9 @@ def test_both_sides_of_a_sample_are_from_the_same_positions():
         recorder.begin(turn)
         y = model(x)
         recorder.backward((y * weight * x).sum())  # channel c has a gradient at position c only
-        seen = [packed[torch.arange(1, 65).cumsum(0) - 1] > 0 for packed in recorder.factors()["0"][:2]]
+        seen = [
+            packed[torch.arange(1, 65).cumsum(0) - 1] > 0 for packed in recorder.factors()["0"][:2]
+        ]
         assert torch.equal(seen[0], seen[1]) and 0 < int(seen[0].sum()) < 64
 
 
@@ -159,7 +184,9 @@ def test_both_sides_of_a_sample_are_from_the_same_positions():
 def test_checkpointing_counts_once_with_batch_norm(reentrant):
     class Checkpointed(Heads):
         def forward(self, x):
-            z = checkpoint(lambda x: torch.tanh(self.norm(self.stem(x))), x, use_reentrant=reentrant)
+            z = checkpoint(
+                lambda x: torch.tanh(self.norm(self.stem(x))), x, use_reentrant=reentrant
+            )
             return self.head(z).mean((2, 3))
 
     found = []
@@ -167,7 +194,9 @@ def test_checkpointing_counts_once_with_batch_norm(reentrant):
         torch.manual_seed(0)
         model = kind()
         if kind is Heads:
-            model.levels = lambda x, model=model: [model.head(torch.tanh(model.norm(model.stem(x))))]
+            model.levels = lambda x, model=model: [
+                model.head(torch.tanh(model.norm(model.stem(x))))
+            ]
         recorder = Recorder(model, LayerChoice(types=("Conv2d", "BatchNorm")), positions=False)
         x, y = data()
         recorder.backward(F.cross_entropy(model(x.requires_grad_()), y))
@@ -185,15 +214,23 @@ def test_a_frozen_norm_and_an_overriding_subclass_are_named():
     class Named(nn.Conv2d):
         pass
 
-    model = nn.ModuleDict({
-        "ws": Standardized(3, 4, 3), "named": Named(3, 4, 3), "wn": nn.utils.weight_norm(nn.Conv2d(3, 4, 3)),
-        "frozen": nn.BatchNorm2d(4).requires_grad_(False), "sync": nn.SyncBatchNorm(4),
-        "up": nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1),
-    })  # fmt: skip
+    model = nn.ModuleDict(
+        {
+            "ws": Standardized(3, 4, 3),
+            "named": Named(3, 4, 3),
+            "wn": nn.utils.weight_norm(nn.Conv2d(3, 4, 3)),
+            "frozen": nn.BatchNorm2d(4).requires_grad_(False),
+            "sync": nn.SyncBatchNorm(4),
+            "up": nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1),
+        }
+    )
     found = scan(model)
     assert [layer.name for layer in found.layers] == ["named"]
     reasons = {skipped.name: skipped.reason for skipped in found.skipped}
-    assert "Standardized overrides Conv2d._conv_forward, and does not convolve with its weight alone" in reasons["ws"]
+    assert (
+        "Standardized overrides Conv2d._conv_forward, and does not convolve with its weight alone"
+        in reasons["ws"]
+    )
     assert "parametrization" in reasons["wn"] and reasons["frozen"] == "weight is frozen"
     assert "of all ranks" in reasons["sync"] and "output_padding" in reasons["up"]
 
@@ -229,7 +266,10 @@ class Own(nn.Module):
         super().__init__()
         kinds = [nn.Conv1d] * 4 if plain else [Causal, Same, Reflecting, Head]
         self.plain = plain
-        self.causal, self.same = kinds[0](3, 4, 3, bias=False), kinds[1](4, 6, 2, stride=2, groups=2)
+        self.causal, self.same = (
+            kinds[0](3, 4, 3, bias=False),
+            kinds[1](4, 6, 2, stride=2, groups=2),
+        )
         self.copied, self.head = kinds[2](6, 4, 3, padding=1), kinds[3](4, 2, 1)
 
     def forward(self, x):
@@ -249,7 +289,9 @@ def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(samp
         if sampled:
             calls = list(recorder.capture.pending)
             assert len(calls) == 4
-            recorder.capture.add_asked(calls, torch.autograd.grad(loss, [call.edge for call in calls]), 1.0)
+            recorder.capture.add_asked(
+                calls, torch.autograd.grad(loss, [call.edge for call in calls]), 1.0
+            )
             recorder.capture.end_pass()
         else:
             recorder.backward(loss)
@@ -268,7 +310,9 @@ def test_another_window_than_the_modules_is_not_taken_for_it():
         def forward(self, x):
             return F.conv1d(x, self.weight, self.bias, dilation=2)
 
-    recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), LayerChoice(), positions=False)
+    recorder = Recorder(
+        nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), LayerChoice(), positions=False
+    )
     recorder.backward(recorder.model(torch.randn(5, 3, 9)).sum())
     assert set(recorder.factors()) == {"1"}, "the first is silent, of which the engine warns"
 
@@ -317,7 +361,9 @@ def test_no_activation_of_images_outlives_its_graph(types, sampled):
 
 def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, groups=1), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2, groups=2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, groups=1), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2, groups=2)
+    )
     x = torch.randn(3, 6, 6)  # of 4 channels and 4 rows where the second layer sees it
     found = []
     for image in (x, x[None]):

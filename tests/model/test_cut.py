@@ -30,12 +30,18 @@ def small(monkeypatch):
 def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A():
     layers = cut([head()], lambda layer: True)
     assert [layer.name for layer in layers] == ["head.0", "head.1", "head.2"]
-    assert {layer.shape for layer in layers} == {(4, 5)} and sum(layer.numel for layer in layers) == head().numel
+    assert {layer.shape for layer in layers} == {(4, 5)} and sum(
+        layer.numel for layer in layers
+    ) == head().numel
     assert [layer.part for layer in layers] == [(0, 3), (1, 3), (2, 3)]
-    assert {(layer.module, layer.parameters) for layer in layers} == {("head", ("head.w", "head.b"))}
+    assert {(layer.module, layer.parameters) for layer in layers} == {
+        ("head", ("head.w", "head.b"))
+    }
     factors = factor_specs(layers)
     assert [(f.key, f.layers) for f in factors] == [("head.0/A", ("head.0", "head.1", "head.2"))]
-    assert rows_from(factors[0], {layer.name: layer for layer in layers}) == ("head.0",), "a row is every part's"
+    assert rows_from(factors[0], {layer.name: layer for layer in layers}) == ("head.0",), (
+        "a row is every part's"
+    )
     spans = [piece.span(60) for piece in pieces_of(layers) if piece.param == 0]
     assert spans == [(0, 20), (20, 20), (40, 20)]
 
@@ -43,7 +49,9 @@ def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A():
 def test_outputs_that_do_not_divide_take_the_next_number_of_parts():
     assert len(cut([head(14)], lambda layer: True)) == 7, "4 parts would be enough"
     assert len(cut([head(13)], lambda layer: True)) == 13
-    assert len(cut([head(11, 100)], lambda layer: True)) == 1, "a single output is larger than a part"
+    assert len(cut([head(11, 100)], lambda layer: True)) == 1, (
+        "a single output is larger than a part"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,10 @@ def test_only_heads_are_cut_and_only_by_KFACAdamW():
 
     found = {}
     for optimizer in ("KFACAdamW", "AdamW"):
-        ds_config = {"optimizer": {"type": optimizer}, "kfac": {"factor": {"fisher": "activations_only"}}}
+        ds_config = {
+            "optimizer": {"type": optimizer},
+            "kfac": {"factor": {"fisher": "activations_only"}},
+        }
         found[optimizer] = [layer.name for layer in Subject(Net(), ds_config).layers]
     assert found["AdamW"] == ["first", "lm_head"], "relative damping is of a layer's mean"
     assert found["KFACAdamW"] == ["first", *(f"lm_head.{index}" for index in range(12))]

@@ -1,4 +1,5 @@
-"""Experts: each has the tokens that were routed to it, and no empty place; K and R_p are those of all layers."""
+"""Experts: each has the tokens that were routed to it, and no empty place; K and R_p are those of
+all layers."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_places_without_a_token_are_no_rows_of_a_stack_s_expert():
     torch.manual_seed(5)
     model, x = nn.Sequential(Mixture()), torch.randn(TOKENS, WIDTH)
     recorder = Recorder(model, LayerChoice(shares=False))
-    mask = torch.tensor([[True, True, False], [True, True, True]])  # the dispatched rows lie in another order
+    # the dispatched rows lie in another order
+    mask = torch.tensor([[True, True, False], [True, True, True]])
     recorder.capture.read_mask = lambda arguments, keywords: mask
     recorder.backward(model(x).square().mean())
     found = recorder.factors()
@@ -77,8 +79,12 @@ def test_an_expert_has_its_tokens_and_all_layers_the_same_terms(tokens):
             backward(model(part).square().mean() / 2)
 
     found = compared(Routed(), program)
-    experts = [found[f"experts.{number}"].rows for number in range(3) if f"experts.{number}" in found]
-    assert sum(experts) == 2 * tokens and {factors.terms for factors in found.values()} == {2 * tokens}
+    experts = [
+        found[f"experts.{number}"].rows for number in range(3) if f"experts.{number}" in found
+    ]
+    assert sum(experts) == 2 * tokens and {factors.terms for factors in found.values()} == {
+        2 * tokens
+    }
 
 
 def test_an_empty_place_with_a_bias_is_a_row_only_if_it_has_a_gradient():
@@ -91,5 +97,7 @@ def test_an_empty_place_with_a_bias_is_a_row_only_if_it_has_a_gradient():
             places = torch.cat([x, x.new_zeros(3, WIDTH)])
             return self.head(torch.tanh(self.expert(places))[: len(x)])
 
-    found = compared(Places(), lambda model, backward: backward(model(torch.ones(TOKENS, WIDTH)).square().mean()))
+    found = compared(
+        Places(), lambda model, backward: backward(model(torch.ones(TOKENS, WIDTH)).square().mean())
+    )
     assert found["expert"].rows == found["head"].rows == TOKENS

@@ -1,4 +1,5 @@
-"""A layer's gradient as a matrix [O, I]: that of its outputs by its inputs, whichever way its parameters lie."""
+"""A layer's gradient as a matrix [O, I]: that of its outputs by its inputs, whichever way its
+parameters lie."""
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ class NameRMSNorm(nn.Module):
 
 def flat_gradients(module: nn.Module, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
     (module(x) * g).sum().backward()
-    return [p.grad.reshape(-1) for p in (module.weight, getattr(module, "bias", None)) if p is not None]
+    return [
+        p.grad.reshape(-1) for p in (module.weight, getattr(module, "bias", None)) if p is not None
+    ]
 
 
 @pytest.mark.parametrize("bias", [True, False])

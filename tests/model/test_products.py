@@ -1,4 +1,5 @@
-"""Matrices that are parameters of any module: found in its code, their rows seen in its products."""
+"""Matrices that are parameters of any module: found in its code, their rows seen in its
+products."""
 
 import functools
 
@@ -93,10 +94,17 @@ class Net(nn.Module):
 
 
 KINDS = [
-    *(pytest.param(written(code, Own), False, "einsum" in name, id=name) for name, code in UPRIGHT.items()),
-    *(pytest.param(written(code, Lying), True, "einsum" in name, id=f"lying, {name}") for name, code in LYING.items()),
-    pytest.param(Checkpointed, False, None, id="checkpointed"), pytest.param(Reentrant, False, None, id="reentrant"),
-]  # fmt: skip
+    *(
+        pytest.param(written(code, Own), False, "einsum" in name, id=name)
+        for name, code in UPRIGHT.items()
+    ),
+    *(
+        pytest.param(written(code, Lying), True, "einsum" in name, id=f"lying, {name}")
+        for name, code in LYING.items()
+    ),
+    pytest.param(Checkpointed, False, None, id="checkpointed"),
+    pytest.param(Reentrant, False, None, id="reentrant"),
+]
 
 
 @pytest.mark.parametrize(("kind", "lies", "einsum"), KINDS)
@@ -119,7 +127,8 @@ def close(actual, expected):
 
 
 class Split(nn.Module):
-    """Matrices of three dimensions, as transformers' XLNet has them: [I, (heads, width)], and [O, (heads, width)]."""
+    """Matrices of three dimensions, as transformers' XLNet has them: [I, (heads, width)], and [O,
+    (heads, width)]."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +171,12 @@ class Experts(nn.Module):
 
     def forward(self, x):
         weights = self.mlp.w1, self.mlp.v1, self.mlp.w2
-        return torch.stack([self.mlp(x[e], *(w.view(2, OUT, IN)[torch.tensor(e)] for w in weights)) for e in range(2)])
+        return torch.stack(
+            [
+                self.mlp(x[e], *(w.view(2, OUT, IN)[torch.tensor(e)] for w in weights))
+                for e in range(2)
+            ]
+        )
 
 
 class ByLinears(nn.Module):
@@ -178,7 +192,11 @@ class ByLinears(nn.Module):
             matrices = {f"w-{e}": p["w"][e] for e in range(2)}
         else:
             cut = {name.removeprefix("mlp."): weight.view(2, OUT, IN) for name, weight in p.items()}
-            matrices = {f"mlp-{n}-{e}": w[e].T if n == "w2" else w[e] for n, w in cut.items() for e in range(2)}
+            matrices = {
+                f"mlp-{n}-{e}": w[e].T if n == "w2" else w[e]
+                for n, w in cut.items()
+                for e in range(2)
+            }
         for name, matrix in matrices.items():
             self.linears[name] = linear = nn.Linear(*reversed(matrix.shape), bias=False)
             linear.weight.data.copy_(matrix)
@@ -190,7 +208,10 @@ class ByLinears(nn.Module):
         if self.kind is LeftStack:
             return torch.stack([get("w-0")(x), get("w-1")(x.sin())])
         return torch.stack(
-            [get(f"mlp-w2-{e}")(get(f"mlp-w1-{e}")(x[e]).sigmoid() * get(f"mlp-v1-{e}")(x[e])) for e in range(2)]
+            [
+                get(f"mlp-w2-{e}")(get(f"mlp-w1-{e}")(x[e]).sigmoid() * get(f"mlp-v1-{e}")(x[e]))
+                for e in range(2)
+            ]
         )
 
 
@@ -206,23 +227,39 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
     assert list(actual) == [name.removeprefix("linears.").replace("-", ".") for name in expected]
     for of_linears, of_products in zip(expected.values(), actual.values(), strict=True):
         close(of_products.A, of_linears.A)
-        # R_p is the number of rows of the product nearest to the loss: of a stack those of all its matrices
+        # R_p is the number of rows of the product nearest to the loss: of a stack those of all its
+        # matrices
         close(of_products.G / of_products.terms, of_linears.G / of_linears.terms)
 
 
 @pytest.mark.parametrize(
     ("equation", "place", "layout"),
     [
-        ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)), ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)), ("hnd,ibnd->ibh", 0,
-        MatrixLayout(False, 1)), ("ab,bc->ac", 0, MatrixLayout(False, 1)), ("b n h, d n h -> b d", 1,
-        MatrixLayout(False, 1)), ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None),
-        ("...i,io->...o", 1, MatrixLayout(True, 1)), ("...hd,hod->...ho", 1, MatrixLayout(False)),
-        ("bi,...io->...bo", 1, None), ("...i,...io->...o", 1, None), ("...i,io->o", 1, None),
-        ("ii,io->o", 1, None), ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1,
-        None), ("ecd,edf->ecf", 1, MatrixLayout(True)), ("bsgd,grd->bsgr", 1, MatrixLayout(False)), ("neo,bni->beno", 0,
-        None), ("ecd,edf->cf", 1, MatrixLayout(True, 2)), ("cd,edf->ecf", 1, None), ("ecdk,edkf->ecf", 1, None),
+        ("ibh,hnd->ibnd", 1, MatrixLayout(True, 1)),
+        ("ibnd,hnd->ibh", 1, MatrixLayout(False, 1)),
+        ("hnd,ibnd->ibh", 0, MatrixLayout(False, 1)),
+        ("ab,bc->ac", 0, MatrixLayout(False, 1)),
+        ("b n h, d n h -> b d", 1, MatrixLayout(False, 1)),
+        ("bnij,bnd->bij", 1, None),
+        ("ij,jk", 1, None),
+        ("...i,io->...o", 1, MatrixLayout(True, 1)),
+        ("...hd,hod->...ho", 1, MatrixLayout(False)),
+        ("bi,...io->...bo", 1, None),
+        ("...i,...io->...o", 1, None),
+        ("...i,io->o", 1, None),
+        ("ii,io->o", 1, None),
+        ("bi,oio->bo", 1, None),
+        ("bi,oip->bop", 1, None),
+        ("bi,io->o", 1, None),
+        ("i,o->io", 1, None),
+        ("ecd,edf->ecf", 1, MatrixLayout(True)),
+        ("bsgd,grd->bsgr", 1, MatrixLayout(False)),
+        ("neo,bni->beno", 0, None),
+        ("ecd,edf->cf", 1, MatrixLayout(True, 2)),
+        ("cd,edf->ecf", 1, None),
+        ("ecdk,edkf->ecf", 1, None),
     ],
-)  # fmt: skip
+)
 def test_an_equation_says_how_a_matrix_lies(equation, place, layout):
     found = contraction(equation, place)
     assert (None if found is None else found.layout) == layout
@@ -233,7 +270,9 @@ class Lender(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.by_operator, self.by_function, self.by_word, self.both, self.read = (nn.Linear(IN, IN) for _ in range(5))
+        self.by_operator, self.by_function, self.by_word, self.both, self.read = (
+            nn.Linear(IN, IN) for _ in range(5)
+        )
         self.convolution = nn.Conv1d(IN, IN, 3, padding=2, groups=IN)
         self.reset()
 
@@ -252,8 +291,12 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     model = Lender()
     names = {id(module): name for name, module in model.named_modules()}
     assert {names[id(child)]: called for child, called, _ in borrowed_weights(model)} == {
-        "by_operator": False, "by_function": False, "by_word": False, "both": True, "convolution": False,
-    }  # fmt: skip
+        "by_operator": False,
+        "by_function": False,
+        "by_word": False,
+        "both": True,
+        "convolution": False,
+    }
     found = scan(model)
     assert {left.name: left.reason for left in found.skipped} == {
         "convolution": "its parent module uses its weight without calling it"
@@ -319,10 +362,16 @@ def test_an_einsum_with_a_matrix_of_a_stack_is_a_product_with_each():
         shape = (2, IN, OUT)
 
         def forward(self, x):
-            return torch.einsum("ni,io->no", x, self.w[0]).sum() + torch.einsum("ni,io->no", x, self.w[1]).sum()
+            return (
+                torch.einsum("ni,io->no", x, self.w[0]).sum()
+                + torch.einsum("ni,io->no", x, self.w[1]).sum()
+            )
 
     model = nn.Sequential(Stacked())
-    assert [(x.name, x.A.dim, x.G.dim) for x in scan(model).layers] == [("0.w.0", IN, OUT), ("0.w.1", IN, OUT)]
+    assert [(x.name, x.A.dim, x.G.dim) for x in scan(model).layers] == [
+        ("0.w.0", IN, OUT),
+        ("0.w.1", IN, OUT),
+    ]
     recorder = Recorder(model, LayerChoice(shares=False))
     recorder.backward(model(X))
     close(recorder.factors()["0.w.1"][0], symmetric_pack(X.double().T @ X.double() / ROWS))
@@ -357,7 +406,9 @@ class BorrowingGroups(nn.Module):
 class GroupsByNumber(BorrowingGroups):
     def forward(self, x):
         w = self.wo_a.weight.reshape((3, RANK, IN))
-        return torch.stack([F.linear(rows, part) for rows, part in zip(x.unbind(1), w.unbind(), strict=True)], 1)
+        return torch.stack(
+            [F.linear(rows, part) for rows, part in zip(x.unbind(1), w.unbind(), strict=True)], 1
+        )
 
 
 @pytest.mark.parametrize("kind", [GroupedLinear, BorrowingGroups, GroupsByNumber])
@@ -366,7 +417,9 @@ def test_rows_that_are_viewed_as_a_stack_are_a_matrix_each(kind):
     model, x = nn.Sequential(kind()), torch.randn(ROWS, GROUPS, IN)
     found = scan(model)
     place = "0" if kind is GroupedLinear else "0.wo_a"
-    assert not found.skipped and [layer.name for layer in found.layers] == [f"{place}.{k}" for k in range(GROUPS)]
+    assert not found.skipped and [layer.name for layer in found.layers] == [
+        f"{place}.{k}" for k in range(GROUPS)
+    ]
     assert {(layer.G.dim, layer.A.dim) for layer in found.layers} == {(RANK, IN)}
     recorder = Recorder(model, LayerChoice(shares=False))
     output = model(x)
@@ -397,7 +450,9 @@ class Uncut(nn.Module):
 
 def test_a_view_that_is_no_stack_is_none():
     model = nn.Sequential(Uncut())
-    assert borrowed_weights(model[0]) == [] and [layer.name for layer in scan(model).layers] == ["0.wo_a"]
+    assert borrowed_weights(model[0]) == [] and [layer.name for layer in scan(model).layers] == [
+        "0.wo_a"
+    ]
 
 
 def test_one_matrix_in_two_ways_is_none():
@@ -434,8 +489,9 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
-    """Sequences come first inside of it, whatever it is given. Keys and values are one product, or one each: under
-    ZeRO-3, whose hooks give it two tensors where it was given one. They are two thirds of the outputs in either way."""
+    """Sequences come first inside of it, whatever it is given. Keys and values are one product, or
+    one each: under ZeRO-3, whose hooks give it two tensors where it was given one. They are two
+    thirds of the outputs in either way."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
     model = nn.ModuleDict({"attention": attention})
@@ -446,7 +502,9 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
 
     def forward(attention_mask=None):
         q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
-        output = attention(q, k, k.clone() if apart else k, need_weights=False, attn_mask=left_out)[0]
+        output = attention(q, k, k.clone() if apart else k, need_weights=False, attn_mask=left_out)[
+            0
+        ]
         return (output if batch_first else output.transpose(0, 1))[mask].square().mean()
 
     model.forward = forward
@@ -454,7 +512,10 @@ def test_torchs_attention_has_the_rows_of_its_projections(batch_first, apart):
     recorder.capture.read_mask = lambda arguments, keywords: mask
     recorder.backward(model())
     A = recorder.factors()["attention.in_proj_weight"].A
-    rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]).double()  # q's, ..
+    # q's, ..
+    rows = torch.cat(
+        [torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory, memory)]
+    ).double()
     close(A, symmetric_pack(rows.T @ rows / len(rows)))
 
 
@@ -478,7 +539,10 @@ def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpoi
         found[one] = recorder.factors()
     for e in range(3):
         for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
-            expected, actual = found[Apart][f"experts.{apart}.{e}"], found[kind][f"experts.{stacked}.{e}"]
+            expected, actual = (
+                found[Apart][f"experts.{apart}.{e}"],
+                found[kind][f"experts.{stacked}.{e}"],
+            )
             close(actual.A, expected.A)
             close(actual.G, expected.G)
             assert actual[2:] == expected[2:]
@@ -495,7 +559,10 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     }
     apart = Recorder(make(kind, bias=kind in BIASED), LayerChoice(shares=False))
     together = Recorder(model)
-    x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
+    x, y = (
+        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)),
+        torch.arange(ROWS) % 5,
+    )
     for recorder in (apart, together):
         recorder.backward(recorder.model(x, y))
     own = [apart.capture.sums[f"experts.gate_up_proj.{e}/A"] for e in range(3)]
@@ -519,7 +586,13 @@ class GateAndUp(nn.Module):
     def forward(self, x):
         parts = [x[e::4] for e in range(3)]
         return sum(
-            (F.linear(F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e]), self.down[e])).square().mean()
+            (
+                F.linear(
+                    F.silu(F.linear(part, self.gate[e])) * F.linear(part, self.up[e]), self.down[e]
+                )
+            )
+            .square()
+            .mean()
             for e, part in enumerate(parts)
         )
 
@@ -532,11 +605,15 @@ def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
         recorder = Recorder(model, LayerChoice(shares=shares))
         if shares:
             layers, _ = own_inputs(recorder.layers, EIGEN, moments=2, world=1)
-            assert [one.shares for one in layers] == [None] * 3 + [f"0.gate.{e}" for e in range(3)] + [None] * 3
+            assert [one.shares for one in layers] == [None] * 3 + [
+                f"0.gate.{e}" for e in range(3)
+            ] + [None] * 3
             recorder.capture.remove()
             recorder = Recorder(model, layers=layers)
         recorder.backward(model(x))
-        found[shares] = {key: (own.sum_P, own.counts[0]) for key, own in recorder.capture.sums.items()}
+        found[shares] = {
+            key: (own.sum_P, own.counts[0]) for key, own in recorder.capture.sums.items()
+        }
     assert found[False].keys() - found[True].keys() == {f"0.up.{e}/A" for e in range(3)}
     for key, (sum_P, count) in found[True].items():
         close(sum_P, found[False][key][0])
@@ -546,7 +623,10 @@ def test_own_as_of_two_stacks_with_one_input_are_common_expert_by_expert():
 @pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
 @pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
 def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kind, checkpointed):
-    x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
+    x, y = (
+        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)),
+        torch.arange(ROWS) % 5,
+    )
     found = {}
     for one in (Apart, kind):
         model = make(one, bias=kind in BIASED, checkpointed=checkpointed)
@@ -556,12 +636,16 @@ def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kin
         found[one] = {name: int(rows) for name, rows in recorder.capture.measured.items()}
     for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
         own = [found[kind][f"experts.{stacked}.{e}"] for e in range(3)]
-        assert own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS
+        assert (
+            own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS
+        )
 
 
 def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
     made = {"nn": nn, "F": F, "__name__": "nowhere"}
-    exec("class Own(nn.Module):\n    def forward(self, x):\n        return F.linear(x, self.w)", made)
+    exec(
+        "class Own(nn.Module):\n    def forward(self, x):\n        return F.linear(x, self.w)", made
+    )
 
     class Inner(AsLinear):
         class Innermost(Turned):
@@ -638,14 +722,16 @@ def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
 
 
 class Clamped(nn.Module):
-    """A method, which is no forward, bounds a child's weight before it multiplies by it, as Gemma 3n's AltUp does."""
+    """A method, which is no forward, bounds a child's weight before it multiplies by it, as Gemma
+    3n's AltUp does."""
 
     def __init__(self):
         super().__init__()
         self.coefs, self.other = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, 2)
 
     def correct(self, x):
-        weight = self.coefs.weight.clamp(-9, 9)  # no element is out of that: see test_product_rows.py
+        # no element is out of that: see test_product_rows.py
+        weight = self.coefs.weight.clamp(-9, 9)
         return F.linear(x, weight)
 
 
@@ -661,7 +747,10 @@ class AroundClamped(nn.Module):
 def test_a_weight_that_a_method_bounds_is_seen():
     torch.manual_seed(0)
     recorder = Recorder(nn.Sequential(AroundClamped()))
-    assert [child is recorder.model[0].inner.coefs for child, *_ in borrowed_weights(recorder.model[0].inner)] == [True]
+    assert [
+        child is recorder.model[0].inner.coefs
+        for child, *_ in borrowed_weights(recorder.model[0].inner)
+    ] == [True]
     recorder.model(X).square().mean().backward()
     means = recorder.factors()
     assert set(means) == {"0.inner.coefs", "0.inner.other"}
@@ -701,4 +790,7 @@ def test_a_nested_input_is_no_product_and_no_error():
 
     recorder = Recorder(model := Net(Nested()))
     recorder.backward(model(X).sum())
-    assert not any(key.startswith("part") for key in recorder.factors()) and model.part.w.grad is not None
+    assert (
+        not any(key.startswith("part") for key in recorder.factors())
+        and model.part.w.grad is not None
+    )

@@ -1,4 +1,5 @@
-"""The proof by its own: rows that are right fit, of every kind of layer; rows that are wrong do not.
+"""The proof by its own: rows that are right fit, of every kind of layer; rows that are wrong do
+not.
 
 Faults are put in by hand here, with nothing but the proof to find them.
 """
@@ -24,7 +25,17 @@ from tests.models import cross_entropy, linear_layer
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
 ALL = LayerChoice(
-    types=("Linear", "Conv1D", "Conv1d", "Conv2d", "ConvTranspose2d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm")
+    types=(
+        "Linear",
+        "Conv1D",
+        "Conv1d",
+        "Conv2d",
+        "ConvTranspose2d",
+        "LayerNorm",
+        "RMSNorm",
+        "BatchNorm",
+        "GroupNorm",
+    )
 )
 
 
@@ -48,8 +59,14 @@ class Tokens(nn.Module):
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 36, 3, padding=1, stride=2, padding_mode="reflect"), nn.BatchNorm2d(36)
-        self.depthwise, self.groups = nn.Conv2d(36, 36, 3, groups=36, dilation=2), nn.GroupNorm(4, 36)
+        self.first, self.norm = (
+            nn.Conv2d(3, 36, 3, padding=1, stride=2, padding_mode="reflect"),
+            nn.BatchNorm2d(36),
+        )
+        self.depthwise, self.groups = (
+            nn.Conv2d(36, 36, 3, groups=36, dilation=2),
+            nn.GroupNorm(4, 36),
+        )
         self.pairs, self.up = (
             nn.Conv2d(36, 72, 1, groups=2, bias=False),
             nn.ConvTranspose2d(72, 6, 3, stride=2, groups=2),
@@ -62,7 +79,11 @@ class Images(nn.Module):
 
 def batch(model, seed: int = 0):
     torch.manual_seed(seed)
-    return torch.randn(ROWS, 3, 20, 20) if isinstance(model, Images) else torch.randn(ROWS, TOKENS, WIDTH)
+    return (
+        torch.randn(ROWS, 3, 20, 20)
+        if isinstance(model, Images)
+        else torch.randn(ROWS, TOKENS, WIDTH)
+    )
 
 
 def prove(model, batches=None, choice=ALL, **options):
@@ -85,7 +106,9 @@ def unfit(found) -> set[str]:
 def test_right_rows_fit_in_every_kind_of_layer(kind, sharing):
     found = prove(made(kind), [batch(made(kind), 0), batch(made(kind), 1)], rows=RowSums(sharing))
     experts = {name for name in found if name.startswith("experts")}
-    assert len(found) > 5 and unfit(found) == (experts if sharing == "reduce" else set()), "they have no examples"
+    assert len(found) > 5 and unfit(found) == (experts if sharing == "reduce" else set()), (
+        "they have no examples"
+    )
     assert all(seen.ratio > 0 for seen in found.values()), "nothing was compared"
 
 
@@ -111,7 +134,9 @@ def test_rows_that_a_mask_leaves_out_are_in_the_gradient():
 
 
 def test_the_proof_has_all_rows_of_factors_that_have_one_in_so_many():
-    assert not unfit(prove(made(Tokens), [batch(made(Tokens), seed) for seed in range(2)], stride=3))
+    assert not unfit(
+        prove(made(Tokens), [batch(made(Tokens), seed) for seed in range(2)], stride=3)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -149,23 +174,32 @@ def test_a_recomputed_layer_fits(reentrant):
 def test_a_use_that_is_not_seen_is_found_and_the_layer_is_named():
     class Tied(Tokens):
         def forward(self, x):
-            return super().forward(x) + torch.linalg.multi_dot([x[0], self.first.weight.T, self.first.weight]).mean()
+            return (
+                super().forward(x)
+                + torch.linalg.multi_dot([x[0], self.first.weight.T, self.first.weight]).mean()
+            )
 
     found = prove(made(Tied))
     assert unfit(found) == {"first"} and "another use was not seen" in str(found["first"])
     lines = inspect.getsourcelines(Tied)[1], inspect.getsourcelines(Tokens.forward)[1]
     assert f"test_proof.py:{lines[0] + 2} (linalg_multi_dot)" in str(found["first"])
     assert f"test_proof.py:{lines[1] + 1} (linear)" in str(found["first"])
-    assert all("(bmm)" in found[f"experts.{entry}"].uses for entry in range(4)), "a stack's layers have one weight"
+    assert all("(bmm)" in found[f"experts.{entry}"].uses for entry in range(4)), (
+        "a stack's layers have one weight"
+    )
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(2, 2000, 40), (4, 40, 1500), (5000, 8, 40)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(2, 2000, 40), (4, 40, 1500), (5000, 8, 40)]
+)
 def test_few_rows_of_long_sides_and_many_rows_are_within_their_rounding(rows, inputs, outputs):
     """A dot of few rows may be small by chance, and its rounding is not."""
     for seed in range(12):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, 3))
-        found = prove(model, [torch.randn(rows, inputs)], loss=lambda model, x: model(x).square().mean())
+        found = prove(
+            model, [torch.randn(rows, inputs)], loss=lambda model, x: model(x).square().mean()
+        )
         assert not unfit(found) and max(seen.ratio for seen in found.values()) < 0.5, (seed, found)
 
 
@@ -231,7 +265,9 @@ def test_wrong_inputs_are_found(fault):
     [
         pytest.param(lambda g: g * 0.25, id="a scale"),
         pytest.param(lambda g: g[:, [1, 2, 0]], id="a step of rows"),
-        pytest.param(lambda g: g.clone().index_fill_(-1, torch.tensor(3), 0.0), id="outputs left out"),
+        pytest.param(
+            lambda g: g.clone().index_fill_(-1, torch.tensor(3), 0.0), id="outputs left out"
+        ),
     ],
 )
 def test_wrong_gradients_are_found(fault):
@@ -258,7 +294,8 @@ def test_a_call_of_which_hooks_know_nothing_is_found():
 
 
 def test_a_double_backward_is_found():
-    """The sum of g a^T at the output is not all of dW: the rest flows through the backward's own products."""
+    """The sum of g a^T at the output is not all of dW: the rest flows through the backward's own
+    products."""
 
     class Penalized(Tokens):
         def forward(self, x):
@@ -286,12 +323,16 @@ def test_gradients_of_other_engines_fit_whether_the_step_has_them_or_not():
 def test_the_random_numbers_are_those_of_the_factor_and_of_the_proof():
     layers = scan(made(Tokens), ALL).layers
     first = next(layer for layer in layers if layer.name == "first")
-    probes = [proof.Proof(layers, lambda x: x.keys[0], number, torch.device("cpu")) for number in (0, 0, 1)]
+    probes = [
+        proof.Proof(layers, lambda x: x.keys[0], number, torch.device("cpu"))
+        for number in (0, 0, 1)
+    ]
     a, b, c = (one.probes("first/A", first) for one in probes)
     assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (1, WIDTH + 1, proof.PROBES)
     assert abs(float(a.mean())) < 0.4 and not torch.equal(a, probes[0].probes("other/A", first))
     assert probes[0].probes("g/G", replace(first, name="g")).shape == (1, 48, proof.PROBES)
-    few = replace(first, name="few", G=Side.dense(3))  # it may share its A with layers of many outputs
+    # it may share its A with layers of many outputs
+    few = replace(first, name="few", G=Side.dense(3))
     assert probes[0].probes("few/A", few).shape == a.shape
 
 
@@ -314,9 +355,13 @@ def tf32(x):
 
 @pytest.mark.parametrize("rows", [64, 4096])
 def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32(rows):
-    """There convolutions are computed so, unless torch is told otherwise, and linears where the user allows it."""
+    """There convolutions are computed so, unless torch is told otherwise, and linears where the
+    user allows it."""
     layer = linear_layer("layer", 96, 64)
-    own, (a, g) = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")), torch.randn(2, rows, 96)
+    own, (a, g) = (
+        proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")),
+        torch.randn(2, rows, 96),
+    )
     g = g[:, :64].contiguous()
     (v,), (u,) = (tf32(own.probes(key, layer)) for key in layer.keys)
     products = ((tf32(a) @ v) * (tf32(g) @ u)).double()
@@ -324,9 +369,20 @@ def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32
     for device in ("cuda", "cpu"):
         total = torch.zeros(len(proof.NUMBERS), dtype=torch.float64)
         total[: proof.PROBES] = products.sum(dim=0)
-        total[proof.SQUARES], total[proof.REACHED], total[proof.RANKS] = products.square().sum(), 1, 1
-        total[proof.EPS], total[proof.ROWS] = proof.accuracy(torch.float32, torch.device(device)), rows
+        total[proof.SQUARES], total[proof.REACHED], total[proof.RANKS] = (
+            products.square().sum(),
+            1,
+            1,
+        )
+        total[proof.EPS], total[proof.ROWS] = (
+            proof.accuracy(torch.float32, torch.device(device)),
+            rows,
+        )
         gradient = tf32(g).T @ tf32(a)
         eps = proof.eps_of(torch.float32)
-        ratios.append(float(own.ratios(total[None], {"layer": gradient}, divisor=1, world=1, eps=eps, floor=0)))
+        ratios.append(
+            float(
+                own.ratios(total[None], {"layer": gradient}, divisor=1, world=1, eps=eps, floor=0)
+            )
+        )
     assert ratios[0] < 0.5 and ratios[1] > 2, ratios

@@ -19,7 +19,9 @@ EXPAND, REDUCE = "expand", "reduce"
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def call_of(shape: tuple[int, ...], inputs: int, *, bias: bool = False, columns: slice | None = None) -> Call:
+def call_of(
+    shape: tuple[int, ...], inputs: int, *, bias: bool = False, columns: slice | None = None
+) -> Call:
     layer = LayerSpec(
         "layer",
         "Linear",
@@ -64,10 +66,14 @@ def test_expand_takes_every_position_and_reduce_every_example():
     close(G, second_moment(g.sum(dim=1)), sums=12)
 
 
-@pytest.mark.parametrize("mask", [None, torch.arange(24).view(4, 6) % 5 != 2], ids=["all", "masked"])
+@pytest.mark.parametrize(
+    "mask", [None, torch.arange(24).view(4, 6) % 5 != 2], ids=["all", "masked"]
+)
 def test_rows_by_a_stride_are_in_the_mean_over_its_places_all_of_them(mask):
     x, g, stride = torch.randn(4, 6, 5), torch.randn(4, 6, 2), 5
-    of_place = {phase(turn, stride): sums_of(x, g, mask, turn=turn, stride=stride) for turn in range(60)}
+    of_place = {
+        phase(turn, stride): sums_of(x, g, mask, turn=turn, stride=stride) for turn in range(60)
+    }
     assert len(of_place) == stride
     whole = sums_of(x, g, mask)
     for index, expected in enumerate(whole):
@@ -85,7 +91,8 @@ def test_without_shared_positions_reduce_is_expand(shape):
 def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A linear model y = W a of squared loss: K-FAC's Fisher by both rules, and the exact one.
 
-    Pooled: one prediction per example, the mean over its positions. The Fisher of ½|y - t|² is E[J^T J]; the gradients
+    Pooled: one prediction per example, the mean over its positions. The Fisher of ½|y - t|² is
+        E[J^T J]; the gradients
     of all its output directions together have it exactly, so there is nothing to sample.
     """
     N, T, inputs, outputs = 6, 3, 4, 2
@@ -96,14 +103,17 @@ def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     for rule in (EXPAND, REDUCE):
         G = torch.zeros(3)
         for direction in torch.eye(outputs):
-            g = (direction / terms / (T if pooled else 1)).expand(N, T, outputs)  # of a mean over the terms
+            # of a mean over the terms
+            g = (direction / terms / (T if pooled else 1)).expand(N, T, outputs)
             A, rows, of_direction, _ = sums_of(a, g, sharing=rule)
             G += terms * of_direction
         A_II = torch.zeros(inputs, inputs)
         A_II[lower[0], lower[1]] = A_II[lower[1], lower[0]] = A / rows
         fishers[rule] = torch.kron(torch.tensor([[G[0], G[1]], [G[1], G[2]]]), A_II).double()
     per_term = (a.mean(dim=1) if pooled else a.view(N * T, inputs)).double()
-    jacobians = torch.stack([torch.kron(torch.eye(outputs, dtype=torch.float64), row[None]) for row in per_term])
+    jacobians = torch.stack(
+        [torch.kron(torch.eye(outputs, dtype=torch.float64), row[None]) for row in per_term]
+    )
     return fishers, torch.einsum("noi,noj->ij", jacobians, jacobians) / terms
 
 
@@ -161,10 +171,17 @@ def test_a_place_visits_all_alike_at_any_interval(interval):
 @pytest.mark.parametrize(
     ("x", "g", "mask", "counts"),
     [
-        (1, 1, True, True), (1, 1, False, True), (0, 1, False, True), (1, 0, True, True), (1, 0, None, True),
-        (1, 0, False, False), (0, 0, True, False), (0, 0, None, False), (1, float("nan"), False, True),
+        (1, 1, True, True),
+        (1, 1, False, True),
+        (0, 1, False, True),
+        (1, 0, True, True),
+        (1, 0, None, True),
+        (1, 0, False, False),
+        (0, 0, True, False),
+        (0, 0, None, False),
+        (1, float("nan"), False, True),
     ],
-)  # fmt: skip
+)
 def test_which_rows_count(x, g, mask, counts):
     """Beside a row that does."""
     xs, gs = torch.tensor([[1.0], [x]]), torch.tensor([[1.0], [g]])

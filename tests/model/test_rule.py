@@ -1,4 +1,5 @@
-"""The rule by which rows make A and G (docs/capture.md), against plain hooks and a loop over rows in float64."""
+"""The rule by which rows make A and G (docs/capture.md), against plain hooks and a loop over rows
+in float64."""
 
 import pytest
 import torch
@@ -59,15 +60,21 @@ def test_a_row_is_padding_if_its_gradient_is_zero_and_the_mask_leaves_it_out():
 def test_a_row_without_a_gradient_that_is_attended_counts():
     x, y = batch()
     y[:, 1:] = -100  # a prompt
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED})
-    assert found["first"].rows == 9, "of the last text the first position is masked, and has a label"
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
+    )
+    assert found["first"].rows == 9, (
+        "of the last text the first position is masked, and has a label"
+    )
     found = compared(Net(), lambda model, backward: backward(model(x, y)))
     assert found["first"].rows == found["first"].terms == N * T
 
 
 def test_a_mask_alone_excludes_no_row_that_the_weights_gradient_contains():
     x, y = batch()
-    found = compared(Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED})
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, ATTENDED)), masks={(N, T): ATTENDED}
+    )
     assert found["first"].rows == found["first"].terms == N * T
 
 
@@ -119,7 +126,9 @@ def test_a_mask_fits_rows_in_each_of_their_usual_shapes(kind, masks, rows):
     assert {name: factors.rows for name, factors in found.items()} == rows
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8]
+)
 def test_a_mask_may_be_of_numbers(dtype):
     x, y = padded()
     mask = ATTENDED.to(dtype)
@@ -185,7 +194,9 @@ def test_a_mask_is_that_of_the_forward_though_its_memory_is_used_again(dtype):
 
 
 def test_a_function_that_returns_no_mask_is_told_what_it_must_return():
-    with pytest.raises(ValueError, match=r"engine.kfac.mask: got \[4, 3, 1\]; must return masks \[N, T\], or None"):
+    with pytest.raises(
+        ValueError, match=r"engine.kfac.mask: got \[4, 3, 1\]; must return masks \[N, T\], or None"
+    ):
         list(masks_in(ATTENDED[..., None]))
     with pytest.raises(ValueError, match="got str"):
         list(masks_in(["mask"]))
@@ -197,7 +208,9 @@ def test_a_row_whose_input_and_gradient_are_zero_is_none():
     x, y = batch()
     x[1:, 0], y[1:, 0] = 0, -100
     found = compared(Net(), lambda model, backward: backward(model(x, y)))
-    assert (found["first"].rows, found["inner"].rows) == (9, 12), "inner gets the bias of first there"
+    assert (found["first"].rows, found["inner"].rows) == (9, 12), (
+        "inner gets the bias of first there"
+    )
 
 
 def test_padding_on_the_right_does_not_change_the_factors_of_texts():
@@ -205,11 +218,15 @@ def test_padding_on_the_right_does_not_change_the_factors_of_texts():
     lengths = [3, 2, 1, 3]
     mask = torch.arange(T) < torch.tensor(lengths)[:, None]
     y = y.masked_fill(~mask, -100)
-    found = compared(Net(), lambda model, backward: backward(model(x, y, mask)), masks={(N, T): mask})
+    found = compared(
+        Net(), lambda model, backward: backward(model(x, y, mask)), masks={(N, T): mask}
+    )
 
     def one_by_one(model, backward):
         texts = [(model(x[n : n + 1, :length]), y[n, :length]) for n, length in enumerate(lengths)]
-        backward(sum(F.cross_entropy(z[0], label, reduction="sum") for z, label in texts) / sum(lengths))
+        backward(
+            sum(F.cross_entropy(z[0], label, reduction="sum") for z, label in texts) / sum(lengths)
+        )
 
     alone = compared(Net(), one_by_one)
     for name, factors in alone.items():
@@ -344,7 +361,8 @@ def test_the_split_into_micro_batches_does_not_change_the_factors():
 def test_the_division_of_the_loss_is_none_of_the_rules_but_its_scale_is():
     """K sum R_p g g^T has what g has: a loss that is 8 times as large has 64 times the G."""
     once, eight = (
-        compared(Net(), lambda model, backward, factor=factor: backward(factor * model(*batch()))) for factor in (1, 8)
+        compared(Net(), lambda model, backward, factor=factor: backward(factor * model(*batch())))
+        for factor in (1, 8)
     )
     close(64 * once["first"].G, eight["first"].G, sums=1000)
     close(once["first"].A, eight["first"].A, sums=1000)
@@ -366,7 +384,8 @@ def test_a_head_that_is_called_for_each_tile_has_the_rows_of_all(plain):
 
 
 class Doubled(Net):
-    """The head has two rows for each of its inputs' rows, so that those of another layer would show."""
+    """The head has two rows for each of its inputs' rows, so that those of another layer would
+    show."""
 
     def forward(self, x, y=None, attention_mask=None):
         z = torch.tanh(self.inner(torch.tanh(self.first(x))))
@@ -383,7 +402,9 @@ def test_a_frozen_head_counts_the_rows_that_are_no_padding():
     assert (found["first"].rows, found["first"].terms) == (9, 9)
 
 
-@pytest.mark.parametrize("how", ["frozen", "frozen but its bias", "frozen after attach", "no layer"])
+@pytest.mark.parametrize(
+    "how", ["frozen", "frozen but its bias", "frozen after attach", "no layer"]
+)
 def test_a_head_without_curvature_is_the_layer_nearest_to_the_loss(how):
     def program(model, backward):
         if how == "frozen after attach":
@@ -402,7 +423,8 @@ def test_a_head_without_curvature_is_the_layer_nearest_to_the_loss(how):
 
 
 class Tiles(torch.autograd.Function):
-    """The head's loss and gradients tile by tile in the forward, as DeepSpeed's TiledFusedLogitsLoss."""
+    """The head's loss and gradients tile by tile in the forward, as DeepSpeed's
+    TiledFusedLogitsLoss."""
 
     @staticmethod
     def forward(ctx, model, z, y):
@@ -442,7 +464,11 @@ class Checkpointed(Net):
     def forward(self, x, y=None, attention_mask=None):
         block = lambda x: torch.relu_(self.inner(torch.tanh(self.first(x))))  # noqa: E731
         x = x.clone().requires_grad_()
-        z = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        z = (
+            block(x)
+            if self.reentrant is None
+            else checkpoint(block, x, use_reentrant=self.reentrant)
+        )
         head = lambda z: self.head(z)  # noqa: E731
         z = head(z) if self.reentrant is None else checkpoint(head, z, use_reentrant=self.reentrant)
         return z if y is None else cross_entropy(z, y)
@@ -485,7 +511,8 @@ def test_checkpointing_changes_no_bit(program, reentrant, plain):
 
 
 def test_a_sampled_loss_has_the_same_factors_with_checkpointing():
-    """Autograd is asked for the gradients at the calls of the first run; the recomputation has none of its own."""
+    """Autograd is asked for the gradients at the calls of the first run; the recomputation has none
+    of its own."""
     found = []
     for kind in (None, False):
         model = Checkpointed()
@@ -556,7 +583,11 @@ def test_a_norm_has_a_gradient_of_weight_and_bias_for_each_position():
         normalized = torch.cat([output.detach().double().flatten(0, 1) for output in of_calls])
         g = torch.cat([output.grad.double().flatten(0, 1) for output in of_calls])
         of_weight, of_bias = normalized * g, g
-        blocks = [of_weight.square(), of_weight * of_bias, of_bias.square()][: 3 if name == "norm" else 1]
-        expected[name] = 2 * N * T * torch.stack([block.sum(dim=0) for block in blocks], dim=1).flatten()
+        blocks = [of_weight.square(), of_weight * of_bias, of_bias.square()][
+            : 3 if name == "norm" else 1
+        ]
+        expected[name] = (
+            2 * N * T * torch.stack([block.sum(dim=0) for block in blocks], dim=1).flatten()
+        )
     for name, A in expected.items():
         close(found[name].A, A, sums=100, what=name)

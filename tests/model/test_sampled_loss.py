@@ -1,4 +1,5 @@
-"""Samplers of the Monte-Carlo Fisher: they draw from the model, and their losses are the training's."""
+"""Samplers of the Monte-Carlo Fisher: they draw from the model, and their losses are the
+training's."""
 
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -24,16 +25,24 @@ def test_labels_are_drawn_from_the_prediction():
     # d loss / d logits = (p - one-hot of the drawn label) / M
     drawn = (logits.detach().softmax(-1) - 20000 * logits.grad).round().mean(dim=0)
     p = torch.tensor([0.1, 0.2, 0.7])
-    near(drawn, p, 6 * (p * (1 - p) / 20000).sqrt(), "6 standard deviations of a mean of 20,000 draws")
+    near(
+        drawn,
+        p,
+        6 * (p * (1 - p) / 20000).sqrt(),
+        "6 standard deviations of a mean of 20,000 draws",
+    )
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (2, 5, 3, 3)])
 def test_terms_that_the_true_loss_has_not_are_left_out(sampler, shape):
-    """A label of -100, a mask of the loss, positions that are not read: the true gradient is zero there."""
+    """A label of -100, a mask of the loss, positions that are not read: the true gradient is zero
+    there."""
     prediction = torch.randn(shape, requires_grad=True)
     dim = 1 if len(shape) > 3 else -1
-    terms = (torch.arange(prediction.numel() // 5) % 3 != 1).reshape(prediction.select(dim, 0).shape)
+    terms = (torch.arange(prediction.numel() // 5) % 3 != 1).reshape(
+        prediction.select(dim, 0).shape
+    )
     reached = terms.unsqueeze(dim).expand(shape)
     sampler(prediction, reached, torch.Generator().manual_seed(0)).backward()
     assert torch.equal(prediction.grad.abs().sum(dim) > 0, terms)
@@ -47,16 +56,21 @@ def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
     rows = 40000 * prediction.grad
     scale = 2 / outputs
     near(
-        rows.T @ rows / 40000, scale * torch.eye(outputs), 6 * scale * (2 / 40000) ** 0.5,
+        rows.T @ rows / 40000,
+        scale * torch.eye(outputs),
+        6 * scale * (2 / 40000) ** 0.5,
         "6 standard deviations of a mean of 40,000 squares of normal numbers",
-    )  # fmt: skip
+    )
 
 
 def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():
     logits = torch.randn(8, 5, requires_grad=True)
     before = torch.random.get_rng_state()
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
-    losses = [cross_entropy(logits.detach(), everywhere(logits), generator).item() for generator in generators]
+    losses = [
+        cross_entropy(logits.detach(), everywhere(logits), generator).item()
+        for generator in generators
+    ]
     assert losses[0] == losses[1] != losses[2]
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -70,7 +84,14 @@ def test_the_prediction_is_found_in_what_models_return():
     output = Output()
     output.logits = logits
     loss, hidden = torch.tensor(1.0), torch.randn(2, 4)
-    for found in (logits, output, {"logits": logits}, (loss, logits), (logits, loss), (logits, hidden)):
+    for found in (
+        logits,
+        output,
+        {"logits": logits},
+        (loss, logits),
+        (logits, loss),
+        (logits, hidden),
+    ):
         assert prediction_tensor(found) is logits
     with pytest.raises(ValueError, match=r"got a scalar, a loss.*kfac.factor.prediction"):
         prediction_tensor(torch.tensor(1.0))

@@ -90,7 +90,11 @@ def test_a_call_whose_gradient_is_zero_or_did_not_come_is_told_apart():
 
 def test_only_candidates_are_watched_and_none_means_no_search():
     shared = SharedInputs("ab")
-    assert shared.number("c", X) == UNWATCHED and shared.number("a", X) != UNWATCHED and shared.searching
+    assert (
+        shared.number("c", X) == UNWATCHED
+        and shared.number("a", X) != UNWATCHED
+        and shared.searching
+    )
     assert not SharedInputs().searching
 
 
@@ -160,7 +164,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self._inner
-        return self.out(checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)).sum()
+        return self.out(
+            checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)
+        ).sum()
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(x)
@@ -169,7 +175,9 @@ class Attention(nn.Module):
 
 def searched(model: nn.Module, batch: torch.Tensor) -> tuple[Recorder, tuple]:
     """A recorder whose inputs were searched in a step, and the groups that it uses from now on."""
-    inputs = SharedInputs([name for name, module in model.named_modules() if isinstance(module, nn.Linear)])
+    inputs = SharedInputs(
+        [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    )
     recorder = Recorder(model, inputs=inputs)
     recorder.backward(model(batch))
     groups = agreed([inputs.found()], {layer.name: layer.A for layer in recorder.layers})

@@ -1,4 +1,5 @@
-"""Modules whose code is a text of the test: what reads sources finds it, and a case is a line of a table."""
+"""Modules whose code is a text of the test: what reads sources finds it, and a case is a line of a
+table."""
 
 import linecache
 import sys
@@ -28,6 +29,11 @@ def written(code: str, base: type[nn.Module] = nn.Module, **names: object) -> ty
     module.__file__ = f"<{name}>"
     vars(module).update(Base=base, torch=torch, nn=nn, F=F, **names)
     sys.modules[name] = module
-    linecache.cache[module.__file__] = len(text), None, text.splitlines(keepends=True), module.__file__
+    linecache.cache[module.__file__] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        module.__file__,
+    )
     exec(compile(text, module.__file__, "exec"), vars(module))
     return module.Written

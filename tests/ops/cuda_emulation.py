@@ -1,4 +1,5 @@
-"""The CUDA C++ ops as loops over blocks and threads on the host: one compilation for all tests of a process."""
+"""The CUDA C++ ops as loops over blocks and threads on the host: one compilation for all tests of a
+process."""
 
 import ctypes
 import shutil
@@ -13,11 +14,20 @@ from ds_kfac.ops.build import sources
 from ds_kfac.ops.cuda import CudaOps
 
 FLAGS = (
-    "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",
-    "-Wno-unknown-pragmas", f"-I{Path(__file__).parent}",
+    "-std=c++17",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    f"-I{Path(__file__).parent}",
     "-ffp-contract=off",  # contracted, sums would differ from the GPU's
-    "-fsanitize=undefined", "-fno-sanitize-recover",  # undefined behaviour ends the process
-)  # fmt: skip
+    "-fsanitize=undefined",
+    "-fno-sanitize-recover",  # undefined behaviour ends the process
+)
 
 
 def emulated(layers: int = 512) -> CudaOps:
@@ -33,5 +43,7 @@ def _library(compiler: str, layers: int) -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "library.so"
         files = ["-x", "c++", *map(str, sources())]
-        subprocess.run([compiler, *FLAGS, f"-DDS_KFAC_LAYERS={layers}", "-o", str(path), *files], check=True)
+        subprocess.run(
+            [compiler, *FLAGS, f"-DDS_KFAC_LAYERS={layers}", "-o", str(path), *files], check=True
+        )
         return ctypes.CDLL(str(path))

@@ -1,5 +1,5 @@
-"""Every op in plain torch, written to be read: what ``ds_kfac/ops/functional.py``, which has the docstrings, and all
-other backends are tested against.
+"""Every op in plain torch, written to be read: what ``ds_kfac/ops/functional.py``, which has the
+docstrings, and all other backends are tested against.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, in_fp32, packed_nu
 
 
 def per_matrix(value: Scalar) -> Any:
-    """A number, or a tensor [] or [n], shaped to broadcast with a matrix [O, I] or with n matrices [n, O, I]."""
+    """A number, or a tensor [] or [n], shaped to broadcast with a matrix [O, I] or with n matrices
+    [n, O, I]."""
     return value[..., None, None] if isinstance(value, Tensor) else value
 
 
@@ -23,7 +24,8 @@ def symmetric_pack(x_DD: Tensor) -> Tensor:
 
 
 def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
-    """The symmetric [D, D] matrix whose lower triangle is ``x_P``; inverse of :func:`symmetric_pack`."""
+    """The symmetric [D, D] matrix whose lower triangle is ``x_P``; inverse of
+    :func:`symmetric_pack`."""
     x_DD = x_P.new_zeros(dim, dim)
     rows, columns = torch.tril_indices(dim, dim, device=x_P.device)
     x_DD[rows, columns] = x_P
@@ -37,7 +39,9 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensor
         out[start : start + len(packed_P)] = packed_P.to(out.dtype)
 
 
-def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+def symmetric_unpack_from(
+    packed: Tensor, starts: Sequence[int], dims: Sequence[int]
+) -> list[Tensor]:
     return [
         symmetric_unpack(packed[start : start + packed_numel(dim)].float(), dim=dim)
         for start, dim in zip(starts, dims, strict=True)
@@ -48,7 +52,9 @@ def ema_update_(
     averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
 ) -> Tensor:
     used = []
-    for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
+    for average_P, sum_P, count, update, decay in zip(
+        averages_P, sums_P, counts, updates, decays, strict=True
+    ):
         usable = (count > 0) & torch.isfinite(sum_P).all()
         update += usable
         keep = torch.clamp(1 - 1 / update.clamp(min=1), max=decay)
@@ -59,7 +65,12 @@ def ema_update_(
 
 
 def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+    sum_P: Tensor,
+    x_ND: Tensor,
+    *,
+    kept: Tensor | None = None,
+    bias: bool = False,
+    scale: Scalar = 1.0,
 ) -> Tensor:
     x_ND = x_ND.float()
     if kept is not None:

@@ -1,4 +1,5 @@
-"""Where ops are tried: (device, backend) pairs, what each offers, and what must hold of one call."""
+"""Where ops are tried: (device, backend) pairs, what each offers, and what must hold of one
+call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,8 @@ def pairs(*backends: str) -> list:
         for device in ("cpu", "cuda") if backend == "torch" else ("cuda",):
             marks = [pytest.mark.gpu] if device == "cuda" else []
             found += [
-                pytest.param(device, backend, op, marks=marks, id=f"{device}-{backend}-{op}") for op in OFFERS[backend]
+                pytest.param(device, backend, op, marks=marks, id=f"{device}-{backend}-{op}")
+                for op in OFFERS[backend]
             ]
     return found
 
@@ -45,8 +47,8 @@ def implementations(backend: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def copied(value: Any) -> Any:
-    """Tensors in a structure anew, with their strides. A tensor that is there twice, as a result in the place of an
-    argument, is copied once."""
+    """Tensors in a structure anew, with their strides. A tensor that is there twice, as a result in
+    the place of an argument, is copied once."""
     copies: dict[int, Tensor] = {}
     return tree_map_only(Tensor, lambda x: copies.setdefault(id(x), copy(x)), value)
 
@@ -74,22 +76,30 @@ def refill(value: Any, source: Any) -> None:
 def problems(call: Call, returned: Any, arguments: tuple) -> list[str]:
     """What differs from float64; nothing for a right result."""
     found = []
-    for index, (x, wanted) in enumerate(zip(call.given(returned, arguments), call.wanted, strict=True)):
+    for index, (x, wanted) in enumerate(
+        zip(call.given(returned, arguments), call.wanted, strict=True)
+    ):
         place = f"{call.label}, output {index}"
         if x.shape != wanted.shape:
             found.append(f"{place}: shape {tuple(x.shape)}, not {tuple(wanted.shape)}")
         elif call.allowed == 0.0:
             different = (x != wanted) & ~(x.isnan() & wanted.isnan())
             if x.dtype != wanted.dtype or different.any():
-                found.append(f"{place}: {int(different.sum())} of {x.numel()} elements in {x.dtype} differ")
+                found.append(
+                    f"{place}: {int(different.sum())} of {x.numel()} elements in {x.dtype} differ"
+                )
         elif x.numel():
-            error = (x.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+            error = (x.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(
+                min=1e-30
+            )
             if not error <= call.allowed:
                 found.append(f"{place}: error {float(error):.2e}, allowed {call.allowed:.0e}")
     return found
 
 
-def configured(syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int]]) -> list[str]:
+def configured(
+    syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int]]
+) -> list[str]:
     """What is wrong with products (rows, side) of a SYRK module by one configuration."""
     found = []
     for (rows, dim), masked in product(shapes, (False, True)):
@@ -99,7 +109,14 @@ def configured(syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: 
         total = torch.zeros(packed_numel(dim + 1), device=device)
         syrk.accumulate(total, x_ND, config, kept=kept, bias=True)
         label = f"{rows} x {dim} {dtype} {'some rows' if masked else ''} {config}"
-        call = Call("syrk_accumulate_", label, (), [triangle(wide.T @ wide)], lambda x, _: [x], rounding(rows, dtype))
+        call = Call(
+            "syrk_accumulate_",
+            label,
+            (),
+            [triangle(wide.T @ wide)],
+            lambda x, _: [x],
+            rounding(rows, dtype),
+        )
         found += problems(call, total, ())
     return found
 

@@ -15,7 +15,8 @@ from ds_kfac.ops.dispatch import Backend
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Implementations of these tests compute nothing: not checked. The process's choice is restored."""
+    """Implementations of these tests compute nothing: not checked. The process's choice is
+    restored."""
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
     yield
     monkeypatch.undo()
@@ -65,7 +66,9 @@ def test_a_backend_that_cannot_run_is_passed_over_with_its_reason_or_refused_by_
     choice = dispatch.use(None, "cpu")
     assert {name for name, _ in choice.ops.values()} == {"torch"}
     assert "not fake: no compiler in PATH" in str(choice)
-    with pytest.raises(ValueError, match=r'kfac.ops.backend "fake" cannot run here: no compiler in PATH'):
+    with pytest.raises(
+        ValueError, match=r'kfac.ops.backend "fake" cannot run here: no compiler in PATH'
+    ):
         dispatch.use("fake", "cpu")
 
 
@@ -117,7 +120,9 @@ def test_a_library_that_was_built_ahead_is_used(compiler, tmp_path, monkeypatch)
 
 def test_errors_of_the_compiler_are_one_line(compiler, tmp_path):
     with pytest.raises(BuildError, match=r"failed: .*answer.cu.*error") as raised:
-        build.build(lambda: compiler, FLAGS, source=sources(tmp_path / "src", "not C++"), into=tmp_path)
+        build.build(
+            lambda: compiler, FLAGS, source=sources(tmp_path / "src", "not C++"), into=tmp_path
+        )
     assert "\n" not in str(raised.value)
 
 

@@ -41,7 +41,11 @@ def test_a_compilation_is_said_once(compiler, caplog):
     with caplog.at_level("INFO", logger="ds_kfac"):
         for _ in range(2):
             build.build(lambda: build.NVCC, [])
-    said = [record.getMessage() for record in caplog.records if "compiling csrc/cuda" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "compiling csrc/cuda" in record.getMessage()
+    ]
     assert len(said) == 1 and "DS_KFAC_BUILD_OPS=1" in said[0]
 
 
@@ -50,7 +54,10 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
     assert len(built) == len(["80", "90a", "100"]), "nvcc does not know 120"
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
-    assert installed("86") == installed("80") != installed("90a") and {installed("80"), installed("90a")} <= {*built}
+    assert installed("86") == installed("80") != installed("90a") and {
+        installed("80"),
+        installed("90a"),
+    } <= {*built}
     assert "arch=compute_90a,code=sm_90a" in installed("90a").read_text()
     assert installed("103") == installed("100")
     assert not any(installed(other) for other in ("75", "90", "110", "121"))
@@ -66,11 +73,15 @@ def test_the_environment_chooses_what_is_built_ahead(compiler, tmp_path):
     assert built(DS_KFAC_BUILD_OPS="1", DS_KFAC_BUILD_CUDA="0") == []
 
 
-def test_what_cannot_be_built_is_passed_over_or_an_error_if_it_was_asked_for_by_name(compiler, capsys, tmp_path):
+def test_what_cannot_be_built_is_passed_over_or_an_error_if_it_was_asked_for_by_name(
+    compiler, capsys, tmp_path
+):
     (tmp_path / "nvcc").unlink()
     assert build.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_OPS": "1"}) == []
     assert "kfac_cuda: no nvcc" in capsys.readouterr().out
-    with pytest.raises(BuildError, match="DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: no nvcc"):
+    with pytest.raises(
+        BuildError, match="DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: no nvcc"
+    ):
         build.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_CUDA": "1"})
 
 
@@ -82,7 +93,8 @@ def test_architectures_are_those_of_torch_s_variable():
     assert wanted("8.0;9.0+PTX 10.0a;8.0") == ["80", "90a", "100a"]
     for wrong in ("7.5", "Ampere", "8.0;90"):
         with pytest.raises(
-            BuildError, match=r'TORCH_CUDA_ARCH_LIST has "\w+(\.\d)?"; expected capabilities from 8.0 on'
+            BuildError,
+            match=r'TORCH_CUDA_ARCH_LIST has "\w+(\.\d)?"; expected capabilities from 8.0 on',
         ):
             wanted(wrong)
 
@@ -94,7 +106,17 @@ def test_a_library_that_does_not_load_is_a_reason(compiler):
 
 def test_a_source_distribution_has_the_sources(tmp_path):
     root = Path(__file__).parents[2]
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        str(tmp_path),
+        "sdist",
+        "-d",
+        str(tmp_path),
+    ]
     subprocess.run(command, cwd=root, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}

@@ -1,6 +1,8 @@
-"""Every op by its specification and by what runs on a CPU, and by GPU code there: interpreted, or as loops.
+"""Every op by its specification and by what runs on a CPU, and by GPU code there: interpreted, or
+as loops.
 
-Against float64, on odd sizes with poisoned outputs. tests/gpu/test_ops.py makes the same calls on GPUs.
+Against float64, on odd sizes with poisoned outputs. tests/gpu/test_ops.py makes the same calls on
+GPUs.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""A compiled op is compared with the specification before it is used; a faulty one is replaced by torch."""
+"""A compiled op is compared with the specification before it is used; a faulty one is replaced by
+torch."""
 
 import json
 import subprocess
@@ -31,15 +32,22 @@ def notes(monkeypatch, tmp_path):
 
 
 def offer(monkeypatch, **ops) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS})
+    monkeypatch.setattr(
+        dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS}
+    )
 
 
 def off_by_one(op: str, output: int):
-    """torch's, with one element of one result (returned, or written to an argument) wrong by a thousandth."""
+    """torch's, with one element of one result (returned, or written to an argument) wrong by a
+    thousandth."""
 
     def run(*arguments, **options):
         found = getattr(functional, op)(*arguments, **options)
-        tensors = [x for x in torch.utils._pytree.tree_leaves((found, arguments)) if isinstance(x, torch.Tensor)]
+        tensors = [
+            x
+            for x in torch.utils._pytree.tree_leaves((found, arguments))
+            if isinstance(x, torch.Tensor)
+        ]
         x = [x for x in tensors if x.is_floating_point()][output]
         x.view(-1)[x.abs().argmax()] *= 1.01
         return found
@@ -59,7 +67,9 @@ def test_a_right_op_has_no_fault_and_a_slightly_wrong_one_has(op):
 
 def test_the_cuda_sources_have_no_fault():
     ops = emulated()
-    assert {op: check.fault(op, getattr(ops, op), CPU) for op in CudaOps.OPS} == dict.fromkeys(CudaOps.OPS, "")
+    assert {op: check.fault(op, getattr(ops, op), CPU) for op in CudaOps.OPS} == dict.fromkeys(
+        CudaOps.OPS, ""
+    )
 
 
 def test_the_triton_kernels_have_no_fault():
@@ -67,7 +77,9 @@ def test_the_triton_kernels_have_no_fault():
     files = sorted(set(MODULES.values()))
     with interpreted(*files) as modules:
         found = {op: getattr(modules[files.index(file)], op) for op, file in MODULES.items()}
-        assert {op: check.fault(op, run, CPU) for op, run in found.items()} == dict.fromkeys(MODULES, "")
+        assert {op: check.fault(op, run, CPU) for op, run in found.items()} == dict.fromkeys(
+            MODULES, ""
+        )
 
 
 def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
@@ -78,15 +90,19 @@ def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
         return None
 
     offer(
-        monkeypatch, adam_step_=off_by_one("adam_step_", 2), ema_update_=crashes,
-        symmetric_unpack_from=returns_nothing, finish_direction_=functional.finish_direction_,
-    )  # fmt: skip
+        monkeypatch,
+        adam_step_=off_by_one("adam_step_", 2),
+        ema_update_=crashes,
+        symmetric_unpack_from=returns_nothing,
+        finish_direction_=functional.finish_direction_,
+    )
     choice = dispatch.use(None, "cpu")
     by = {op: name for op, (name, _) in choice.ops.items()}
     assert by == {op: "fake" if op == "finish_direction_" else "torch" for op in dispatch.OPS}
     assert set(choice.replaced) == {"adam_step_", "ema_update_", "symmetric_unpack_from"}
     assert (
-        "adam_step_ by fake is wrong: off by 1.0e-02 of the largest value, in float32" in choice.replaced["adam_step_"]
+        "adam_step_ by fake is wrong: off by 1.0e-02 of the largest value, in float32"
+        in choice.replaced["adam_step_"]
     )
     assert "ema_update_ by fake fails: ema_update_ by the backend" in choice.replaced["ema_update_"]
     assert "not adam_step_: adam_step_ by fake is wrong" in str(choice)
@@ -123,7 +139,11 @@ def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(mon
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    offer(monkeypatch, finish_direction_=functional.finish_direction_, adam_step_=off_by_one("adam_step_", 0))
+    offer(
+        monkeypatch,
+        finish_direction_=functional.finish_direction_,
+        adam_step_=off_by_one("adam_step_", 0),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(check, "check_alive", lost)
         with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -151,7 +171,8 @@ def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_p
         "print(dispatch.use(None, 'cpu').replaced['adam_step_'])"
     )
     first, second = (
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+        for _ in range(2)
     )
     assert first.returncode == 7, first.stderr
     assert f"adam_step_ by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr

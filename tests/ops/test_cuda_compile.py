@@ -1,4 +1,5 @@
-"""csrc/cuda compiles for every architecture without warnings or spilled registers, and loads without a driver."""
+"""csrc/cuda compiles for every architecture without warnings or spilled registers, and loads
+without a driver."""
 
 import ctypes
 import re
@@ -16,7 +17,8 @@ STRICT = (
     *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
     "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
 )
-"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel takes."""
+"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel
+takes."""
 MOST_REGISTERS = 96
 """Two and a half blocks of 256 threads per multiprocessor, with 16 loads in flight each."""
 
@@ -25,15 +27,22 @@ def compiled(files, architectures, folder):
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("csrc/cuda is not compiled: no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
-    command = [nvcc, *nvcc_flags(architectures), *STRICT, "-o", str(folder / "library.so"), *map(str, files)]
+    command = [
+        nvcc,
+        *nvcc_flags(architectures),
+        *STRICT,
+        "-o",
+        str(folder / "library.so"),
+        *map(str, files),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """One compilation for all architectures: its status, what the compiler said, and the file. A good one is kept in
-    the build folder until sources or flags change."""
+    """One compilation for all architectures: its status, what the compiler said, and the file. A
+    good one is kept in the build folder until sources or flags change."""
     kept = build.folder() / build.library_name([str(find_nvcc()), *ARCHITECTURES, *STRICT])
     if kept.exists():
         return 0, kept.with_suffix(".log").read_text(), kept
@@ -49,8 +58,12 @@ def library(tmp_path_factory):
 def test_compiles_for_every_architecture_without_warnings_or_spills(library):
     status, log, _ = library
     assert status == 0, log
-    assert set(re.findall(r"for '(sm_\w+)'", log)) == {f"sm_{architecture}" for architecture in ARCHITECTURES}
-    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)) == {("0", "0")}
+    assert set(re.findall(r"for '(sm_\w+)'", log)) == {
+        f"sm_{architecture}" for architecture in ARCHITECTURES
+    }
+    assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)) == {
+        ("0", "0")
+    }
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
     assert len(registers) == len(re.findall(r"Compiling entry function", log)) > len(ARCHITECTURES)
     assert max(registers) <= MOST_REGISTERS, registers
@@ -61,10 +74,14 @@ def test_the_compiled_library_loads_without_a_driver_and_names_its_errors(librar
     if torch.cuda.is_available():
         pytest.skip("launching works here: there is a GPU")
     ops = CudaOps(ctypes.CDLL(str(library[2])), device_type="cpu")
-    with pytest.raises(CudaError, match=r"pack: cuda(ErrorInsufficientDriver \(35\)|ErrorNoDevice \(100\)): "):
+    with pytest.raises(
+        CudaError, match=r"pack: cuda(ErrorInsufficientDriver \(35\)|ErrorNoDevice \(100\)): "
+    ):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 3)])
     with pytest.raises(CudaError, match=r"ema_update: cudaError\w+ \(\d+\): "):
-        ops.ema_update_([torch.zeros(6)], [torch.zeros(6)], [torch.ones(())], [torch.ones(())], [0.9])
+        ops.ema_update_(
+            [torch.zeros(6)], [torch.zeros(6)], [torch.ones(())], [torch.ones(())], [0.9]
+        )
 
 
 def test_a_warning_is_an_error(tmp_path):

@@ -31,8 +31,19 @@ def harness(tmp_path_factory):
         pytest.skip("index arithmetic is not tested: no C++ compiler")
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    found_in = [f"-I{source_folder()}", f"-I{Path(__file__).parent}"]  # its headers, and the emulation of CUDA's
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fsanitize=undefined",
+        "-shared",
+        "-fPIC",
+    ]
+    # its headers, and the emulation of CUDA's
+    found_in = [f"-I{source_folder()}", f"-I{Path(__file__).parent}"]
     files = ["-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
     subprocess.run([*command, "-fno-sanitize-recover", *found_in, *files], check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
@@ -50,7 +61,9 @@ def rows_of(harness, indices: torch.Tensor) -> torch.Tensor:
 
 def test_the_row_of_every_element_of_a_large_triangle(harness):
     dim = 3000
-    assert torch.equal(rows_of(harness, torch.arange(packed_numel(dim))), torch.tril_indices(dim, dim)[0])
+    assert torch.equal(
+        rows_of(harness, torch.arange(packed_numel(dim))), torch.tril_indices(dim, dim)[0]
+    )
 
 
 def test_the_row_of_both_ends_of_every_row_up_to_the_widest_triangle(harness):
@@ -76,7 +89,11 @@ def test_a_cursor_far_down_a_wide_triangle(harness):
     for row in (46_341, 100_003, (1 << 20) - 2):  # beyond 31 and 32 bits
         start, found = packed_numel(row) + 5, torch.empty(2, 3, dtype=torch.int64)
         harness.walk(
-            ctypes.c_int64(start), ctypes.c_int64(row), ctypes.c_int64(3), address(found[0]), address(found[1])
+            ctypes.c_int64(start),
+            ctypes.c_int64(row),
+            ctypes.c_int64(3),
+            address(found[0]),
+            address(found[1]),
         )
         for place in (0, 1, 2):
             r, c = found[:, place].tolist()

@@ -1,4 +1,5 @@
-"""The CUDA ops, their source run as loops on the host, through the binding: against torch, several launches too."""
+"""The CUDA ops, their source run as loops on the host, through the binding: against torch, several
+launches too."""
 
 import math
 
@@ -73,7 +74,9 @@ def test_wrong_arguments_are_named(ops):
         ops.symmetric_unpack_from(torch.zeros(6), [-1], [3])
     with pytest.raises(NotMadeFor, match=r"fp32, bf16 or fp16, got torch.float64 \(6,\)"):
         ops.symmetric_pack_into_(torch.zeros(6, dtype=torch.float64), [0], [x])
-    with pytest.raises(NotMadeFor, match=r"contiguous rows, got torch.float32 \(2, 2\) strides \(1, 2\)"):
+    with pytest.raises(
+        NotMadeFor, match=r"contiguous rows, got torch.float32 \(2, 2\) strides \(1, 2\)"
+    ):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(2, 2).T])
     with pytest.raises(ValueError, match=r"square matrices, got torch.float32 \(3, 2\)"):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 2)])
@@ -81,7 +84,9 @@ def test_wrong_arguments_are_named(ops):
         ops.ema_update_([torch.zeros(6)], [torch.zeros(5)], [one], [one], [0.9])
     with pytest.raises(ValueError, match=r"scalars, got torch.float32 \(2,\)"):
         ops.ema_update_([torch.zeros(6)], [torch.zeros(6)], [torch.zeros(2)], [one], [0.9])
-    with pytest.raises(NotMadeFor, match=r"contiguous fp32 tensors, got torch.float32 \(6,\) strides \(2,\)"):
+    with pytest.raises(
+        NotMadeFor, match=r"contiguous fp32 tensors, got torch.float32 \(6,\) strides \(2,\)"
+    ):
         ops.ema_update_([torch.zeros(6)], [torch.zeros(12)[::2]], [one], [one], [0.9])
     with pytest.raises(NotMadeFor, match=r"one cuda device, got \['cpu'\]"):
         CudaOps(ops._library).symmetric_pack_into_(torch.zeros(6), [0], [x])

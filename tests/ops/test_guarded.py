@@ -1,4 +1,5 @@
-"""What a backend has no code for gives torch's result, from every backend; what fails names the way out."""
+"""What a backend has no code for gives torch's result, from every backend; what fails names the way
+out."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from tests.ops.triton_tools import interpreted
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Implementations of these tests compute nothing: not checked. The process's choice is restored."""
+    """Implementations of these tests compute nothing: not checked. The process's choice is
+    restored."""
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
     yield
     monkeypatch.undo()
@@ -55,7 +57,14 @@ def doubles(count: int) -> list[torch.Tensor]:
 def adam_given(first: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple:
     """Of two matrices; the counter, too, in the dtype: bias corrections come from it."""
     x, second = (normal(*first.shape, seed=seed).abs().to(dtype) for seed in range(2))
-    return torch.zeros_like(x), x, first.to(dtype), second, torch.ones(2, dtype=dtype), torch.tensor([True, False])
+    return (
+        torch.zeros_like(x),
+        x,
+        first.to(dtype),
+        second,
+        torch.ones(2, dtype=dtype),
+        torch.tensor([True, False]),
+    )
 
 
 Call = tupleCall = tuple[tuple, dict]
@@ -65,13 +74,22 @@ VECTORS = *[torch.ones(2)] * 4, torch.tensor([True, False])
 UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "rows in fp64": ("syrk_accumulate_", lambda: ((torch.zeros(6), normal(4, 3).double()), {})),
     "a sum with gaps": ("syrk_accumulate_", lambda: ((torch.zeros(12)[::2], normal(4, 3)), {})),
-    "matrices in columns": ("symmetric_pack_into_", lambda: ((torch.zeros(6), [0], [normal(3, 3).T]), {})),
+    "matrices in columns": (
+        "symmetric_pack_into_",
+        lambda: ((torch.zeros(6), [0], [normal(3, 3).T]), {}),
+    ),
     "a buffer in fp64": ("symmetric_unpack_from", lambda: ((normal(6).double(), [0], [3]), {})),
-    "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
+    "averages in fp64": (
+        "ema_update_",
+        lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {}),
+    ),
     "no elements": ("adam_step_", lambda: (adam_given(normal(2, 0, 3)), ADAM)),
     "moments with gaps": ("adam_step_", lambda: (adam_given(strided(2, 3, 4)), ADAM)),
     "Adam in fp64": ("adam_step_", lambda: (adam_given(normal(2, 3, 4), torch.float64), ADAM)),
-    "a result in columns": ("finish_direction_", lambda: ((strided(2, 4, 3).mT, normal(2, 3, 4), *VECTORS), {})),
+    "a result in columns": (
+        "finish_direction_",
+        lambda: ((strided(2, 4, 3).mT, normal(2, 3, 4), *VECTORS), {}),
+    ),
     "a vector in fp64": (
         "finish_direction_",
         lambda: ((*[normal(2, 3, 4)] * 2, VECTORS[0].double(), *VECTORS[1:]), {}),
@@ -81,8 +99,12 @@ MADE_FOR = {"triton": set(), "cuda": set()}
 """Unusual calls that a backend has code for."""
 
 
-def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_and_then_done_by_torch(implementations):
-    name = next(name for name in MADE_FOR if name in next(iter(implementations.values())).__module__)
+def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_and_then_done_by_torch(
+    implementations,
+):
+    name = next(
+        name for name in MADE_FOR if name in next(iter(implementations.values())).__module__
+    )
     for case in (case for case, (op, _) in UNUSUAL.items() if op in implementations):
         op, call = UNUSUAL[case]
         (arguments, options), (wanted_arguments, _) = call(), call()
@@ -99,7 +121,9 @@ def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_an
 def tensors_of(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [x for part in value for x in tensors_of(part)] if isinstance(value, (list, tuple)) else []
+    return (
+        [x for part in value for x in tensors_of(part)] if isinstance(value, (list, tuple)) else []
+    )
 
 
 def failing(problem: Exception) -> Callable:
@@ -110,20 +134,30 @@ def failing(problem: Exception) -> Callable:
 
 
 @pytest.mark.parametrize(
-    "problem", [CudaError("pack: cudaErrorNoKernelImageForDevice (209)"), OSError("no ptxas"), RuntimeError("compile")]
+    "problem",
+    [
+        CudaError("pack: cudaErrorNoKernelImageForDevice (209)"),
+        OSError("no ptxas"),
+        RuntimeError("compile"),
+    ],
 )
 def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
     ops = {"adam_step_": failing(problem)}
-    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS})
+    monkeypatch.setattr(
+        dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS}
+    )
     op = dispatch.use(None, "cpu").ops["adam_step_"][1]
     with pytest.raises(
-        RuntimeError, match=r'adam_step_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
+        RuntimeError,
+        match=r'adam_step_ by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"',
     ) as told:
         op(normal(2, 3))
     assert told.value.__cause__ is problem and str(problem) in str(told.value)
 
 
-@pytest.mark.parametrize("problem", [ValueError("shapes"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "problem", [ValueError("shapes"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()]
+)
 def test_wrong_arguments_and_full_memory_are_no_fault_of_the_backend(problem):
     with pytest.raises(type(problem)) as told:
         guarded("fake", "adam_step_", failing(problem))()
@@ -160,8 +194,13 @@ def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
 def test_choices_of_a_gpu_tell_what_is_missing(monkeypatch):
     pretend(monkeypatch, capability=(7, 5))
     choice = dispatch.use(None, "cuda")
-    assert {name for name, _ in choice.ops.values()} == {"torch"} and set(choice.missing) == {"triton", "cuda"}
-    with pytest.raises(ValueError, match=r'kfac.ops.backend "cuda" cannot run here: needs compute capability 8.0'):
+    assert {name for name, _ in choice.ops.values()} == {"torch"} and set(choice.missing) == {
+        "triton",
+        "cuda",
+    }
+    with pytest.raises(
+        ValueError, match=r'kfac.ops.backend "cuda" cannot run here: needs compute capability 8.0'
+    ):
         dispatch.use("cuda", "cuda")
 
 
@@ -176,7 +215,9 @@ def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch, tmp_path):
 
 
 def test_a_gpu_gets_the_best_of_both(monkeypatch):
-    monkeypatch.setitem(dispatch.BACKENDS, "cuda", Backend("cuda", lambda: dict.fromkeys(CudaOps.OPS, math.hypot)))
+    monkeypatch.setitem(
+        dispatch.BACKENDS, "cuda", Backend("cuda", lambda: dict.fromkeys(CudaOps.OPS, math.hypot))
+    )
     ops = dict.fromkeys(backend.MODULES, math.hypot)
     monkeypatch.setitem(dispatch.BACKENDS, "triton", Backend("cuda", lambda: ops))
     chosen = {op: name for op, (name, _) in dispatch.use(None, "cuda").ops.items()}

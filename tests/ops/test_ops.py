@@ -39,10 +39,13 @@ def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"fp32 of shape \(10,\) for rows of 3 and a bias"):
         functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), bias=True)
     with pytest.raises(
-        ValueError, match=r"kept must be bool of shape \(4,\), one for each row, got torch.float32 \(4,\)"
+        ValueError,
+        match=r"kept must be bool of shape \(4,\), one for each row, got torch.float32 \(4,\)",
     ):
         functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), kept=torch.ones(4))
-    with pytest.raises(ValueError, match=r"block_syrk_accumulate_: kept must be bool of shape \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"block_syrk_accumulate_: kept must be bool of shape \(4,\)"
+    ):
         kept = torch.ones(4, 1, dtype=torch.bool)
         functional.block_syrk_accumulate_(torch.zeros(6), torch.zeros(4, 4), block=2, kept=kept)
     with pytest.raises(ValueError, match=r"rows of 5 in blocks of 2"):
@@ -52,7 +55,8 @@ def test_wrong_shapes_are_named():
 @pytest.mark.parametrize("dim", [2, 3, 5, 10, 15])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_many_rows_leave_little_of_a_null_direction(dim, blocks):
-    """Those of a softmax's gradients, which sum to zero; far below what counts as rounding (update/rotation.py)."""
+    """Those of a softmax's gradients, which sum to zero; far below what counts as rounding
+    (update/rotation.py)."""
     generator = torch.Generator().manual_seed(dim)
     x = torch.randn(200_000, blocks, dim, generator=generator).softmax(-1)
     x[:, :, 0] -= 1
@@ -60,7 +64,9 @@ def test_many_rows_leave_little_of_a_null_direction(dim, blocks):
     if blocks == 1:
         total = functional.syrk_accumulate_(torch.zeros(numel), x[:, 0])
     else:
-        total = functional.block_syrk_accumulate_(torch.zeros(blocks * numel), x.flatten(1), block=dim)
+        total = functional.block_syrk_accumulate_(
+            torch.zeros(blocks * numel), x.flatten(1), block=dim
+        )
     for part in total.split(numel):
         values = torch.linalg.eigvalsh(specification.symmetric_unpack(part, dim=dim).double())
         assert abs(values[0]) < 4 * torch.finfo(torch.float32).eps * values[-1]

@@ -1,4 +1,5 @@
-"""Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
+"""Ops over many layers in one call and fused ops: every implementation against the specification in
+float64."""
 
 import math
 
@@ -36,7 +37,9 @@ def test_adam_takes_nothing_of_what_is_not_usable(ops, updates, poisoned):
         x, *state = adam_state(3, 63, 7, updates)
         x[1, 3, 4], x[1, 5, 6] = float("inf"), float("nan")
         direction, before = torch.empty_like(x), [part.clone() for part in state]
-        ops.adam_step_(direction, x, *state, torch.tensor([True, False, True]), betas=(0.9, 0.99), eps=eps)
+        ops.adam_step_(
+            direction, x, *state, torch.tensor([True, False, True]), betas=(0.9, 0.99), eps=eps
+        )
         assert not direction[1].any() and torch.isfinite(direction).all()
         for part, old in zip(state, before, strict=True):
             assert torch.equal(part[1], old[1]) and not torch.equal(part[0], old[0])
@@ -75,7 +78,11 @@ def test_adam_is_the_same_however_many_rows_a_chunk_has(monkeypatch):
 
 def finish_given(n, sized):
     """n directions [63, 7], their norms and all else. The first has not its full size."""
-    x, size, target = normal(n, 63, 7), torch.tensor([0.3, 7.0, 2.0, 2.0])[:n], torch.tensor([5.0, 0.25, 1.0, 1.0])[:n]
+    x, size, target = (
+        normal(n, 63, 7),
+        torch.tensor([0.3, 7.0, 2.0, 2.0])[:n],
+        torch.tensor([5.0, 0.25, 1.0, 1.0])[:n],
+    )
     norm, used = torch.linalg.vector_norm(x, dim=(1, 2)), torch.ones(n, dtype=torch.bool)
     return x, norm, size if sized else None, target, torch.full((n,), 1.5), used
 

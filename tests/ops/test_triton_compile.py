@@ -1,4 +1,5 @@
-"""Every Triton kernel in its shipped configurations, compiled for devices that are not there. Spills are errors."""
+"""Every Triton kernel in its shipped configurations, compiled for devices that are not there.
+Spills are errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,21 @@ REGISTERS = 65536
 
 
 def scale(n: int, rows: int, columns: int, result: torch.dtype) -> None:
-    several, vector, flags = torch.empty(n, rows, columns), torch.empty(n), torch.empty(n, dtype=torch.bool)
+    several, vector, flags = (
+        torch.empty(n, rows, columns),
+        torch.empty(n),
+        torch.empty(n, dtype=torch.bool),
+    )
     out = torch.empty(several.shape, dtype=result)
     scales.adam_step_(*[several] * 4, vector, flags, betas=(0.9, 0.99), eps=1e-8)
     for size in (None, vector):
         scales.finish_direction_(out, several, vector, size, vector, vector, flags)
 
 
-SCALE = {"wide": lambda: scale(1, 768, 769, torch.float32), "narrow": lambda: scale(2, 64, 3072, torch.bfloat16)}
+SCALE = {
+    "wide": lambda: scale(1, 768, 769, torch.float32),
+    "narrow": lambda: scale(2, 64, 3072, torch.bfloat16),
+}
 
 
 def compile_one(arch: int, launch: Callable[[], None]) -> list[Compiled]:
@@ -51,7 +59,8 @@ def registers_of(compiled: Compiled, directory: Path) -> int:
 
 
 def fits(config: SyrkConfig, compiled: Compiled, registers: int, arch: int) -> bool:
-    """Whether a multiprocessor holds as many programs as the configuration says. A program has 1 KB more."""
+    """Whether a multiprocessor holds as many programs as the configuration says. A program has 1 KB
+    more."""
     shared = config.resident * (compiled.shared + 1024) <= SHARED_PER_MULTIPROCESSOR[arch]
     return shared and config.resident * config.warps * 32 * -(-registers // 8) * 8 <= REGISTERS
 
@@ -62,28 +71,35 @@ def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype)
 
 
 def shipped() -> list[tuple[int, str, SyrkConfig, int, bool]]:
-    """(architecture, family, configuration, split, masked): all of them, and those that rows without a descriptor get.
-    Each is compiled once an architecture, in turn with and without atomic additions. Those without a descriptor are
-    compiled once more, for calls in which some rows do not count."""
+    """(architecture, family, configuration, split, masked): all of them, and those that rows
+    without a descriptor get. Each is compiled once an architecture, in turn with and without atomic
+    additions. Those without a descriptor are compiled once more, for calls in which some rows do
+    not count."""
     found: list[tuple[int, str, SyrkConfig, int, bool]] = []
     for arch in ARCHITECTURES:
         for name in (f"sm_{arch}", "fp32"):
             plain = [config.plain() for _, config in CHOSEN[name].by_side]
             for index, config in enumerate(dict.fromkeys((*CANDIDATES[name], *plain))):
                 found.append((arch, name, config, 3 if index % 2 else 1, False))
-            for index, config in enumerate(dict.fromkeys(config.plain() for config in (*CANDIDATES[name], *plain))):
+            for index, config in enumerate(
+                dict.fromkeys(config.plain() for config in (*CANDIDATES[name], *plain))
+            ):
                 found.append((arch, name, config, 1 if index % 2 else 3, True))
     return found
 
 
 @pytest.mark.parametrize(("arch", "name", "config", "split", "masked"), shipped())
-def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, split, masked, tmp_path, monkeypatch):
+def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(
+    arch, name, config, split, masked, tmp_path, monkeypatch
+):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
     x, total = torch.empty(2048, 1024, dtype=dtype), torch.empty(packed_numel(1025))
     scale = 1.0 if split == 1 else torch.ones(())
     kept = torch.ones(2048, dtype=torch.bool) if masked else None
-    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, config, kept=kept, bias=True, scale=scale))
+    (compiled,) = compile_one(
+        arch, lambda: syrk.accumulate(total, x, config, kept=kept, bias=True, scale=scale)
+    )
     assert_multiplies(compiled.count(TENSOR_CORE[arch]), config, dtype)
     if arch == 90 and dtype != torch.float32:
         assert f"m64n{config.width}k16" in compiled.ptx  # one instruction for a tile's whole width
@@ -104,15 +120,31 @@ def test_every_side_has_a_configuration():
     for name, chosen in CHOSEN.items():
         sides = [side for side, _ in chosen.by_side]
         assert sides == sorted(sides), name
-    for arch, name in ((80, "sm_80"), (89, "sm_80"), (90, "sm_90"), (100, "sm_100"), (103, "sm_100"), (120, "sm_80")):
+    for arch, name in (
+        (80, "sm_80"),
+        (89, "sm_80"),
+        (90, "sm_90"),
+        (100, "sm_100"),
+        (103, "sm_100"),
+        (120, "sm_80"),
+    ):
         assert family(torch.bfloat16, arch) == name and family(torch.float32, arch) == "fp32"
-    whole, odd = torch.empty(8, 4096, dtype=torch.float16), torch.empty(8, 4097, dtype=torch.float16)
+    whole, odd = (
+        torch.empty(8, 4096, dtype=torch.float16),
+        torch.empty(8, 4097, dtype=torch.float16),
+    )
     assert describable(whole) and config_for(whole, 90).descriptor
-    assert not describable(odd) and not config_for(odd, 90).descriptor and not config_for(whole, 80).descriptor
+    assert (
+        not describable(odd)
+        and not config_for(odd, 90).descriptor
+        and not config_for(whole, 80).descriptor
+    )
     assert config_for(odd, 90).group > 1 == config_for(whole[:, :512], 90).group
 
 
-@pytest.mark.parametrize(("arch", "case"), [(80, "wide"), (90, "wide"), (90, "narrow"), (100, "narrow")])
+@pytest.mark.parametrize(
+    ("arch", "case"), [(80, "wide"), (90, "wide"), (90, "narrow"), (100, "narrow")]
+)
 def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tmp_path):
     done = compile_one(arch, SCALE[case])
     assert len(done) == 3

@@ -20,7 +20,9 @@ def syrk():
 
 
 def rows_of(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(count, dim, generator=torch.Generator().manual_seed(count * 1000 + dim)).to(dtype)
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(count * 1000 + dim)).to(
+        dtype
+    )
 
 
 def padded(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,23 +58,33 @@ def assert_adds(syrk, x, *, bias=True, kept=None, scale=1.0):
 @pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_a_tile_is_added_whole_in_every_width(syrk, block, descriptor, monkeypatch):
-    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor))
+    monkeypatch.setattr(
+        syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor)
+    )
     assert_adds(syrk, padded(18, block + 2, torch.float32))
 
 
 @pytest.mark.parametrize(("block", "columns"), [(16, 32), (32, 16), (128, 256)])
 @pytest.mark.parametrize(("descriptor", "group"), [(False, 1), (True, 2)])
-def test_tiles_that_are_not_square_cover_the_triangle_once(syrk, block, columns, descriptor, group, monkeypatch):
-    config = syrk.SyrkConfig(block, 16, 4, 1, 1, group=group, descriptor=descriptor, columns=columns)
+def test_tiles_that_are_not_square_cover_the_triangle_once(
+    syrk, block, columns, descriptor, group, monkeypatch
+):
+    config = syrk.SyrkConfig(
+        block, 16, 4, 1, 1, group=group, descriptor=descriptor, columns=columns
+    )
     monkeypatch.setattr(syrk, "config_for", lambda *_: config)
     for dim in (5, 4 * 32 + 3):
         assert_adds(syrk, padded(18, dim, torch.float32))
 
 
-@pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37), torch.tensor([0.37]).double()], ids=str)
+@pytest.mark.parametrize(
+    "scale", [0.37, torch.tensor(0.37), torch.tensor([0.37]).double()], ids=str
+)
 @pytest.mark.parametrize(("descriptor", "split"), [(False, 1), (False, 3), (True, 1), (True, 3)])
 def test_a_tile_and_the_bias_row_are_scaled(syrk, descriptor, split, scale, monkeypatch):
-    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(32, 16, 4, 1, 1, descriptor=descriptor))
+    monkeypatch.setattr(
+        syrk, "config_for", lambda *_: syrk.SyrkConfig(32, 16, 4, 1, 1, descriptor=descriptor)
+    )
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     assert_adds(syrk, padded(37, 63, torch.float16), scale=scale)
 
@@ -80,11 +92,15 @@ def test_a_tile_and_the_bias_row_are_scaled(syrk, descriptor, split, scale, monk
 @pytest.mark.parametrize("group", [1, 2, 3, 16])
 def test_tiles_in_groups_are_each_computed_once(syrk, group, monkeypatch):
     for dim in (3, 16 * 4 + 3):
-        monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(16, 16, 4, 1, 1, group=group))
+        monkeypatch.setattr(
+            syrk, "config_for", lambda *_: syrk.SyrkConfig(16, 16, 4, 1, 1, group=group)
+        )
         assert_adds(syrk, rows_of(5, dim, torch.float32))
 
 
-@pytest.mark.parametrize(("count", "dim", "dtype"), [(1, 1, torch.bfloat16), (37, 97, torch.float16)])
+@pytest.mark.parametrize(
+    ("count", "dim", "dtype"), [(1, 1, torch.bfloat16), (37, 97, torch.float16)]
+)
 @pytest.mark.parametrize("split", [1, 3])
 def test_descriptors_read_zeros_outside_of_the_rows(syrk, count, dim, dtype, split, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
@@ -114,7 +130,9 @@ def test_programs_that_share_a_tile_add_up(syrk, split, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_do_not_count_add_nothing_whatever_they_hold(syrk, value, split, bias, monkeypatch):
+def test_rows_that_do_not_count_add_nothing_whatever_they_hold(
+    syrk, value, split, bias, monkeypatch
+):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     launched: list = []
     monkeypatch.setattr(syrk, "syrk_kernel", Recorder(syrk.syrk_kernel, launched))
@@ -151,17 +169,29 @@ def test_no_rows_add_nothing(syrk):
 
 
 def test_wrong_arguments_are_named(syrk):
-    with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a bias, got torch.float32 \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"of shape \(10,\) for rows of 3 and a bias, got torch.float32 \(6,\)"
+    ):
         syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), bias=True)
-    with pytest.raises(ValueError, match=r"kept must be bool of shape \(4,\), one for each row, got torch.bool \(3,\)"):
-        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), kept=torch.ones(3, dtype=torch.bool))
-    with pytest.raises(NotMadeFor, match=r"bf16, fp16 or fp32 and a contiguous sum, got torch\.float64"):
+    with pytest.raises(
+        ValueError,
+        match=r"kept must be bool of shape \(4,\), one for each row, got torch.bool \(3,\)",
+    ):
+        syrk.syrk_accumulate_(
+            torch.zeros(6), torch.zeros(4, 3), kept=torch.ones(3, dtype=torch.bool)
+        )
+    with pytest.raises(
+        NotMadeFor, match=r"bf16, fp16 or fp32 and a contiguous sum, got torch\.float64"
+    ):
         syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
 
 
 def test_small_sides_share_tiles_and_large_ones_do_not(syrk):
 
-    splits = {dim: syrk.split_for(syrk.tile_count(dim, 128, 128), 128, 264) for dim in (768, 2048, 3072, 4096, 8192)}
+    splits = {
+        dim: syrk.split_for(syrk.tile_count(dim, 128, 128), 128, 264)
+        for dim in (768, 2048, 3072, 4096, 8192)
+    }
     assert splits[768] > 2 and splits[2048] > 2 and splits[4096] == splits[8192] == 1
     torch.use_deterministic_algorithms(True)
     try:

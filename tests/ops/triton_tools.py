@@ -18,7 +18,8 @@ PACKAGE = "ds_kfac.ops.triton"
 
 
 def _interpret(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call inside a launch. Triton's own leaves triton.language patched, and nothing compiles after it."""
+    """A call inside a launch. Triton's own leaves triton.language patched, and nothing compiles
+    after it."""
     from triton.runtime import interpreter
 
     scope = interpreter._patch_lang(function.fn)
@@ -30,8 +31,8 @@ def _interpret(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def interpreted(*names: str) -> Iterator[list[ModuleType]]:
-    """Fresh copies of modules of ``ds_kfac.ops.triton`` ("": of itself) whose kernels are interpreted; others are left
-    alone."""
+    """Fresh copies of modules of ``ds_kfac.ops.triton`` ("": of itself) whose kernels are
+    interpreted; others are left alone."""
     from triton import knobs
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -42,7 +43,9 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
             patch.setattr(InterpretedFunction, "__call__", _interpret)
             # tl.sum and its like were made for compilation when triton was imported
             patch.setattr(
-                JITFunction, "__call__", lambda self, *a, **k: _interpret(InterpretedFunction(self.fn), *a, **k)
+                JITFunction,
+                "__call__",
+                lambda self, *a, **k: _interpret(InterpretedFunction(self.fn), *a, **k),
             )
             knobs.runtime.interpret = True
             yield [import_module(f"{PACKAGE}.{name}".rstrip(".")) for name in names]
@@ -61,7 +64,8 @@ class Compiled:
     Attributes:
         name: the kernel's.
         cubin: machine code.
-        ptx: what it was assembled from; ptxas keeps these instructions, one for one, but for its choice of registers.
+        ptx: what it was assembled from; ptxas keeps these instructions, one for one, but for its
+            choice of registers.
         shared: bytes of shared memory.
     """
 
@@ -72,11 +76,14 @@ class Compiled:
 
     def count(self, instruction: str) -> int:
         """How often an instruction, by its first parts, is in the code."""
-        return len(re.findall(rf"^\s*(?:@!?%\w+\s+)?{re.escape(instruction)}\.", self.ptx, re.MULTILINE))
+        return len(
+            re.findall(rf"^\s*(?:@!?%\w+\s+)?{re.escape(instruction)}\.", self.ptx, re.MULTILINE)
+        )
 
 
 class AbsentDevice:
-    """What Triton asks a driver before it compiles. Caches are per device, so its number is the architecture's."""
+    """What Triton asks a driver before it compiles. Caches are per device, so its number is the
+    architecture's."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -95,7 +102,8 @@ class AbsentDevice:
 
 @contextmanager
 def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
-    """Launches compile for sm_``arch`` and run nothing; a kernel that spills registers raises. Yields the results."""
+    """Launches compile for sm_``arch`` and run nothing; a kernel that spills registers raises.
+    Yields the results."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -107,7 +115,11 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kwargs |= {"ptx_options": "-warn-spills -Werror", **options}
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        done.append(Compiled(kernel.metadata.name, kernel.asm["cubin"], kernel.asm["ptx"], kernel.metadata.shared))
+        done.append(
+            Compiled(
+                kernel.metadata.name, kernel.asm["cubin"], kernel.asm["ptx"], kernel.metadata.shared
+            )
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
@@ -129,7 +141,9 @@ def usage(cubin: bytes, directory: Path) -> tuple[int, int]:
     """Registers a thread, and bytes of local memory and stack."""
     path = directory / "kernel.cubin"
     path.write_bytes(cubin)
-    text = subprocess.check_output([str(cuobjdump()), "-res-usage", path], text=True, stderr=subprocess.STDOUT)
+    text = subprocess.check_output(
+        [str(cuobjdump()), "-res-usage", path], text=True, stderr=subprocess.STDOUT
+    )
     (registers, stack, local), *others = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
     assert not others
     return int(registers), int(stack) + int(local)

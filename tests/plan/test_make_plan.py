@@ -1,4 +1,5 @@
-"""What the config leaves open is chosen by prediction; what it asks for is done or refused with a reason."""
+"""What the config leaves open is chosen by prediction; what it asks for is done or refused with a
+reason."""
 
 from dataclasses import replace
 
@@ -35,7 +36,9 @@ INVERSE = {"method": "inverse"}
 
 def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     tikhonov = {"kind": "tikhonov"}
-    made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
+    made = plan(
+        preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0}
+    )
     assert made.method is METHODS["inverse"] and not made.sharing_candidates
     ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
@@ -72,7 +75,9 @@ def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none
 # how many ranks precondition a layer
 
 
-@pytest.mark.parametrize(("fraction", "workers"), [(0.01, 1), (0.25, 1), (0.5, 2), (1, 4), (0.499, 2)])
+@pytest.mark.parametrize(
+    ("fraction", "workers"), [(0.01, 1), (0.25, 1), (0.5, 2), (1, 4), (0.499, 2)]
+)
 def test_a_given_fraction_is_taken_without_a_word(fraction, workers):
     made = plan(assignment={"gradient_worker_fraction": fraction})
     assert made.workers == workers and made.reasons == ()
@@ -80,20 +85,33 @@ def test_a_given_fraction_is_taken_without_a_word(fraction, workers):
 
 
 def test_a_fraction_that_does_not_divide_the_world_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"^kfac\.assignment\.gradient_worker_fraction: .*got 0\.7, .*4 ranks.*0\.5 "):
+    with pytest.raises(
+        ValueError,
+        match=r"^kfac\.assignment\.gradient_worker_fraction: .*got 0\.7, .*4 ranks.*0\.5 ",
+    ):
         plan(assignment={"gradient_worker_fraction": 0.7})
 
 
-@pytest.mark.parametrize("costs", [SLOW_LINK, COSTS, FAST_LINK], ids=["slow link", "builtin", "fast link"])
+@pytest.mark.parametrize(
+    "costs", [SLOW_LINK, COSTS, FAST_LINK], ids=["slow link", "builtin", "fast link"]
+)
 def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_named(costs):
-    given = {n: plan(costs=costs, assignment={"gradient_worker_fraction": n / 4}).assignment for n in (1, 2, 4)}
+    given = {
+        n: plan(costs=costs, assignment={"gradient_worker_fraction": n / 4}).assignment
+        for n in (1, 2, 4)
+    }
     best = min(given, key=lambda n: max(given[n].loads))
     made = plan(costs=costs)
     assert made.workers == best and made.assignment == given[best]
     (reason,) = made.reasons
-    assert reason.startswith(f"{best} of 4 ranks precondition a layer: predicted per step and rank ")
+    assert reason.startswith(
+        f"{best} of 4 ranks precondition a layer: predicted per step and rank "
+    )
     for n, assignment in given.items():
-        assert f"{n}/4: {max(assignment.loads) * 1e3:.3g} ms and {max(assignment.memory):,} bytes" in reason
+        assert (
+            f"{n}/4: {max(assignment.loads) * 1e3:.3g} ms and {max(assignment.memory):,} bytes"
+            in reason
+        )
 
 
 def fits_in(made: Plan) -> int:
@@ -105,7 +123,10 @@ def test_a_slow_link_wants_many_workers_and_costly_memory_few():
     assert plan(costs=SLOW_LINK).workers == 4
     memory = {n: fits_in(plan(assignment={"gradient_worker_fraction": n / 4})) for n in (1, 2, 4)}
     assert memory[1] < memory[2] < memory[4]
-    for fits, over, allowed in ((2, 1, (memory[2] + memory[4]) / 2), (1, 2, (memory[1] + memory[2]) / 2)):
+    for fits, over, allowed in (
+        (2, 1, (memory[2] + memory[4]) / 2),
+        (1, 2, (memory[1] + memory[2]) / 2),
+    ):
         made = plan(costs=SLOW_LINK, assignment={"memory_budget_gb": allowed / 1e9})
         assert made.workers <= fits and fits_in(made) <= allowed
         assert f"{over} more over the budget of {allowed / 1e9} GB" in made.reasons[0]
@@ -117,12 +138,25 @@ def test_a_budget_that_nothing_fits_names_what_is_needed(facts, fraction):
     with pytest.raises(ValueError) as error:
         plan(facts, assignment={"memory_budget_gb": 1e-5, "gradient_worker_fraction": fraction})
     message = str(error.value)
-    assert message.startswith("kfac.assignment.memory_budget_gb: ") and "the memory cap is 10000 bytes" in message
+    assert (
+        message.startswith("kfac.assignment.memory_budget_gb: ")
+        and "the memory cap is 10000 bytes" in message
+    )
     needed = int(message.split("needs ")[1].split(" ")[0])
-    made = plan(facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
-    assert needed == fits_in(made) > max(made.assignment.memory), "state, and what a step takes beside it"
+    made = plan(
+        facts, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction}
+    )
+    assert needed == fits_in(made) > max(made.assignment.memory), (
+        "state, and what a step takes beside it"
+    )
     with pytest.raises(ValueError, match=f"needs {needed} "):
-        plan(facts, assignment={"memory_budget_gb": (needed - 1) / 1e9, "gradient_worker_fraction": fraction})
+        plan(
+            facts,
+            assignment={
+                "memory_budget_gb": (needed - 1) / 1e9,
+                "gradient_worker_fraction": fraction,
+            },
+        )
 
 
 def test_moments_count_against_the_budget():
@@ -136,14 +170,22 @@ def test_partitioned_gradients_have_one_worker_and_refuse_more():
     assert made.workers == 1 and made.reasons == ()
     assert plan(ZERO, assignment={"gradient_worker_fraction": 0.25}).assignment == made.assignment
     for fraction in (0.5, 1.0):
-        with pytest.raises(ValueError, match=rf"gradient_worker_fraction is {fraction}, but this ZeRO stage .* null"):
+        with pytest.raises(
+            ValueError,
+            match=rf"gradient_worker_fraction is {fraction}, but this ZeRO stage .* null",
+        ):
             plan(ZERO, assignment={"gradient_worker_fraction": fraction})
 
 
 def test_one_rank_is_all_of_them():
     alone = replace(FP32, world=1)
-    assert plan(alone).workers == plan(alone, assignment={"gradient_worker_fraction": 1}).workers == 1
-    assert plan(replace(ZERO, world=1, held=zero_shards(LAYERS, 1)), assignment={"gradient_worker_fraction": 1})
+    assert (
+        plan(alone).workers == plan(alone, assignment={"gradient_worker_fraction": 1}).workers == 1
+    )
+    assert plan(
+        replace(ZERO, world=1, held=zero_shards(LAYERS, 1)),
+        assignment={"gradient_worker_fraction": 1},
+    )
     assert plan(alone).reasons == ()
 
 
@@ -168,7 +210,10 @@ def wire(*arguments, **config) -> torch.dtype:
 
 def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly():
     made = plan(BF16, SLOW_LINK)
-    assert made.wire == torch.bfloat16 and "bf16 on the wire: batch sums are predicted to cost " in made.reasons[-1]
+    assert (
+        made.wire == torch.bfloat16
+        and "bf16 on the wire: batch sums are predicted to cost " in made.reasons[-1]
+    )
     assert wire(replace(BF16, parameters=torch.float16), SLOW_LINK) == torch.bfloat16
     assert wire(BF16, FAST_LINK) == torch.float32
     assert wire(FP32, SLOW_LINK) == torch.float32
@@ -179,13 +224,22 @@ def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly():
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_given_dtype_is_taken_without_a_word(name, dtype):
     for facts, costs in ((FP32, FAST_LINK), (BF16, SLOW_LINK)):
-        made = plan(facts, costs, communication={"dtype": name}, assignment={"gradient_worker_fraction": 0.25})
+        made = plan(
+            facts,
+            costs,
+            communication={"dtype": name},
+            assignment={"gradient_worker_fraction": 0.25},
+        )
         assert made.wire == dtype and made.reasons == ()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_travel_as_they_are_stored_and_results_in_16_bits_if_the_model_has(stored):
-    pairs = ((torch.float32, torch.float32), (torch.float64, torch.float32), (torch.float16, torch.bfloat16))
+    pairs = (
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+    )
     for parameters, results in pairs:
         made = plan(replace(FP32, parameters=parameters, gradients=stored))
         assert made.gradient_dtypes == (stored, results)
@@ -204,7 +258,9 @@ def offsets(costs=COSTS, **config) -> dict[str, int]:
 
 def test_refreshes_are_spread_if_they_take_long():
     assert offsets() == {}
-    assert set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(plan=STAGGERED))
+    assert (
+        set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(plan=STAGGERED))
+    )
     config = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}}
     assert offsets(COSTLY, **config) == {}, "an interval of one step has nothing to spread over"
 
@@ -212,14 +268,19 @@ def test_refreshes_are_spread_if_they_take_long():
 def test_layers_of_which_other_ranks_have_copies_are_not_spread():
     """Their plans may differ, and the copies would."""
     copied = [replace(layer, copies=1 + (index % 2)) for index, layer in enumerate(LAYERS)]
-    assert {key[:-2] for key in offsets(COSTLY, model=copied)} == {layer.name for layer in copied if layer.copies == 1}
+    assert {key[:-2] for key in offsets(COSTLY, model=copied)} == {
+        layer.name for layer in copied if layer.copies == 1
+    }
     assert offsets(COSTLY, model=[replace(layer, copies=2) for layer in LAYERS]) == {}
 
 
 def test_the_worst_step_has_what_is_not_spread():
     """Large layers that other ranks have copies of, beside small ones that are spread."""
     side = Side.dense(4096)
-    copied = [replace(layer, name=f"copied.{i}", copies=2, A=side, G=side) for i, layer in enumerate(LAYERS[:6])]
+    copied = [
+        replace(layer, name=f"copied.{i}", copies=2, A=side, G=side)
+        for i, layer in enumerate(LAYERS[:6])
+    ]
     made = plan(replace(FP32, world=1), BUILTIN["cuda"], [*copied, *LAYERS[:4]])
     costly = 2 * len(copied) * BUILTIN["cuda"].decompose(side)
     assert made.offsets and not any(key.startswith("copied") for key in made.offsets)
@@ -247,7 +308,9 @@ def test_intervals_are_those_of_the_long_run():
         "plan": STAGGERED,
     }
     made = plan(**config)
-    assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(made.offsets.values()) < 8
+    assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(
+        made.offsets.values()
+    ) < 8
 
 
 # taken over as they are
@@ -261,7 +324,11 @@ def test_options_are_off_unless_asked_for():
 
 def test_layers_are_stepped_in_batches_on_gpus_where_there_are_eigenbases():
     cpu, gpu, inverse = torch.device("cpu"), torch.device("cuda"), METHODS["inverse"]
-    assert planning.batched(gpu, EIGEN) and not planning.batched(cpu, EIGEN) and not planning.batched(gpu, inverse)
+    assert (
+        planning.batched(gpu, EIGEN)
+        and not planning.batched(cpu, EIGEN)
+        and not planning.batched(gpu, inverse)
+    )
 
 
 def test_the_same_input_gives_the_same_plan():
@@ -271,44 +338,68 @@ def test_the_same_input_gives_the_same_plan():
 
 def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     expert, stacked = LAYERS[0], 4
-    own = tuple(replace(expert, name=f"stack.{i}", weight="stack", part=(i, stacked)) for i in range(stacked))
+    own = tuple(
+        replace(expert, name=f"stack.{i}", weight="stack", part=(i, stacked))
+        for i in range(stacked)
+    )
     model = (*own, *LAYERS[1:])
     one = replace(FP32, world=1)
     apart = plan(one, model=model)
     shared = plan(one, model=common.common_inputs(model))
     assert len(apart.assignment.factors) - len(shared.assignment.factors) == stacked - 1
-    assert {layer.shares for layer in shared.layers[1:stacked]} == {"stack.0"} and shared.layers[0].shares is None
+    assert {layer.shares for layer in shared.layers[1:stacked]} == {"stack.0"} and shared.layers[
+        0
+    ].shares is None
     assert apart.layers == model and shared.layers[stacked:] == model[stacked:]
     budget = {"memory_budget_gb": fits_in(shared) / 1e9}
     made = plan(one, model=model, assignment=budget)
     assert made.layers == shared.layers and fits_in(made) == fits_in(shared)
     assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
-    assert plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers == model
+    assert (
+        plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers
+        == model
+    )
     with pytest.raises(ValueError, match="memory_budget_gb"):
-        plan(one, model=model, assignment=budget, preconditioner=INVERSE, damping={"kind": "tikhonov"})
+        plan(
+            one,
+            model=model,
+            assignment=budget,
+            preconditioner=INVERSE,
+            damping={"kind": "tikhonov"},
+        )
 
 
 EXPERTS, ADAM = 4, replace(FP32, world=1, moments=2, rotates=True)
 
 
 def mixture(width: int, inner: int, block: int = 0) -> list:
-    """Gate and up, which see the same tokens, and down, as the scan leaves them: those that enter have one A, those of
-    what an expert makes, too, if it is wider than the model."""
-    stacks = [("gate", inner, width, "gate.0"), ("up", inner, width, "gate.0"),
-              ("down", width, inner, "down.0" if inner > width else None)]  # fmt: skip
+    """Gate and up, which see the same tokens, and down, as the scan leaves them: those that enter
+    have one A, those of what an expert makes, too, if it is wider than the model."""
+    stacks = [
+        ("gate", inner, width, "gate.0"),
+        ("up", inner, width, "gate.0"),
+        ("down", width, inner, "down.0" if inner > width else None),
+    ]
     return [
         replace(
-            LAYERS[0], name=f"{block}.{stack}.{index}", weight=f"{block}.{stack}", A=Side.dense(I), G=Side.identity(O),
-            bias=None, product=True, part=(index, EXPERTS),
+            LAYERS[0],
+            name=f"{block}.{stack}.{index}",
+            weight=f"{block}.{stack}",
+            A=Side.dense(I),
+            G=Side.identity(O),
+            bias=None,
+            product=True,
+            part=(index, EXPERTS),
             shares=f"{block}.{first}" if first and (stack, index) != (first[:-2], 0) else None,
         )
         for stack, O, I, first in stacks  # noqa: E741
         for index in range(EXPERTS)
-    ]  # fmt: skip
+    ]
 
 
 def owners(layers, block: int = 0) -> dict[str, bool]:
-    """Stack -> whether its experts have an A each, as they are or as another stack's of the same index."""
+    """Stack -> whether its experts have an A each, as they are or as another stack's of the same
+    index."""
     found = {}
     for stack in ("gate", "up", "down"):
         shares = [layer.shares for layer in layers if layer.weight == f"{block}.{stack}"]
@@ -318,7 +409,8 @@ def owners(layers, block: int = 0) -> dict[str, bool]:
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 3.0])
 def test_experts_have_an_a_each_within_the_bound(monkeypatch, part):
-    """Of what enters where experts are wide: it takes less beside their moments than of what they make."""
+    """Of what enters where experts are wide: it takes less beside their moments than of what they
+    make."""
     monkeypatch.setattr(common, "OWN_BYTES", 0)
     monkeypatch.setattr(common, "OWN_PART", part)
     model = [layer for block in range(2) for layer in mixture(32, 64, block)]
@@ -327,14 +419,20 @@ def test_experts_have_an_a_each_within_the_bound(monkeypatch, part):
     assert owners(made.layers, 0) == owners(made.layers, 1) == expected
     shares = {layer.name: layer.shares for layer in made.layers}
     if part:
-        assert [shares[f"1.up.{e}"] for e in range(EXPERTS)] == [f"1.gate.{e}" for e in range(EXPERTS)]
-    kinds = [made.assignment.work.bytes_of(made.assignment.workers, made.assignment.eigen_workers) for made in (
-        made, plan(replace(ADAM, rotates=False), model=model))]  # fmt: skip
+        assert [shares[f"1.up.{e}"] for e in range(EXPERTS)] == [
+            f"1.gate.{e}" for e in range(EXPERTS)
+        ]
+    kinds = [
+        made.assignment.work.bytes_of(made.assignment.workers, made.assignment.eigen_workers)
+        for made in (made, plan(replace(ADAM, rotates=False), model=model))
+    ]
     more = sum(sum(kinds[0][kind]) - sum(kinds[1][kind]) for kind in ("factors", "eigenbases"))
     assert more <= part * sum(kinds[0]["moments"]) and (more > 0) == (part > 0)
     said = [reason for reason in made.reasons if "experts" in reason]
     assert len(said) == 1 + (part == 0.3) and all(" MB a rank" in reason for reason in said)
-    assert any(f"{more / 1e6:,.1f} MB more than one for all" in reason for reason in said) == (part > 0)
+    assert any(f"{more / 1e6:,.1f} MB more than one for all" in reason for reason in said) == (
+        part > 0
+    )
 
 
 def test_a_small_model_s_experts_have_an_a_each_and_only_where_moments_turn_with_it():
@@ -342,8 +440,10 @@ def test_a_small_model_s_experts_have_an_a_each_and_only_where_moments_turn_with
     assert all(owners(plan(ADAM, model=model).layers).values())
     assert not any(owners(plan(replace(ADAM, rotates=False), model=model).layers).values())
     assert owners(plan(replace(ADAM, rotates=False), model=mixture(64, 32)).layers) == {
-        "gate": False, "up": False, "down": True,
-    }  # fmt: skip
+        "gate": False,
+        "up": False,
+        "down": True,
+    }
 
 
 def test_own_as_that_are_over_the_budget_are_common_again():

@@ -17,12 +17,16 @@ from tests.layer_tables import llama, zero_shards
 
 LAYERS, _ = llama(blocks=2, width=32, inner=80, key_width=8)
 GROUPS = [
-    tuple(f"{block}.{name}" for name in names) for block in range(2) for names in (("q", "k", "v"), ("gate", "up"))
+    tuple(f"{block}.{name}" for name in names)
+    for block in range(2)
+    for names in (("q", "k", "v"), ("gate", "up"))
 ]
 FOLLOWERS = {name for group in GROUPS for name in group[1:]}
 
 
-def plan(world: int = 4, fraction: float | None = None, model=LAYERS, zero: bool = False, **config) -> Plan:
+def plan(
+    world: int = 4, fraction: float | None = None, model=LAYERS, zero: bool = False, **config
+) -> Plan:
     held = zero_shards(model, world) if zero else None
     facts = EngineFacts(world, held, torch.float32, torch.float32, moments=0)
     config = {"assignment": {"gradient_worker_fraction": fraction}} | config
@@ -49,10 +53,19 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     before = plan(zero=zero, plan=STAGGERED)
     after = before.sharing(GROUPS)
     gone = {f"{name}/A" for name in FOLLOWERS}
-    assert {f.key for f in before.assignment.factors} - {f.key for f in after.assignment.factors} == gone
-    assert (after.assignment.eigen_workers, after.offsets) == (before.assignment.eigen_workers, before.offsets)
+    assert {f.key for f in before.assignment.factors} - {
+        f.key for f in after.assignment.factors
+    } == gone
+    assert (after.assignment.eigen_workers, after.offsets) == (
+        before.assignment.eigen_workers,
+        before.offsets,
+    )
     assert after.assignment.workers == before.assignment.workers
-    assert (after.layers, after.schedule, after.wire) == (before.layers, before.schedule, before.wire)
+    assert (after.layers, after.schedule, after.wire) == (
+        before.layers,
+        before.schedule,
+        before.wire,
+    )
     assert set(after.timetable().keys) == set(before.timetable().keys) - gone
     assert after.sharing(()) == before, "and back"
 
@@ -70,7 +83,9 @@ def test_no_groups_change_nothing():
     assert before.sharing([]) == before
 
 
-def layer(name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None = None) -> LayerSpec:
+def layer(
+    name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None = None
+) -> LayerSpec:
     A, G = A or Side.dense(6), Side.dense(3)
     return LayerSpec(name, kind, name, f"{name}.weight", f"{name}.bias" if bias else None, A, G)
 
@@ -93,7 +108,8 @@ def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
 
 
 def test_a_copied_layer_shares_no_a_with_a_shard():
-    """Another tensor-parallel rank plans that A otherwise: it would have other rows, at other steps."""
+    """Another tensor-parallel rank plans that A otherwise: it would have other rows, at other
+    steps."""
     shard, copy = LAYERS[0], replace(LAYERS[1], A=LAYERS[0].A, copies=2)
     kinds = plan(model=[shard, copy]).sharing_candidates
     assert kinds[shard.name] != kinds[copy.name]
@@ -105,16 +121,35 @@ def test_the_timetable_follows_the_offsets():
     table = made.timetable()
     assert len(set(made.offsets.values())) > 3
     for step in range(50, 150):
-        assert table.due(step).refresh == {key for key, offset in made.offsets.items() if step % 50 == offset}
+        assert table.due(step).refresh == {
+            key for key, offset in made.offsets.items() if step % 50 == offset
+        }
 
 
 def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():
     def expert(name: str, weight: str, index: int) -> LayerSpec:
         A, G, shares = Side.dense(60), Side.dense(30), None if name == "gate.0" else "gate.0"
-        return LayerSpec(name, "Linear", "experts", weight, None, A, G, product=True, part=(index, 4), shares=shares)
+        return LayerSpec(
+            name,
+            "Linear",
+            "experts",
+            weight,
+            None,
+            A,
+            G,
+            product=True,
+            part=(index, 4),
+            shares=shares,
+        )
 
-    stack = [expert(f"{name}.{index}", f"experts.{name}", index) for name in ("gate", "up") for index in range(4)]
-    made = plan(16, model=stack).with_observations(Observations(rows={layer.name: 15.0 for layer in stack}))
+    stack = [
+        expert(f"{name}.{index}", f"experts.{name}", index)
+        for name in ("gate", "up")
+        for index in range(4)
+    ]
+    made = plan(16, model=stack).with_observations(
+        Observations(rows={layer.name: 15.0 for layer in stack})
+    )
     assert made.contributors.counts == {
         "gate.0/A": 4 * 60 / (4 * 15),  # the rows of up are the same
         **{f"{layer.name}/G": 4 * 30 / 15 for layer in stack},

@@ -8,7 +8,8 @@ from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.schedule.timetable import Value
 
 NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb"}
-"""Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""
+"""Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no
+limit."""
 PLANNED = {"preconditioner.precision", "assignment.gradient_worker_fraction", "communication.dtype"}
 """Answered by the plan."""
 BUILT = {"ops.backend"}
@@ -27,7 +28,9 @@ def nulls(config) -> set[str]:
 
 
 def test_no_null_is_left_but_for_the_plan():
-    config, reasons = resolve(parse({}), fisher="empirical", blocks=("damping", "preconditioner", "adam"))
+    config, reasons = resolve(
+        parse({}), fisher="empirical", blocks=("damping", "preconditioner", "adam")
+    )
     assert nulls(config) == NONE | PLANNED | BUILT
     assert {reason.split()[0] for reason in reasons} == nulls(parse({})) - nulls(config)
 
@@ -65,7 +68,11 @@ def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
     ("block", "key", "value"),
     [
         ({"damping": {"kind": "tikhonov"}}, ("damping", "value"), Value.constant(1e-3)),
-        ({"factor": {"update_interval": 3}}, ("eigenbasis", "refresh_interval"), Value.constant(15)),
+        (
+            {"factor": {"update_interval": 3}},
+            ("eigenbasis", "refresh_interval"),
+            Value.constant(15),
+        ),
     ],
 )
 def test_answers_follow_other_keys(block, key, value):

@@ -8,7 +8,9 @@ from tests.close import close
 
 
 def sgd(rate=0.03, momentum=0.97) -> torch.optim.SGD:
-    return torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.float64))], lr=rate, momentum=momentum)
+    return torch.optim.SGD(
+        [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))], lr=rate, momentum=momentum
+    )
 
 
 def test_the_rate_follows_its_formula_and_momentum_the_rate():
@@ -40,7 +42,9 @@ def test_training_is_that_of_the_papers_velocity():
 
 def test_it_resumes():
     optimizer, other = sgd(), sgd()
-    schedule, resumed = (PolynomialDecay(each, end=10, power=2.0, ties_momentum=True) for each in (optimizer, other))
+    schedule, resumed = (
+        PolynomialDecay(each, end=10, power=2.0, ties_momentum=True) for each in (optimizer, other)
+    )
     for _ in range(4):
         schedule.step()
     resumed.load_state_dict(schedule.state_dict())

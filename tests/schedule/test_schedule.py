@@ -14,7 +14,11 @@ constant, ramp, piecewise = Value.constant, Value.ramp, Value.piecewise
 
 @pytest.mark.parametrize(
     ("kind", "quarter", "middle"),
-    [("linear", 3.25, 5.5), ("cosine", 10 - 9 * (2 + 2**0.5) / 4, 5.5), ("exponential", 10**0.25, 10**0.5)],
+    [
+        ("linear", 3.25, 5.5),
+        ("cosine", 10 - 9 * (2 + 2**0.5) / 4, 5.5),
+        ("exponential", 10**0.25, 10**0.5),
+    ],
 )
 def test_a_ramp_holds_its_ends_exactly_and_passes_its_middle(kind, quarter, middle):
     value = ramp(kind, 1, 10, steps=200, delay=50)
@@ -47,7 +51,9 @@ def test_a_piece_holds_from_its_step_on():
 
 
 def test_a_constant_never_changes():
-    assert [constant(0.25).at(step) for step in (0, 1, 10**9)] == [0.25] * 3 and constant(1).settled == 0
+    assert [constant(0.25).at(step) for step in (0, 1, 10**9)] == [0.25] * 3 and constant(
+        1
+    ).settled == 0
 
 
 def test_an_interval_is_the_nearest_integer_and_at_least_one():
@@ -85,7 +91,10 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
     for step in range(steps):
         burn_in = schedule.burn_in
         burning = burn_in is not None and step < burn_in.steps
-        update_interval, refresh_interval = schedule.update.interval_at(step), schedule.refresh.interval_at(step)
+        update_interval, refresh_interval = (
+            schedule.update.interval_at(step),
+            schedule.refresh.interval_at(step),
+        )
         if burning:
             update_interval = min(update_interval, burn_in.update_interval)
             refresh_interval = min(refresh_interval, burn_in.refresh_interval)
@@ -95,7 +104,10 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         refreshes = forced or (captures and step - refresh >= refresh_interval)
         begin, offset, first_update = start, schedule.offset, schedule.update.interval_at(start)
         if burning:
-            later, first_update = first_update, min(schedule.update.interval_at(0), burn_in.update_interval)
+            later, first_update = (
+                first_update,
+                min(schedule.update.interval_at(0), burn_in.update_interval),
+            )
             captures_before, rest = divmod(offset, later)
             begin, offset = 0, captures_before * first_update + rest
             offset %= min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
@@ -140,7 +152,9 @@ def test_a_shorter_interval_takes_effect_at_once():
 
 
 def test_the_burn_in_ends_with_a_refresh_and_the_long_interval_starts_there():
-    schedule = Schedule(constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3))
+    schedule = Schedule(
+        constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3)
+    )
     captures, refreshes = dues(schedule, 60)
     assert captures == [*range(8), 17, 27, 37, 47, 57] and refreshes == [0, 3, 6, 7, 27, 47]
 
@@ -152,11 +166,17 @@ def random_value(rng: random.Random) -> Value:
     if kind == "piecewise":
         steps = sorted(rng.sample(range(1, 150), rng.randint(0, 5)))
         return piecewise([rng.randint(1, 20) for _ in range(len(steps) + 1)], steps)
-    return ramp(kind, rng.randint(1, 20), rng.randint(1, 20), rng.randint(1, 100), rng.randint(0, 50))
+    return ramp(
+        kind, rng.randint(1, 20), rng.randint(1, 20), rng.randint(1, 100), rng.randint(0, 50)
+    )
 
 
 def random_schedule(rng: random.Random) -> Schedule:
-    burn_in = BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20)) if rng.random() < 0.5 else None
+    burn_in = (
+        BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20))
+        if rng.random() < 0.5
+        else None
+    )
     return Schedule(random_value(rng), random_value(rng), burn_in)
 
 
@@ -178,34 +198,56 @@ def test_captures_and_refreshes_are_counted_in_any_order(seed):
     schedule = random_schedule(rng).displaced(rng.choice([0, rng.randint(1, 150)]))
     expected = simulated(schedule, 600)
     for step in [-1, *rng.choices(range(600), k=60)]:
-        assert schedule.captures(step) == sum(due.capture for due in expected[: step + 1]), (schedule, step)
-        assert schedule.refreshes(step) == sum(due.refresh for due in expected[: step + 1]), (schedule, step)
+        assert schedule.captures(step) == sum(due.capture for due in expected[: step + 1]), (
+            schedule,
+            step,
+        )
+        assert schedule.refreshes(step) == sum(due.refresh for due in expected[: step + 1]), (
+            schedule,
+            step,
+        )
 
 
 # displaced
 
 
 def test_a_displaced_schedule_keeps_its_own_clock_in_the_burn_in_and_after_it():
-    schedule = Schedule(constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3)).displaced(13)
+    schedule = Schedule(
+        constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3)
+    ).displaced(13)
     captures, refreshes = dues(schedule, 70)
     assert captures == [*range(7), 10, 20, 30, 40, 50, 60] and refreshes == [0, 1, 4, 20, 40, 60]
     assert schedule.settled == 20
-    later = Schedule(constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10)).displaced(77)
+    later = Schedule(
+        constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10)
+    ).displaced(77)
     captures, refreshes = dues(later, 130)
-    assert captures == [0, *range(2, 50, 5), *range(57, 130, 10)] and refreshes == [0, *range(2, 50, 10), 127]
+    assert captures == [0, *range(2, 50, 5), *range(57, 130, 10)] and refreshes == [
+        0,
+        *range(2, 50, 10),
+        127,
+    ]
 
 
 def test_offsets_spread_the_burn_in_evenly_over_its_interval():
-    plain = Schedule(constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10))
+    plain = Schedule(
+        constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10)
+    )
     all_of_them = [plain.displaced(offset) for offset in range(100)]
     for step in range(1, 50):
         assert sum(schedule.due(step).refresh for schedule in all_of_them) <= 10
         assert sum(schedule.due(step).capture for schedule in all_of_them) <= 20
     for refresh, most in ((50, 5), (10, 1)):  # and where that is an odd number of captures
-        own = Schedule(constant(10), constant(refresh), BurnIn(50, update_interval=5, refresh_interval=10))
+        own = Schedule(
+            constant(10), constant(refresh), BurnIn(50, update_interval=5, refresh_interval=10)
+        )
         odd = [own.displaced(offset) for offset in range(refresh)]
-        assert max(sum(schedule.due(step).refresh for schedule in odd) for step in range(1, 50)) == most
-    together = [plain.displaced(offset) for offset in range(0, 100, 10)]  # captures in the same steps
+        assert (
+            max(sum(schedule.due(step).refresh for schedule in odd) for step in range(1, 50))
+            == most
+        )
+    # captures in the same steps
+    together = [plain.displaced(offset) for offset in range(0, 100, 10)]
     for step in range(1, 50):
         assert sum(schedule.due(step).refresh for schedule in together) == (0 if step % 5 else 5)
         assert {schedule.due(step).capture for schedule in together} == {step % 5 == 0}
@@ -223,7 +265,9 @@ def test_an_offset_is_the_remainder_of_the_step(update, refresh):
     for offset in range(refresh):
         schedule = Schedule(constant(update), constant(refresh)).displaced(offset)
         for step in [*range(1, 5 * refresh), 10**12, 10**12 + 1]:
-            expected = Due((step - offset) % update == 0, step >= offset and (step - offset) % refresh == 0)
+            expected = Due(
+                (step - offset) % update == 0, step >= offset and (step - offset) % refresh == 0
+            )
             assert schedule.due(step) == expected, (offset, step)
         assert schedule.due(0) == Due(True, True)
 
@@ -235,7 +279,8 @@ def test_no_offset_changes_nothing():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_an_offset_costs_nothing_in_the_long_run(seed):
-    """Once settled, every whole number of intervals holds as many captures and refreshes with an offset as without."""
+    """Once settled, every whole number of intervals holds as many captures and refreshes with an
+    offset as without."""
     rng = random.Random(seed)
     plain = random_schedule(rng)
     displaced = plain.displaced(rng.randint(1, 300))
@@ -244,7 +289,10 @@ def test_an_offset_costs_nothing_in_the_long_run(seed):
     period = update * -(-refresh // update)
     steps = range(start + 1000, start + 1000 + 3 * period)
     for kind in ("capture", "refresh"):
-        counts = [sum(getattr(schedule.due(step), kind) for step in steps) for schedule in (plain, displaced)]
+        counts = [
+            sum(getattr(schedule.due(step), kind) for step in steps)
+            for schedule in (plain, displaced)
+        ]
         assert counts[0] == counts[1] > 0
 
 

@@ -6,7 +6,16 @@ from functools import partial
 
 import pytest
 
-from ds_kfac.schedule.timetable import NO_BATCH, NOTHING, BurnIn, FactorsDue, Schedule, Timetable, Value, next_interval
+from ds_kfac.schedule.timetable import (
+    NO_BATCH,
+    NOTHING,
+    BurnIn,
+    FactorsDue,
+    Schedule,
+    Timetable,
+    Value,
+    next_interval,
+)
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
@@ -14,7 +23,9 @@ PLAIN = Schedule(Value.constant(5), Value.constant(50))
 SCHEDULES = {
     "plain": PLAIN,
     "burn_in": Schedule(Value.constant(5), Value.constant(50), BurnIn(30, 1, 5)),
-    "ramps": Schedule(Value.ramp("linear", 1, 6, 80), Value.ramp("linear", 3, 40, 100), BurnIn(10, 1, 3)),
+    "ramps": Schedule(
+        Value.ramp("linear", 1, 6, 80), Value.ramp("linear", 3, 40, 100), BurnIn(10, 1, 3)
+    ),
 }
 SAME = dict.fromkeys(KEYS, (True, True))
 
@@ -58,7 +69,8 @@ def test_no_interval_is_too_long_to_look_ahead():
 @pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
-    """With the adaptive rule as far as intervals stay, which they do if a value is near the last one only."""
+    """With the adaptive rule as far as intervals stay, which they do if a value is near the last
+    one only."""
     table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=adaptive)
     captures, refreshes = dict[str, int](), dict[str, int]()
     for step in range(300):
@@ -66,7 +78,10 @@ def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
         due = table.due(step)
         for key in KEYS:
             capture, refresh = table.next_due(key, step)
-            assert (capture == step, refresh == step) == (key in due.capture, key in due.refresh), (key, step)
+            assert (capture == step, refresh == step) == (key in due.capture, key in due.refresh), (
+                key,
+                step,
+            )
             if not adaptive or not grows:
                 assert captures.setdefault(key, capture) == capture, (key, step)
                 assert refreshes.setdefault(key, refresh) == refresh, (key, step)
@@ -80,7 +95,9 @@ def test_the_next_capture_and_refresh_are_those_that_come(schedule, adaptive):
 
 @pytest.mark.parametrize("every", [1, 2, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_after_it(schedule, every):
+def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_after_it(
+    schedule, every
+):
     table = Timetable(schedule, KEYS, offsets=OFFSETS)
     for key in KEYS:
         own = schedule.displaced(OFFSETS.get(key, 0))
@@ -88,7 +105,9 @@ def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_af
         later = [step for step in refreshes if step >= own.burnt_in]
         expected = {step for step in refreshes if step < own.burnt_in} | set(later[::every])
         asked = random.Random(1).sample(refreshes, len(refreshes))
-        assert {step for step in asked if table.exact(key, step, every)} == expected and len(later) > 20
+        assert {step for step in asked if table.exact(key, step, every)} == expected and len(
+            later
+        ) > 20
 
 
 def test_with_the_adaptive_rule_it_is_the_first_refresh_that_is_not_sat_out_and_a_load_changes_nothing():
@@ -103,7 +122,8 @@ def test_with_the_adaptive_rule_it_is_the_first_refresh_that_is_not_sat_out_and_
             assert again.exact("a/A", step, 10) is found[-1]
             refreshed.append(step)
         table.record(step, due, SAME)  # nothing changes: intervals grow
-    # of the schedule's refreshes, at even steps, the first of ten and all after which none was skipped
+    # of the schedule's refreshes, at even steps, the first of ten and all after which none was
+    # skipped
     tens = [-(-(step // 2 + 1) // 10) for step in refreshed]
     assert found == [now > before for before, now in zip([0, *tens], tens, strict=False)]
     assert refreshed[1] - refreshed[0] < 20 and found.count(False) > 1 and found[-1]
@@ -165,7 +185,8 @@ def test_a_refresh_that_was_sat_out_comes_with_the_next_capture():
     table = Timetable(Schedule(Value.constant(1), Value.constant(4)), ("a/A",), adaptive=True)
     dues = walked(table, range(40), lambda step, key: (True, True))
     assert captured(dues, "a/A") == [0, 2, 5, 10, 18, 31]
-    assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]  # 4, 8, 12 or 16, 20 .. 28
+    # 4, 8, 12 or 16, 20 .. 28
+    assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]
 
 
 def test_a_factor_without_a_batch_keeps_its_interval():
@@ -179,7 +200,8 @@ def test_a_factor_without_a_batch_keeps_its_interval():
 
 
 def simulated(schedule: Schedule, similar, steps: int) -> list[tuple[bool, bool, int]]:
-    """One factor, counting down captures and remembering a refresh that it owes: (capture, refresh, multiplier)."""
+    """One factor, counting down captures and remembering a refresh that it owes: (capture, refresh,
+    multiplier)."""
     start = schedule.burn_in.steps if schedule.burn_in else 0
     interval, previous, wait, owes, result = 1, 1, 0, False, []
     for step in range(steps):
@@ -201,9 +223,13 @@ def simulated(schedule: Schedule, similar, steps: int) -> list[tuple[bool, bool,
 def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
     rng = random.Random(seed)
     schedule = rng.choice(list(SCHEDULES.values()))
-    flags = {(step, key): (rng.random() < 0.8, rng.random() < 0.7) for step in range(500) for key in KEYS}
+    flags = {
+        (step, key): (rng.random() < 0.8, rng.random() < 0.7) for step in range(500) for key in KEYS
+    }
     expected = {
-        key: simulated(schedule.displaced(OFFSETS.get(key, 0)), lambda step, key=key: flags[step, key], 500)
+        key: simulated(
+            schedule.displaced(OFFSETS.get(key, 0)), lambda step, key=key: flags[step, key], 500
+        )
         for key in KEYS
     }
     table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=True)
@@ -249,15 +275,21 @@ def test_an_extra_capture_loses_no_record_that_was_not_read_yet():
 @pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
 def test_a_restored_table_continues_identically(adaptive):
     rng = random.Random(1)
-    flags = {(step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS}
+    flags = {
+        (step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS
+    }
     make = lambda: Timetable(SCHEDULES["ramps"], KEYS, offsets=OFFSETS, adaptive=adaptive)  # noqa: E731
     table = make()
     walked(table, range(137), lambda step, key: flags[step, key])
     saved = json.loads(json.dumps(table.state()))
     restored = make()
-    walked(restored, range(40), lambda step, key: (True, True))  # what it did before does not matter
+    # what it did before does not matter
+    walked(restored, range(40), lambda step, key: (True, True))
     restored.restore(saved)
-    rest = [walked(each, range(137, 300), lambda step, key: flags[step, key]) for each in (table, restored)]
+    rest = [
+        walked(each, range(137, 300), lambda step, key: flags[step, key])
+        for each in (table, restored)
+    ]
     assert rest[0] == rest[1] and table.state() == restored.state()
 
 
@@ -267,8 +299,14 @@ def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
     other = Timetable(PLAIN, (*KEYS, "new/A"), adaptive=True)
     other.restore(table.state())
     assert "gone/A" not in other.state()["factors"] and other.clocks["new/A"].interval == 1
-    assert [other.clocks[key].interval == table.clocks[key].interval > 1 for key in KEYS] == [True] * len(KEYS)
-    assert "new/A" in other.due(35).capture and "new/A" in other.due(35).refresh and "a/A" not in other.due(35).capture
+    assert [other.clocks[key].interval == table.clocks[key].interval > 1 for key in KEYS] == [
+        True
+    ] * len(KEYS)
+    assert (
+        "new/A" in other.due(35).capture
+        and "new/A" in other.due(35).refresh
+        and "a/A" not in other.due(35).capture
+    )
 
 
 def test_a_reset_forgets_everything():

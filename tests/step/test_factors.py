@@ -29,9 +29,14 @@ ROWS, PASSES, TERMS = 6.0, 2.0, 3.0
 def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
     """Two ranks."""
     config = resolved(
-        {"assignment": {"gradient_worker_fraction": workers / 2}, "preconditioner": {"eigenvalues": "corrected"}}
+        {
+            "assignment": {"gradient_worker_fraction": workers / 2},
+            "preconditioner": {"eigenvalues": "corrected"},
+        }
     )
-    plan = make_plan(layers, EngineFacts(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
+    plan = make_plan(
+        layers, EngineFacts(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"]
+    )
     return replace(plan, assignment=replace(plan.assignment, eigen_workers=eigen_workers))
 
 
@@ -55,7 +60,9 @@ def summed(curvature: FactorUpdates, key: str, rank: int) -> torch.Tensor:
     """A rank's batch sum: of random rows, the same in every thread."""
     side = curvature.specs[key].side
     rows = torch.randn(
-        20, side.dim, generator=torch.Generator().manual_seed(1000 * ord(key[1]) + 10 * ord(key[-1]) + rank)
+        20,
+        side.dim,
+        generator=torch.Generator().manual_seed(1000 * ord(key[1]) + 10 * ord(key[-1]) + rank),
     )
     return side.accumulate_(torch.zeros(side.numel), rows)
 
@@ -78,22 +85,34 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
                 key = f"{layer.name}/{which}"
                 total = summed(curvature, key, 0) + summed(curvature, key, 1)
                 if which == "A":
-                    factor = fold(KroneckerFactor.empty(side), total, torch.tensor(2 * ROWS), decay=0.95)
+                    factor = fold(
+                        KroneckerFactor.empty(side), total, torch.tensor(2 * ROWS), decay=0.95
+                    )
                 else:  # times K, and of gradients that are averaged over two ranks
-                    factor = fold(KroneckerFactor.empty(side), total * (2 * PASSES / 4), torch.tensor(1.0), decay=0.95)
+                    factor = fold(
+                        KroneckerFactor.empty(side),
+                        total * (2 * PASSES / 4),
+                        torch.tensor(1.0),
+                        decay=0.95,
+                    )
                 expected = refresh(factor).basis
                 assert torch.equal(update.bases[key].values, expected.values)
                 assert torch.equal(update.bases[key].vectors[0], expected.vectors[0])
         assert curvature.ready >= set(update.bases)
-        assert all(factor.updates == 1 for factor in curvature.factors.values()), "they change in place"
+        assert all(factor.updates == 1 for factor in curvature.factors.values()), (
+            "they change in place"
+        )
 
     FakeNetwork(2).run(work)
 
 
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
-@pytest.mark.parametrize("captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"])
+@pytest.mark.parametrize(
+    "captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"]
+)
 def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
-    """With another number its moments, and so its results, would differ from those of the other workers."""
+    """With another number its moments, and so its results, would differ from those of the other
+    workers."""
     plan = plan_with(eigen_workers, workers=2)
 
     def work(channel):
@@ -108,8 +127,12 @@ def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
 @pytest.mark.parametrize("eigen_workers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
 def test_layers_without_g_count_the_terms_that_come_with_the_a_they_share(eigen_workers):
     """As with activations_only; v has a G of its own."""
-    layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [linear_layer("v", 5, 3)]
-    plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | eigen_workers, workers=2, layers=layers)
+    layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [
+        linear_layer("v", 5, 3)
+    ]
+    plan = plan_with(
+        dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | eigen_workers, workers=2, layers=layers
+    )
     plan = plan.sharing([("q", "k", "v")])
 
     def work(channel):

@@ -1,10 +1,11 @@
-"""How many operations a plain step and one with a factor update are made of, and how many bytes their operands have: a
-GPU's launches, and its passes over memory.
+"""How many operations a plain step and one with a factor update are made of, and how many bytes
+their operands have: a GPU's launches, and its passes over memory.
 
-The layers of GPT-2 small an eighth as wide, those of one shape together as on a GPU, on a CPU. An operation is what
-torch dispatches without views and allocations, or an op of :mod:`ds_kfac.ops.dispatch`, for which a GPU has a kernel.
-Of each but matrix products the bytes of all tensors that it reads or writes count, whether a cache holds them or not.
-DeepSpeed's own part and the optimizer's are not in it. ``python -m tests.step.test_operations`` prints where they are
+The layers of GPT-2 small an eighth as wide, those of one shape together as on a GPU, on a CPU. An
+operation is what torch dispatches without views and allocations, or an op of
+:mod:`ds_kfac.ops.dispatch`, for which a GPU has a kernel. Of each but matrix products the bytes of
+all tensors that it reads or writes count, whether a cache holds them or not. DeepSpeed's own part
+and the optimizer's are not in it. ``python -m tests.step.test_operations`` prints where they are
 asked for.
 """
 
@@ -40,12 +41,26 @@ PLAIN, UPDATE = 1000, STEPS - 1
 MOST = {PLAIN: (217, 60.7), UPDATE: (347, 76.8)}
 """Operations and bytes an element. Only to be made smaller."""
 KFAC = {"eigenbasis": {"refresh_interval": 1000}, "burn_in": {"steps": 0}, "report": "none"}
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "is_set_to",
-        "_local_scalar_dense", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}  # fmt: skip
+FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "is_set_to",
+    "_local_scalar_dense",
+    "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit",
+}
 """Allocations, and what only a CPU asks of a scalar."""
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 ONLY_WRITE = {"copy_", "_foreach_copy_", "fill_", "zero_"}
-CHANGED = {"ema_update_": ("averages_P", "updates"), "adam_step_": ("first_nOI", "second_nOI", "updates_n")}
+CHANGED = {
+    "ema_update_": ("averages_P", "updates"),
+    "adam_step_": ("first_nOI", "second_nOI", "updates_n"),
+}
 """What ops of ours read and write, of those that a step has outside of the hooks."""
 
 
@@ -53,8 +68,14 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -83,19 +104,31 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.seen, self.nbytes, self.names = Counter[str](), Counter[str](), Counter[str]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         schema = function._schema
         found = function(*arguments, **(keywords or {}))
-        view = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
+        view = any(
+            result.alias_info and not result.alias_info.is_write for result in schema.returns
+        )
         name = schema.name.removeprefix("aten::")
         if not view and name not in FREE:
-            given = dict(zip((argument.name for argument in schema.arguments), arguments, strict=False))
+            given = dict(
+                zip((argument.name for argument in schema.arguments), arguments, strict=False)
+            )
             info = {argument.name: argument.alias_info for argument in schema.arguments}
-            changed = {each for each, alias in info.items() if alias is not None and alias.is_write and each != "out"}
+            changed = {
+                each
+                for each, alias in info.items()
+                if alias is not None and alias.is_write and each != "out"
+            }
             self.note(name, given | (keywords or {}), changed, found)
         return found
 
-    def note(self, name: str, arguments: dict[str, Any], changed: Collection[str], found: Any) -> None:
+    def note(
+        self, name: str, arguments: dict[str, Any], changed: Collection[str], found: Any
+    ) -> None:
         """``changed``: arguments that are read and written."""
         frame: Any = sys._getframe(1)
         while "ds_kfac" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
@@ -132,16 +165,21 @@ def kernels(operations: Operations) -> Iterator[None]:
             with _disable_current_modes():
                 found = getattr(functional, op)(*arguments, **options)
             tensors = [x for x in arguments if isinstance(x, Tensor)]
-            assert all(x.is_contiguous() or x is tensors[0] for x in tensors), f"{op}: a kernel takes no strides"
+            assert all(x.is_contiguous() or x is tensors[0] for x in tensors), (
+                f"{op}: a kernel takes no strides"
+            )
             if operations in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
-                bound = inspect.signature(getattr(functional, op)).bind(*arguments, **options).arguments
+                bound = (
+                    inspect.signature(getattr(functional, op)).bind(*arguments, **options).arguments
+                )
                 operations.note(op, bound, CHANGED.get(op, ()), found)
             return found
 
         return run
 
     with patch.dict(
-        dispatch._choices, {"cpu": dispatch.BackendChoice({op: ("counted", counted(op)) for op in dispatch.OPS})}
+        dispatch._choices,
+        {"cpu": dispatch.BackendChoice({op: ("counted", counted(op)) for op in dispatch.OPS})},
     ):
         yield
 
@@ -152,7 +190,11 @@ def worker(interval: int) -> tuple[dict[str, tuple[int, float]], dict[str, int]]
     limit = rotation.BATCHED // NARROWER**2
     torch.manual_seed(0)
     with patch.object(rotation, "BATCHED", limit):
-        kfac_block = {**KFAC, "factor": {"update_interval": interval}, "plan": {"batched": True, **AT_ONCE}}
+        kfac_block = {
+            **KFAC,
+            "factor": {"update_interval": interval},
+            "plan": {"batched": True, **AT_ONCE},
+        }
         engine = build(mode, 1, kfac=kfac_block, model=Blocks())
         kfac = engine.kfac.preconditioner
         assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.layer_groups) == 4
@@ -161,12 +203,16 @@ def worker(interval: int) -> tuple[dict[str, tuple[int, float]], dict[str, int]]
                 engine.backward(engine(torch.randn(ROWS, WIDTH)))
                 if step == STEPS - 1:
                     assert bool(kfac.due.capture) == (interval == UPDATE) and not kfac.due.refresh
-                    assert kfac.capture.proof is None and all(state.basis is not None for state in kfac.state.values())
+                    assert kfac.capture.proof is None and all(
+                        state.basis is not None for state in kfac.state.values()
+                    )
                     for name in ("precondition", "scatter"):
                         setattr(kfac, name, during(operations, getattr(kfac, name)))
                 engine.step()
     numel = sum(layer.numel for layer in kfac.owned)
-    return {where: (n, operations.nbytes[where] / numel) for where, n in operations.seen.items()}, operations.names
+    return {
+        where: (n, operations.nbytes[where] / numel) for where, n in operations.seen.items()
+    }, operations.names
 
 
 def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,8 +225,12 @@ def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., 
 
 def table(found: dict[str, tuple[int, float]]) -> str:
     rows = sorted(found.items(), key=lambda row: -row[1][0])
-    lines = [f"{n:6} operations {nbytes:7.1f} bytes an element   {where}" for where, (n, nbytes) in rows]
-    return "\n".join([*lines, "{:6} operations {:7.1f} bytes an element   step".format(*totals(found))])
+    lines = [
+        f"{n:6} operations {nbytes:7.1f} bytes an element   {where}" for where, (n, nbytes) in rows
+    ]
+    return "\n".join(
+        [*lines, "{:6} operations {:7.1f} bytes an element   step".format(*totals(found))]
+    )
 
 
 def totals(found: dict[str, tuple[int, float]]) -> tuple[int, float]:
@@ -197,5 +247,11 @@ def test_a_step_has_no_more_operations_and_passes_than_it_had(interval):
 
 if __name__ == "__main__":
     for interval in (PLAIN, UPDATE):
-        by_function, by_name = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)[0]
-        print(table(by_function), ", ".join(f"{name} {n}" for name, n in Counter(by_name).most_common()), sep="\n")
+        by_function, by_name = run_ranks(
+            "tests.step.test_operations:worker", world=1, payload=interval
+        )[0]
+        print(
+            table(by_function),
+            ", ".join(f"{name} {n}" for name, n in Counter(by_name).most_common()),
+            sep="\n",
+        )

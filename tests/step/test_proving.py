@@ -1,4 +1,5 @@
-"""What a run does with the proof: when it proves, what becomes of a layer that does not fit, and when it comes back."""
+"""What a run does with the proof: when it proves, what becomes of a layer that does not fit, and
+when it comes back."""
 
 import contextlib
 import io
@@ -44,7 +45,8 @@ class Zero(Net):
 
 
 class Shared(Net):
-    """Two layers with one A of 40 inputs, and so few outputs of the first that alone it would have one probe."""
+    """Two layers with one A of 40 inputs, and so few outputs of the first that alone it would have
+    one probe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,9 @@ class Shared(Net):
 def run(name: str, model: type[Net], steps: int, each=lambda engine, step: None, **block) -> dict:
     proving.RAISES = False
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        engine = build(BY_NAME[name], 1, model=model(), kfac={**BY_NAME[name].kfac, **OFTEN, **block})
+        engine = build(
+            BY_NAME[name], 1, model=model(), kfac={**BY_NAME[name].kfac, **OFTEN, **block}
+        )
         kfac, history = engine.kfac.preconditioner, []
         for step in range(steps):
             proves = kfac.capture.proof is not None
@@ -67,8 +71,15 @@ def run(name: str, model: type[Net], steps: int, each=lambda engine, step: None,
             train(engine, 1, steps=1, first=step)
             curved = {n for n, state in kfac.state.items() if state.preconditioner is not None}
             updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
-            history.append((proves, dict(kfac.proving.unfit), curved, updates, kfac.metrics.values()))
-    result = {"history": history, "said": said.getvalue(), "report": engine.kfac.report, "weights": weights(engine)}
+            history.append(
+                (proves, dict(kfac.proving.unfit), curved, updates, kfac.metrics.values())
+            )
+    result = {
+        "history": history,
+        "said": said.getvalue(),
+        "report": engine.kfac.report,
+        "weights": weights(engine),
+    }
     engine.destroy()
     return result
 
@@ -85,7 +96,10 @@ def worker(names: list[str]) -> dict:
             found[name, "helped"] = run(name, Helped, 6, helped)
         with patch.object(proving, "EVERY", 1):
             found[name, "shared"] = run(name, Shared, 3)
-        rare = {"factor": {**KFAC["factor"], "update_interval": 5}, "eigenbasis": {"refresh_interval": 5}}
+        rare = {
+            "factor": {**KFAC["factor"], "update_interval": 5},
+            "eigenbasis": {"refresh_interval": 5},
+        }
         found[name, "zero"] = run(name, Zero, 3, **rare)
     return found
 
@@ -107,7 +121,9 @@ def skipped_worker(_) -> list[bool]:
 
 
 def test_a_skipped_step_is_none_of_those_until_the_next_proof():
-    assert run_ranks("tests.step.test_proving:skipped_worker", world=1) == [[True, False, False, False, False, True]]
+    assert run_ranks("tests.step.test_proving:skipped_worker", world=1) == [
+        [True, False, False, False, False, True]
+    ]
 
 
 NAMES = ["z0", "adam-z2", "adam-z3"]
@@ -130,7 +146,10 @@ def test_a_run_proves_its_first_captured_step_and_one_of_so_many(found, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
     layers = {"first", "middle", "head"}
-    curved = [set().union(*(rank[name, "helped"]["history"][step][2] for rank in found)) for step in range(6)]
+    curved = [
+        set().union(*(rank[name, "helped"]["history"][step][2] for rank in found))
+        for step in range(6)
+    ]
     assert curved[:3] == [layers - {"middle"}] * 3, "from the very step on in which it is found"
     assert curved[5] == layers, "and again once it fits"
     for number, rank in enumerate(found):
@@ -140,8 +159,12 @@ def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
         assert history[1][4]["unpreconditioned_layers"] == 1
         text = rank[name, "helped"]["report"]
         assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
-        assert "test_proving.py" in text and "(mul)" in text and "linear.py" not in text, "nor ZeRO-3's"
-        assert ("do not make up" in rank[name, "helped"]["said"]) == (number == 0), "one rank says it"
+        assert "test_proving.py" in text and "(mul)" in text and "linear.py" not in text, (
+            "nor ZeRO-3's"
+        )
+        assert ("do not make up" in rank[name, "helped"]["said"]) == (number == 0), (
+            "one rank says it"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,8 +184,10 @@ def test_layers_without_any_gradient_yet_are_captured_again_at_the_next_step(fou
         for step, own in updates.items():
             own |= rank[name, "zero"]["history"][step][3]
     assert {key: count for key, count in updates[0].items() if key.endswith("/A")} == {
-        "first/A": 0, "middle/A": 0, "head/A": 1,
-    }  # fmt: skip
+        "first/A": 0,
+        "middle/A": 0,
+        "head/A": 1,
+    }
     assert all(count >= 1 for count in updates[1].values()), updates[1]
     assert updates[2] == updates[1], "and then at their own interval"
 
@@ -181,13 +206,18 @@ def resumed_worker(folder: str) -> list:
 
 
 def test_a_loaded_run_proves_again(tmp_path):
-    assert run_ranks("tests.step.test_proving:resumed_worker", world=2, payload=str(tmp_path)) == [[False, True]] * 2
+    assert (
+        run_ranks("tests.step.test_proving:resumed_worker", world=2, payload=str(tmp_path))
+        == [[False, True]] * 2
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_layer_with_a_hook_on_its_weight_is_judged_by_the_gradient_that_the_hook_makes(factor):
     """A logger's hook on any rank changes nothing; one that scales it is named."""
-    for unfit, hooked in run_ranks("tests.step.test_proving:hooked_worker", world=2, payload=factor):
+    for unfit, hooked in run_ranks(
+        "tests.step.test_proving:hooked_worker", world=2, payload=factor
+    ):
         assert hooked == {"first": 0, "middle": 1, "head": 0}
         assert set(unfit) == (set() if factor == 1 else {"middle"})
         assert factor == 1 or "a hook on its parameters changes the gradient" in unfit["middle"]
@@ -196,7 +226,9 @@ def test_a_layer_with_a_hook_on_its_weight_is_judged_by_the_gradient_that_the_ho
 def hooked_worker(factor: float) -> tuple:
     proving.RAISES, model = False, Net()
     if dist.get_rank() == 1:
-        model.middle.weight.register_hook(lambda gradient: None if factor == 1 else gradient * factor)
+        model.middle.weight.register_hook(
+            lambda gradient: None if factor == 1 else gradient * factor
+        )
     with contextlib.redirect_stderr(io.StringIO()):
         engine = build(BY_NAME["z0"], 1, model=model)
     kfac, told = engine.kfac.preconditioner, {}

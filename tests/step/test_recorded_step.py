@@ -1,5 +1,5 @@
-"""A rank's own part of a step, recorded once and replayed with other gradients, gives what running it gives: by a trace
-of its operations on the CPU, by a CUDA graph on a GPU."""
+"""A rank's own part of a step, recorded once and replayed with other gradients, gives what running
+it gives: by a trace of its operations on the CPU, by a CUDA graph on a GPU."""
 
 from types import SimpleNamespace
 
@@ -24,10 +24,12 @@ CASES = {
 
 
 def make(case: str, device: torch.device):
-    """A function of gradients and learning rate: results, second moments after the step, kl-clip's factor. Each call
-    begins with the same moments."""
+    """A function of gradients and learning rate: results, second moments after the step, kl-clip's
+    factor. Each call begins with the same moments."""
     plan = planned(CASES[case], batched="batched" in case, device=device)
-    plan.layers = layers = [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)]
+    plan.layers = layers = [
+        linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)
+    ]
     generator = torch.Generator().manual_seed(0)
 
     def basis(dim: int) -> Eigenbasis:
@@ -85,7 +87,9 @@ def test_a_trace_replays_what_a_step_does(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing is captured in a CUDA graph")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: nothing is captured in a CUDA graph"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_cuda_graph_replays_what_a_step_does(case):
     device = torch.device("cuda")

@@ -1,5 +1,5 @@
-"""What is left of a layer that does not fit: nothing that rows of such a step are in. And gradients that DeepSpeed
-rounds on their way fit."""
+"""What is left of a layer that does not fit: nothing that rows of such a step are in. And gradients
+that DeepSpeed rounds on their way fit."""
 
 import contextlib
 import io
@@ -38,7 +38,8 @@ def broken(layer: str):
 
 
 class Heads(nn.Module):
-    """k is called first, q is the first by name: the A of both has the name of q and the rows of k."""
+    """k is called first, q is the first by name: the A of both has the name of q and the rows of
+    k."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,8 @@ class Heads(nn.Module):
 
 
 class Pulled(Heads):
-    """A third layer of the same A; a part of its gradient comes from no row where ``pull`` is not zero."""
+    """A third layer of the same A; a part of its gradient comes from no row where ``pull`` is not
+    zero."""
 
     pull = 0.0
 
@@ -89,12 +91,22 @@ def history(name: str, model: type[nn.Module], layer: str, steps: int, bad: rang
 
 def worker(_) -> dict:
     late = {"eigenbasis": {"refresh_interval": 4}}
-    found = {name: history(name, Net, "middle", 5, range(2), **late) for name in ("z2", "adam-z3", "z2-offload")}
+    found = {
+        name: history(name, Net, "middle", 5, range(2), **late)
+        for name in ("z2", "adam-z3", "z2-offload")
+    }
     with patch.object(proving, "wait", lambda proofs: 3):
         found["shared"] = history("z2", Heads, "k", 7, range(4, 5))
-        late = {"eigenbasis": {"refresh_interval": 20}, "factor": {**KFAC["factor"], "fisher": "activations_only"}}
+        late = {
+            "eigenbasis": {"refresh_interval": 20},
+            "factor": {**KFAC["factor"], "fisher": "activations_only"},
+        }
         pulled = run(
-            "adam-z2", Pulled, 8, lambda engine, step: setattr(engine.module, "pull", float(step == 4)), **late
+            "adam-z2",
+            Pulled,
+            8,
+            lambda engine, step: setattr(engine.module, "pull", float(step == 4)),
+            **late,
         )
         found["one of a shared A"] = [step[1:4] for step in pulled["history"]]
     return found
@@ -120,7 +132,9 @@ def test_only_rows_of_steps_that_fit_are_in_the_factors_of_a_layer_that_comes_ba
     steps, others = of_all(found, name), {"first", "head"}
     assert [unfit for unfit, *_ in steps] == [{"middle"}] * 2 + [set()] * 3
     assert [curved for _, curved, _ in steps] == [others] * 3 + [others | {"middle"}] * 2
-    assert [(updates["middle/A"], updates["middle/G"]) for *_, updates in steps] == [(n, n) for n in (0, 0, 1, 2, 3)]
+    assert [(updates["middle/A"], updates["middle/G"]) for *_, updates in steps] == [
+        (n, n) for n in (0, 0, 1, 2, 3)
+    ]
     assert [updates["head/A"] for *_, updates in steps] == [1, 2, 3, 4, 5]
 
 
@@ -169,8 +183,9 @@ def fitting_worker(_) -> dict:
                 engine = build(mode, 2, model=Island() if "autocast" in name else Net())
             plain = engine.kfac.preconditioner.proving.record
             engine.kfac.preconditioner.proving.record = lambda verdict, told=told, plain=plain: (
-                told.update({name: seen.ratio for name, seen in verdict.checks.items()}) or plain(verdict)
-            )  # fmt: skip
+                told.update({name: seen.ratio for name, seen in verdict.checks.items()})
+                or plain(verdict)
+            )
             if "autocast" not in name:
                 engine.module.first.bias.requires_grad_(False)
             train(engine, 2, steps=1)
@@ -180,8 +195,12 @@ def fitting_worker(_) -> dict:
 
 
 def test_layers_fit_whose_gradients_are_sent_in_16_bits_or_whose_bias_is_frozen_since_attach():
-    """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in fp32."""
+    """torch_autocast sends the gradient of a Linear in 16 bits, also where the model runs it in
+    fp32."""
     for rank in run_ranks("tests.step.test_unproven:fitting_worker", world=2):
         assert len(rank) == 6
         for name, told in rank.items():
-            assert told.keys() == {"first", "middle", "head"} and max(told.values()) < 0.5, (name, told)
+            assert told.keys() == {"first", "middle", "head"} and max(told.values()) < 0.5, (
+                name,
+                told,
+            )

@@ -1,4 +1,5 @@
-"""Batches of factors that are scaled down, or that have no row, are counted, here and over ranks."""
+"""Batches of factors that are scaled down, or that have no row, are counted, here and over
+ranks."""
 
 import torch
 
@@ -18,11 +19,19 @@ def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
     for factor in (factors[0], factors[2]):
         assert torch.equal(factor.packed_P, packed)
         assert float(factor.updates) == 20
-    assert update_([], [], torch.zeros(0), decays=[], device=torch.device("cpu"))[1].sum(dim=1).tolist() == [0, 0]
+    assert update_([], [], torch.zeros(0), decays=[], device=torch.device("cpu"))[1].sum(
+        dim=1
+    ).tolist() == [0, 0]
 
 
 def test_ranks_add_up():
-    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("limited", 3): 0.0, ("empty", 3): 5.0, ("fresh", "a/A"): 1.0}
+    scalars = {
+        ("limited", 0): 1.0,
+        ("empty", 0): 2.0,
+        ("limited", 3): 0.0,
+        ("empty", 3): 5.0,
+        ("fresh", "a/A"): 1.0,
+    }
     scalars |= {("missed", 0): 1.0, ("missed", 3): 3.0}
     found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
     assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]

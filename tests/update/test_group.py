@@ -1,4 +1,5 @@
-"""A group owns what is kept of its layers: every tensor is there once, stays where it is, and changes in place."""
+"""A group owns what is kept of its layers: every tensor is there once, stays where it is, and
+changes in place."""
 
 from dataclasses import replace
 
@@ -45,26 +46,42 @@ def based(count: int = 3) -> LayerGroup:
 
 
 def tensors(state: LayerState) -> list[torch.Tensor]:
-    sides = [x for side in (state.A, state.G) if side is not None for x in (*side.vectors, side.values)]
+    sides = [
+        x for side in (state.A, state.G) if side is not None for x in (*side.vectors, side.values)
+    ]
     return [state.terms, *sides, *vars(state.moments).values()]
 
 
 def copied(state: LayerState) -> LayerState:
-    A, G = (x and Eigenbasis(tuple(v.clone() for v in x.vectors), x.values.clone()) for x in (state.A, state.G))
+    A, G = (
+        x and Eigenbasis(tuple(v.clone() for v in x.vectors), x.values.clone())
+        for x in (state.A, state.G)
+    )
     return LayerState(
-        state.terms.clone(), state.method, A, G, AdamMoments(*(x.clone() for x in vars(state.moments).values()))
+        state.terms.clone(),
+        state.method,
+        A,
+        G,
+        AdamMoments(*(x.clone() for x in vars(state.moments).values())),
     )
 
 
 def addresses(group: LayerGroup) -> list[int]:
     turn, moments = group.rotation, vars(group.moments).values()
-    return [x.data_ptr() for x in (group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments)]
+    return [
+        x.data_ptr()
+        for x in (group.terms, *turn.G, *turn.A, turn.values_G, turn.values_A, *moments)
+    ]
 
 
 @SIZES
 def test_a_group_begins_without_eigenbases_and_with_zero_moments(count):
     group = LayerGroup(LAYERS[:count], moments=AdamMoments)
-    assert group.rotation is None and group.prepared == [False] * count and group.preconditioner(0) is None
+    assert (
+        group.rotation is None
+        and group.prepared == [False] * count
+        and group.preconditioner(0) is None
+    )
     exact(group.terms, torch.ones(count))
     exact(group.moments.first_OI, torch.zeros(count, ROWS, COLUMNS))
     exact(group.moments.updates, torch.zeros(count))
@@ -99,7 +116,11 @@ def test_after_the_first_basis_no_address_changes_and_what_is_derived_follows(co
     null = replace(basis(7).A, values=basis(7).A.values * torch.tensor([0.0, 1, 1, 1, 1]))
     for index in range(count):
         group.rebase(index, A=null, G=basis(8 + index).G)
-    assert group.rotation is rotation and addresses(group) == places and group.prepared == [True] * count
+    assert (
+        group.rotation is rotation
+        and addresses(group) == places
+        and group.prepared == [True] * count
+    )
     exact(rotation.A[0], null.vectors[0].expand(count, -1, -1))
     exact(view.A.values, null.values), exact(view.G.vectors[0], basis(8).G.vectors[0])
     fresh = begun(count)
@@ -123,7 +144,10 @@ def test_new_eigenbases_turn_the_first_moment_so_that_it_stands_for_the_same(sid
     close(after.basis.restore(first), state.basis.restore(before), sums=TURNED)
     assert (first - before).norm() > 0.1 * before.norm(), "it was turned"
     exact(after.moments.second_OI, state.moments.second_OI)
-    exact([tensors(group.state(index)) for index in range(1, count)], [tensors(other) for other in others])
+    exact(
+        [tensors(group.state(index)) for index in range(1, count)],
+        [tensors(other) for other in others],
+    )
 
 
 @SIZES
@@ -155,7 +179,11 @@ def test_a_layer_without_a_basis_is_rotated_by_the_identity_until_it_has_one():
 
 
 def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
-    groups, old, new = [LayerGroup([layer], moments=AdamMoments) for layer in LAYERS], basis(0), basis(1)
+    groups, old, new = (
+        [LayerGroup([layer], moments=AdamMoments) for layer in LAYERS],
+        basis(0),
+        basis(1),
+    )
     for group in groups:
         group.rebase(0, A=old.A, G=old.G)
         group.moments.first_OI.fill_(1.0)
@@ -163,13 +191,22 @@ def test_layers_that_are_alone_share_the_eigenbasis_of_a_common_input():
         group.rebase(0, A=new.A)
         assert group.rotation.A is new.A.vectors
         state = group.state(0)
-        close(state.basis.restore(state.moments.first_OI), old.restore(torch.ones(ROWS, COLUMNS)), sums=TURNED)
+        close(
+            state.basis.restore(state.moments.first_OI),
+            old.restore(torch.ones(ROWS, COLUMNS)),
+            sums=TURNED,
+        )
 
 
 @SIZES
 def test_a_layer_can_leave_its_basis_and_find_another_one(count):
     group = based(count)
-    places, rotation, old, moments = addresses(group), group.rotation, basis(0), group.state(0).moments
+    places, rotation, old, moments = (
+        addresses(group),
+        group.rotation,
+        basis(0),
+        group.state(0).moments,
+    )
     first, second = old.restore(moments.first_OI), old.squared().restore(moments.second_OI)
     for index in range(count):
         assert group.rotation is rotation, "layers that are left still have their bases"
@@ -188,17 +225,26 @@ def test_a_layer_can_leave_its_basis_and_find_another_one(count):
 def test_a_saved_state_is_loaded_in_place(count):
     source, group = based(count), begun(count)
     source.terms.fill_(3.0)
-    saved, own = copied(source.state(0)), [x.data_ptr() for x in (group.terms, *vars(group.moments).values())]
+    saved, own = (
+        copied(source.state(0)),
+        [x.data_ptr() for x in (group.terms, *vars(group.moments).values())],
+    )
     others = [copied(group.state(index)) for index in range(1, count)]
     group.load(0, saved)
     exact(tensors(group.state(0)), tensors(saved))
     saved.moments.first_OI.zero_()
     exact(tensors(group.state(0)), tensors(source.state(0)))
-    exact([tensors(group.state(index)) for index in range(1, count)], [tensors(other) for other in others])
+    exact(
+        [tensors(group.state(index)) for index in range(1, count)],
+        [tensors(other) for other in others],
+    )
     assert [x.data_ptr() for x in (group.terms, *vars(group.moments).values())] == own
     group.load(0, replace(saved, G=None, moments=None))
     assert group.rotation is None and group.state(0).A is not None
-    exact(list(vars(group.state(0).moments).values()), [torch.zeros(ROWS, COLUMNS)] * 2 + [torch.zeros(())])
+    exact(
+        list(vars(group.state(0).moments).values()),
+        [torch.zeros(ROWS, COLUMNS)] * 2 + [torch.zeros(())],
+    )
     group.load(0, None)
     exact(tensors(group.state(0)), tensors(LayerGroup(LAYERS[:1], moments=AdamMoments).state(0)))
 
@@ -207,7 +253,10 @@ def test_a_side_that_was_the_identity_when_it_was_saved_begins_as_one():
     group, new = based(), basis(4)
     plain = Eigenbasis((), torch.ones(COLUMNS))
     group.load(0, replace(copied(group.state(0)), A=plain))
-    exact(group.rotation.A[0][0], torch.eye(COLUMNS)), exact(group.rotation.values_A[0], torch.ones(COLUMNS))
+    (
+        exact(group.rotation.A[0][0], torch.eye(COLUMNS)),
+        exact(group.rotation.values_A[0], torch.ones(COLUMNS)),
+    )
     assert group.prepared[0]
     momentum = LayerBasis(basis(0).G, plain).restore(group.state(0).moments.first_OI)
     group.rebase(0, A=new.A)
@@ -222,13 +271,18 @@ def test_a_side_that_is_the_identity_has_its_basis_from_the_start_and_no_vectors
     assert group.prepared[0] and group.rotation.G == () and group.state(0).G.vectors == ()
     group.leave_basis(0)
     assert group.state(0).G is not None and group.state(0).A is None
-    both = [replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]]
+    both = [
+        replace(layer, G=Side.identity(ROWS), A=Side.identity(COLUMNS)) for layer in LAYERS[:count]
+    ]
     assert all(LayerGroup(both).prepared) and LayerGroup(both).rotation is not None
 
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_layer_in_groups_has_a_matrix_for_each(stays):
-    group, moments = LayerGroup([IN_GROUPS], moments=AdamMoments), AdamMoments.empty((2, ROWS, COLUMNS))
+    group, moments = (
+        LayerGroup([IN_GROUPS], moments=AdamMoments),
+        AdamMoments.empty((2, ROWS, COLUMNS)),
+    )
     group.stays = stays
     assert (group.n, group.maps) == (2, 2) and group.moments.first_OI.shape == (2, ROWS, COLUMNS)
     moments.first_OI.copy_(torch.randn(2, ROWS, COLUMNS))
@@ -237,7 +291,10 @@ def test_a_layer_in_groups_has_a_matrix_for_each(stays):
     exact(list(vars(state.moments).values()), list(vars(moments).values()))
     parts = [basis(0), basis(1)]
     sides = (
-        Eigenbasis((torch.cat([side.vectors[0] for side in of_maps]),), torch.cat([side.values for side in of_maps]))
+        Eigenbasis(
+            (torch.cat([side.vectors[0] for side in of_maps]),),
+            torch.cat([side.values for side in of_maps]),
+        )
         for of_maps in ([part.A for part in parts], [part.G for part in parts])
     )
     group.rebase(0, *sides)

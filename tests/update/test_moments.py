@@ -28,16 +28,27 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
     return LayerBasis(side(rows), side(columns))
 
 
-def divide_(moments: CorrectedEigenvalues, rotated: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    options = {"norm_n": rotated.norm()[None], "terms_n": 1.0, "decay": 0.9, "damping": 0.1, **options}
+def divide_(
+    moments: CorrectedEigenvalues, rotated: torch.Tensor, **options
+) -> tuple[torch.Tensor, ...]:
+    options = {
+        "norm_n": rotated.norm()[None],
+        "terms_n": 1.0,
+        "decay": 0.9,
+        "damping": 0.1,
+        **options,
+    }
     return moments.divide_(rotated[None], **options)
 
 
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
-    """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean vec(dW) vec(dW)^T."""
+    """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean
+    vec(dW) vec(dW)^T."""
     torch.manual_seed(1)
-    inputs, gradients = torch.rand(40, 5) - 0.3, torch.rand(40, 3) - 0.3  # none so large that it would be limited
-    gradients = gradients * (0.5 + inputs[:, :1])  # a and g depend on each other, so F is no Kronecker product
+    # none so large that it would be limited
+    inputs, gradients = torch.rand(40, 5) - 0.3, torch.rand(40, 3) - 0.3
+    # a and g depend on each other, so F is no Kronecker product
+    gradients = gradients * (0.5 + inputs[:, :1])
     basis = random_basis(3, 5)
     moments = CorrectedEigenvalues.empty((1, 3, 5))
     for a, g in zip(inputs, gradients, strict=True):
@@ -48,7 +59,9 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
     expected = (Q.T @ fisher @ Q).diagonal().view(3, 5)
     close(moments.second_OI[0], expected, sums=40 + 2 * (3 + 5))
     kronecker = torch.outer(basis.G.values, basis.A.values)
-    assert (kronecker - expected).norm() > 0.1 * expected.norm(), "the Kronecker eigenvalues are another thing"
+    assert (kronecker - expected).norm() > 0.1 * expected.norm(), (
+        "the Kronecker eigenvalues are another thing"
+    )
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -56,7 +69,11 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     moments = CorrectedEigenvalues.empty((1, 2, 3))
     for step in range(SETTLED - (not settled)):
         divide_(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
-    before, updates, spike = moments.second_OI[0].clone(), float(moments.updates), 1e3 * torch.randn(2, 3)
+    before, updates, spike = (
+        moments.second_OI[0].clone(),
+        float(moments.updates),
+        1e3 * torch.randn(2, 3),
+    )
     quotient, dot, limited = divide_(moments, spike, terms_n=2.0, layer_mean=lambda mean_n: mean_n)
     share = SPIKE * float(before.sum()) / float(spike.square().sum()) if settled else 2.0
     assert bool(limited) is settled and moments.updates == updates + 1
@@ -101,7 +118,9 @@ def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8) -> 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_a_gradient_whose_size_is_not_finite_changes_no_eigenvalues(bad):
     moments = CorrectedEigenvalues.empty((2, 2, 3))
-    moments.divide_(torch.ones(2, 2, 3), norm_n=torch.full((2,), 6**0.5), terms_n=1.0, decay=0.9, damping=0.1)
+    moments.divide_(
+        torch.ones(2, 2, 3), norm_n=torch.full((2,), 6**0.5), terms_n=1.0, decay=0.9, damping=0.1
+    )
     exact([moments.second_OI, moments.updates], [torch.ones(2, 2, 3), torch.ones(2)])
     x_nOI = torch.stack([torch.full((2, 3), bad), torch.full((2, 3), 3.0)])
     norm_n = x_nOI.flatten(1).norm(dim=1)
@@ -123,8 +142,16 @@ def test_the_direction_is_adams_with_nesterovs_momentum(b1):
         adam.step()
         actual = folded(moments, gradient, betas=(b1, 0.9), eps=1e-3)
         if not b1:
-            close(actual, before - parameter.detach(), sums=10, condition=1 / (1 - 0.9), scale=before.abs().max() + 1)
-        ahead = b1 * moments.first_OI[0] / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (1 - b1**step)
+            close(
+                actual,
+                before - parameter.detach(),
+                sums=10,
+                condition=1 / (1 - 0.9),
+                scale=before.abs().max() + 1,
+            )
+        ahead = b1 * moments.first_OI[0] / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (
+            1 - b1**step
+        )
         expected = ahead / ((moments.second_OI[0] / (1 - 0.9**step)).sqrt() + 1e-3)
         close(actual, expected, sums=10)
 
@@ -143,10 +170,14 @@ def test_a_refresh_rotates_a_momentum_in_place(several):
 
 
 def quadratic_losses(*, rotate: bool) -> list[float]:
-    """Adam in a drifting eigenbasis on f(W) = ½ tr((W - W*) A (W - W*)^T G), refreshed every 10 steps."""
+    """Adam in a drifting eigenbasis on f(W) = ½ tr((W - W*) A (W - W*)^T G), refreshed every 10
+    steps."""
     torch.manual_seed(0)
     target, W = torch.randn(6, 8), torch.zeros(6, 8)
-    x, g = torch.randn(400, 8) * torch.logspace(0, -2, 8), torch.randn(400, 6) * torch.logspace(0, -1, 6)
+    x, g = (
+        torch.randn(400, 8) * torch.logspace(0, -2, 8),
+        torch.randn(400, 6) * torch.logspace(0, -1, 6),
+    )
     mix_A, mix_G = torch.linalg.qr(torch.randn(8, 8))[0], torch.linalg.qr(torch.randn(6, 6))[0]
     x, g = x @ mix_A, g @ mix_G
     A, G = x.T @ x / 400, g.T @ g / 400
@@ -178,4 +209,6 @@ def test_the_loss_does_not_jump_at_a_refresh():
     elsewhere = [drop for step, drop in enumerate(drops) if step >= 20 and step % 10]
     assert max(at_refresh) <= max(*elsewhere, 0.002), "steps right after a refresh lose no ground"
     forgotten = quadratic_losses(rotate=False)
-    assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), "moments left in old coordinates do worse, so the test can tell"
+    assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), (
+        "moments left in old coordinates do worse, so the test can tell"
+    )

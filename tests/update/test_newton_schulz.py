@@ -1,4 +1,5 @@
-"""Orthogonal factors of directions: both forms, every precision, matrices together, column scales, cost."""
+"""Orthogonal factors of directions: both forms, every precision, matrices together, column scales,
+cost."""
 
 import math
 
@@ -25,7 +26,8 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def terms(x: torch.Tensor) -> dict:
-    """How close orthogonal factors of ``x`` are: five steps of three products each, over both sides."""
+    """How close orthogonal factors of ``x`` are: five steps of three products each, over both
+    sides."""
     return {"sums": 5 * 3 * sum(x.shape[-2:]), "condition": polar_condition(x)}
 
 
@@ -34,7 +36,9 @@ def whitening(s: torch.Tensor) -> torch.Tensor:
     return torch.stack([(s > 0).float(), s])
 
 
-def factored(x: torch.Tensor, s: torch.Tensor | None = None, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def factored(
+    x: torch.Tensor, s: torch.Tensor | None = None, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of one matrix, with column scales [I], and the norm that it had."""
     factor = x.clone()[None]
     (size,) = orthogonal_factors([factor], [None if s is None else whitening(s[None])], **options)
@@ -76,10 +80,13 @@ def spelt_out(x: torch.Tensor) -> torch.Tensor:
 def test_both_forms_are_the_iteration_in_every_precision(columns, decades):
     x = steep(48, columns, decades)
     exact = spelt_out(x)
-    # Rounding makes what it likes of the smallest singular values, and five steps lift them by up to 3.4^5;
-    # in the Gram form it is their squares that are rounded.
+    # Rounding makes what it likes of the smallest singular values, and five steps lift them by up
+    # to 3.4^5; in the Gram form it is their squares that are rounded.
     for precision, bound in ((HIGHEST, 1e-5 if columns < GRAM_FROM * 48 else 5e-3), (HALF, 0.1)):
-        for factor in (newton_schulz(x, precision=precision), newton_schulz(x.T, precision=precision).T):
+        for factor in (
+            newton_schulz(x, precision=precision),
+            newton_schulz(x.T, precision=precision).T,
+        ):
             assert float((factor - exact).norm() / exact.norm()) < bound, precision
             assert torch.linalg.svdvals(factor).max() < 1.25
 
@@ -125,7 +132,8 @@ def test_column_scales_stand_on_both_sides(shape):
 
 
 def test_a_whitened_step_bounds_the_response_to_every_input():
-    """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those of D are not."""
+    """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those
+    of D are not."""
     basis, direction = random_basis(6, 9), normal(6, 9)
     rotation = Rotation.of([basis])
     factor = rotation.rotate(direction[None])
@@ -162,17 +170,25 @@ def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
     assert torch.equal(step(torch.zeros(shape)), torch.zeros(shape))
     for size, expected in ((1.0, 0.3), (0.03, 0.3), (0.003, 0.03), (3e-9, 3e-8), (3e-20, 3e-19)):
         found = step(size * x / x.norm() * root)
-        near(found.double().square().mean().sqrt(), torch.tensor(expected), expected / 100, "factors in half precision")
+        near(
+            found.double().square().mean().sqrt(),
+            torch.tensor(expected),
+            expected / 100,
+            "factors in half precision",
+        )
 
 
 @pytest.mark.parametrize("precision", [HIGHEST, HALF])
 @pytest.mark.parametrize("shape", [(9, 9), (6, 9), (6, 40), (40, 6)])
 def test_rows_and_columns_that_are_left_out_stay_out(shape, precision):
-    """To the bit, in either form of the iteration: it lifts what is small, but nothing from zero. The others, and the
-    size that the direction had, are as without them."""
+    """To the bit, in either form of the iteration: it lifts what is small, but nothing from zero.
+    The others, and the size that the direction had, are as without them."""
     x, s = normal(2, *shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
     x[:, 1], s[[0, 3]] = 0.0, 0.0
-    kept_rows, kept_columns = [i for i in range(shape[0]) if i != 1], [i for i in range(shape[1]) if i not in (0, 3)]
+    kept_rows, kept_columns = (
+        [i for i in range(shape[0]) if i != 1],
+        [i for i in range(shape[1]) if i not in (0, 3)],
+    )
     factors = x.clone()
     (sizes,) = orthogonal_factors([factors], [whitening(s.expand(2, -1))], precision=precision)
     assert torch.count_nonzero(factors[:, 1]) == torch.count_nonzero(factors[:, :, [0, 3]]) == 0
@@ -181,7 +197,12 @@ def test_rows_and_columns_that_are_left_out_stay_out(shape, precision):
         close(size, rest.norm(), sums=rest.numel())
         expected = spelt_out(rest * s[kept_columns]) * s[kept_columns]
         off = float((factor[kept_rows][:, kept_columns] - expected).norm() / expected.norm())
-        near(off, 0.0, 0.01 if precision is HALF else 1e-4, "five steps in that precision lift what they round")
+        near(
+            off,
+            0.0,
+            0.01 if precision is HALF else 1e-4,
+            "five steps in that precision lift what they round",
+        )
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -1,4 +1,5 @@
-"""Recorded steps: when they are recorded and when not, and that engines train with them as without."""
+"""Recorded steps: when they are recorded and when not, and that engines train with them as
+without."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -85,7 +86,8 @@ def test_an_error_without_a_message_is_told_by_its_name():
 
 
 def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
-    """torch's context manager ends the capture before it leaves the stream, and does not leave it if that raises."""
+    """torch's context manager ends the capture before it leaves the stream, and does not leave it
+    if that raises."""
     current = ["default"]
 
     @contextmanager
@@ -95,7 +97,9 @@ def test_after_a_capture_that_fails_at_its_end_the_stream_is_the_one_before():
         raise RuntimeError("operation failed due to a previous error during capture")
 
     fakes = {"graph": graph, "CUDAGraph": SimpleNamespace, "current_stream": lambda: current[0]}
-    with patch.multiple(torch.cuda, **fakes, set_stream=lambda stream: current.__setitem__(0, stream)):
+    with patch.multiple(
+        torch.cuda, **fakes, set_stream=lambda stream: current.__setitem__(0, stream)
+    ):
         with pytest.raises(RuntimeError, match="previous error"):
             recorded.cuda_graph(lambda: None)
     assert current == ["default"]
@@ -107,25 +111,53 @@ def test_who_is_recorded(case):
     plan = SimpleNamespace(batched=case != "alone", config=config)
     each, most = recorded.RECORDED_LAYER, recorded.RECORDED_NUMEL
     numel = {"large": each + 1, "none": 0}.get(case, each)
-    layers = [SimpleNamespace(numel=numel)] * (1 if case == "large" else most // each + (case == "many"))
-    assert step_tensors.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (case == "yes")
+    layers = [SimpleNamespace(numel=numel)] * (
+        1 if case == "large" else most // each + (case == "many")
+    )
+    assert step_tensors.is_recorded(plan, layers, "cpu" if case == "device" else "cuda") == (
+        case == "yes"
+    )
 
 
 CASES = {
     "adam": [
-        (mode.name, 4) for mode in ADAM
-        if mode.name in ("adam-z0-fp16", "adam-z0-clipped", "adam-z1-offload", "adam-z1-bf16", "adam-z2-fp16",
-                         "adam-z3", "adam-z2-relative_damping", "adam-z2-bf16-clipped", "adam-z2-bf16-accum32",
-                         "adam-z1-unrotated")
+        (mode.name, 4)
+        for mode in ADAM
+        if mode.name
+        in (
+            "adam-z0-fp16",
+            "adam-z0-clipped",
+            "adam-z1-offload",
+            "adam-z1-bf16",
+            "adam-z2-fp16",
+            "adam-z3",
+            "adam-z2-relative_damping",
+            "adam-z2-bf16-clipped",
+            "adam-z2-bf16-accum32",
+            "adam-z1-unrotated",
+        )
     ],
     "gradient": [
-        (mode.name, 4) for mode in MODES
-        if mode.name in ("z0-noclip", "z0-groups", "z1-offload", "z1-bf16", "z2-relative_damping", "z2-fp16-corrected",
-                         "z2-bf16-corrected", "z3-clipped", "z3-fp16-corrected", "z3-bf16-accum32-corrected")
+        (mode.name, 4)
+        for mode in MODES
+        if mode.name
+        in (
+            "z0-noclip",
+            "z0-groups",
+            "z1-offload",
+            "z1-bf16",
+            "z2-relative_damping",
+            "z2-fp16-corrected",
+            "z2-bf16-corrected",
+            "z3-clipped",
+            "z3-fp16-corrected",
+            "z3-bf16-accum32-corrected",
+        )
     ],
-}  # fmt: skip
+}
 REPLAYS = 3
-"""Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones were."""
+"""Of four steps. The first is launched as it is. New eigenbases are copied to where the last ones
+were."""
 
 
 @pytest.mark.distributed
@@ -143,8 +175,8 @@ def test_engines_with_recorded_steps_match_the_reference(rule, world):
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["adam-z1-fp16", "adam-z2", "z1", "z2-fp16-corrected"])
 def test_recorded_steps_are_those_of_a_run_without_to_the_bit(name):
-    """Refreshes in place, a step that is skipped, betas or rates that change, a checkpoint that is loaded, a frozen
-    bias."""
+    """Refreshes in place, a step that is skipped, betas or rates that change, a checkpoint that is
+    loaded, a frozen bias."""
     results = run_ranks("tests.deepspeed.recorded:eventful", world=1, payload=name)[0]
     assert results["recorded"] > 20 and results["plain"] == 0
     for name, (one, other) in results["weights"].items():
@@ -174,4 +206,6 @@ def test_the_tape_leaves_inputs_as_they_were():
 
 def test_a_recording_is_made_by_the_device_type():
     with patch.dict(recorded.RECORDERS, clear=True):
-        assert not step_tensors.is_recorded(SimpleNamespace(batched=True), [SimpleNamespace(numel=1)], "cuda")
+        assert not step_tensors.is_recorded(
+            SimpleNamespace(batched=True), [SimpleNamespace(numel=1)], "cuda"
+        )

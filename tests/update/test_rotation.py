@@ -45,17 +45,26 @@ def test_moments_are_turned_by_rows_in_place(side, monkeypatch):
 
 
 def test_several_layers_are_rotated_at_once(monkeypatch):
-    bases = [LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A) for seed in range(2)]
+    bases = [
+        LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A)
+        for seed in range(2)
+    ]
     turn, x_nOI = Rotation.of(bases, HIGHEST), torch.randn(2, 3, 3)
     monkeypatch.setattr(rotation, "AT_ONCE", 3)
     assert torch.equal(turn.rotate(x_nOI.clone(), overwrite=True), turn.rotate(x_nOI))
 
 
 def test_the_eigenbases_of_each_layer_are_views():
-    bases = [LayerBasis(Eigenbasis((), torch.rand(3)), random_basis(3, 4, seed=seed).A) for seed in range(2)]
+    bases = [
+        LayerBasis(Eigenbasis((), torch.rand(3)), random_basis(3, 4, seed=seed).A)
+        for seed in range(2)
+    ]
     turn = Rotation.of(bases)
     for index, (view, one) in enumerate(zip(turn.by_layer(), bases, strict=True)):
-        exact([*view.A.vectors, view.A.values, view.G.values], [*one.A.vectors, one.A.values, one.G.values])
+        exact(
+            [*view.A.vectors, view.A.values, view.G.values],
+            [*one.A.vectors, one.A.values, one.G.values],
+        )
         assert view.G.vectors == () and view.A.vectors[0].data_ptr() == turn.A[0][index].data_ptr()
 
 
@@ -64,14 +73,19 @@ EPS = torch.finfo(torch.float32).eps
 
 @pytest.mark.parametrize("side", ["A", "G"])
 def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_rounding(side):
-    """Block by block, of either side; of a diagonal, whose values no solver has rounded, none; of a zero block none."""
-    values = torch.tensor([0.0, 15.5 * EPS, 16.5 * EPS, 2.0])  # the least that counts: 2 times 8 eps
+    """Block by block, of either side; of a diagonal, whose values no solver has rounded, none; of a
+    zero block none."""
+    # the least that counts: 2 times 8 eps
+    values = torch.tensor([0.0, 15.5 * EPS, 16.5 * EPS, 2.0])
     whole = Eigenbasis((torch.eye(4)[None],), values)
-    halves = Eigenbasis((torch.eye(2).expand(2, 2, 2),), values)  # 15.5 eps is the largest of its own
+    # 15.5 eps is the largest of its own
+    halves = Eigenbasis((torch.eye(2).expand(2, 2, 2),), values)
     still = Eigenbasis((), torch.ones(3))
 
     def of(*kept: Eigenbasis) -> Rotation:
-        return Rotation.of([LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept], HIGHEST)
+        return Rotation.of(
+            [LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept], HIGHEST
+        )
 
     def masked(turn: Rotation, x: torch.Tensor, **options) -> torch.Tensor:
         x = x if side == "A" else x.mT.contiguous()
@@ -91,7 +105,10 @@ def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_roun
         exact(is_above, turn.range_A[0])
         exact(s > 0, turn.range_A[0] > 0)
         exact(masked(turn, torch.ones(3, 4)), seen.expand(3, 4))
-        exact(masked(turn, torch.ones(3, 4), columns=False), torch.ones(3, 4) if side == "A" else seen.expand(3, 4))
+        exact(
+            masked(turn, torch.ones(3, 4), columns=False),
+            torch.ones(3, 4) if side == "A" else seen.expand(3, 4),
+        )
     several = of(whole, replace(whole, values=torch.ones(4)))
     seen = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4])
     exact(several.range_A if side == "A" else several.range_G, seen)
@@ -112,4 +129,7 @@ def test_groups_of_a_layer_have_blocks_of_their_own():
     A = Eigenbasis((torch.eye(3).expand(2, 3, 3),), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0]))
     x_gOI = torch.ones(2, 2, 3)
     Rotation.of([LayerBasis(G, A)], HIGHEST, maps=2).mask_null_space_(x_gOI)
-    exact(x_gOI, torch.tensor([[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]]))
+    exact(
+        x_gOI,
+        torch.tensor([[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]]),
+    )

@@ -19,21 +19,37 @@ def names(found) -> list[list[str]]:
 
 
 LAYERS = [
-    linear_layer("a", 7, 5), linear_layer("b", 13, 5), linear_layer("c", 7, 5), linear_layer("d", 5, 7),
-    linear_layer("e", 13, 5), linear_layer("f", 7, 5),
-]  # fmt: skip
+    linear_layer("a", 7, 5),
+    linear_layer("b", 13, 5),
+    linear_layer("c", 7, 5),
+    linear_layer("d", 5, 7),
+    linear_layer("e", 13, 5),
+    linear_layer("f", 7, 5),
+]
 
 
 def test_layers_of_equal_shape_are_together_and_every_layer_is_there_once():
-    assert names(group_by_shape(LAYERS, key=lambda layer: None)) == [["a", "c", "f"], ["b", "e"], ["d"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: None)) == [
+        ["a", "c", "f"],
+        ["b", "e"],
+        ["d"],
+    ]
     assert names(group_by_shape(LAYERS, key=None)) == [[name] for name in "abcdef"]
-    assert names(group_by_shape(LAYERS, key=lambda layer: layer.name in "af")) == [["a", "f"], ["b", "e"], ["c"], ["d"]]
+    assert names(group_by_shape(LAYERS, key=lambda layer: layer.name in "af")) == [
+        ["a", "f"],
+        ["b", "e"],
+        ["c"],
+        ["d"],
+    ]
 
 
 def test_sides_must_be_of_one_kind_and_without_blocks():
     identity = [replace(layer, G=Side.identity(layer.G.dim)) for layer in LAYERS[:3:2]]
     blocks = [replace(layer, A=Side(7, 4)) for layer in LAYERS[:3:2]]
-    assert names(group_by_shape([*identity, LAYERS[5]], key=lambda layer: None)) == [["a", "c"], ["f"]]
+    assert names(group_by_shape([*identity, LAYERS[5]], key=lambda layer: None)) == [
+        ["a", "c"],
+        ["f"],
+    ]
     assert names(group_by_shape(blocks, key=lambda layer: None)) == [["a"], ["c"]]
 
 
@@ -61,7 +77,8 @@ def test_large_layers_stay_alone_and_copies_have_a_limit(monkeypatch):
 
 
 def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monkeypatch):
-    found = group_by_shape([*LAYERS, linear_layer("g", 5, 13)], key=lambda layer: None)  # 35 elements, or 65
+    # 35 elements, or 65
+    found = group_by_shape([*LAYERS, linear_layer("g", 5, 13)], key=lambda layer: None)
 
     def chunked(**limits):
         with monkeypatch.context() as patch:
@@ -69,7 +86,11 @@ def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first(monke
                 patch.setattr(rotation, name, limit)
             return [names(some) for some in chunks(found, batched="BATCHED" in limits)]
 
-    assert chunked(AT_ONCE=100) == chunked(BATCHED=8 * 35 - 1) == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    assert (
+        chunked(AT_ONCE=100)
+        == chunked(BATCHED=8 * 35 - 1)
+        == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    )
     assert chunked(AT_ONCE=195)[1:] == [[["a", "c", "f"], ["d"]]]
     assert chunked(BATCHED=8 * 65) == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
     assert chunked(BATCHED=8 * 65 - 1)[:2] == [[["b", "e"]], [["g"]]], "and below it they are alone"
@@ -81,10 +102,18 @@ def test_matrices_at_equal_distances_in_one_memory_are_a_view_and_no_others_are(
     memory = torch.arange(60.0)
     parts = [memory[start : start + 6].view(2, 3) for start in (4, 24, 44)]
     exact(evenly_spaced(parts), torch.stack(parts))
-    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(parts[1:2]).shape == (1, 2, 3)
-    others = [parts[::-1], [*parts[:2], memory[45:51].view(2, 3)], [x.mT for x in parts], [parts[0], parts[0]],
-              [memory[2 * k :][:6].view(2, 3) for k in range(3)], [*parts[:2], parts[2].clone()],
-              [torch.zeros(6).view(2, 3) for _ in range(2)]]  # fmt: skip
+    assert evenly_spaced(parts).data_ptr() == parts[0].data_ptr() and evenly_spaced(
+        parts[1:2]
+    ).shape == (1, 2, 3)
+    others = [
+        parts[::-1],
+        [*parts[:2], memory[45:51].view(2, 3)],
+        [x.mT for x in parts],
+        [parts[0], parts[0]],
+        [memory[2 * k :][:6].view(2, 3) for k in range(3)],
+        [*parts[:2], parts[2].clone()],
+        [torch.zeros(6).view(2, 3) for _ in range(2)],
+    ]
     assert [evenly_spaced(each) for each in others] == [None] * 7
 
 
@@ -100,11 +129,18 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     for part in (saved["A"], saved["G"], saved["moments"]):
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in part.values())
     basis = random_basis(5, 7, seed=1)
-    exact(saved["A"]["eigenvectors"], basis.A.vectors[0].flatten()), exact(saved["A"]["eigenvalues"], basis.A.values)
+    (
+        exact(saved["A"]["eigenvectors"], basis.A.vectors[0].flatten()),
+        exact(saved["A"]["eigenvalues"], basis.A.values),
+    )
 
 
 def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
-    group, momentum, new = LayerGroup(LAYERS[:1], moments=AdamMoments), torch.randn(5, 7), random_basis(5, 7, seed=1)
+    group, momentum, new = (
+        LayerGroup(LAYERS[:1], moments=AdamMoments),
+        torch.randn(5, 7),
+        random_basis(5, 7, seed=1),
+    )
     group.moments.first_OI.copy_(momentum)
     for basis in (random_basis(5, 7, seed=0), new):
         group.rebase(0, A=basis.A, G=basis.G)

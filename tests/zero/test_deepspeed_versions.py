@@ -1,4 +1,5 @@
-"""One file knows DeepSpeed's versions; what it reads elsewhere, the others of the package do not touch."""
+"""One file knows DeepSpeed's versions; what it reads elsewhere, the others of the package do not
+touch."""
 
 import ast
 import re
@@ -22,28 +23,53 @@ PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
 NAMES = {
     # private
-    "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
-    "_config", "_global_grad_norm", "_get_expert_parallel_rank", "_get_expert_data_parallel_group",
-    "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
-    "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",
-    "_offload_accumulated_param_ids", "_epilogue_ran_this_backward",
+    "_INSTRUCTION_MAP",
+    "_manual_backward_expected",
+    "_is_gradient_accumulation_boundary",
+    "_config",
+    "_global_grad_norm",
+    "_get_expert_parallel_rank",
+    "_get_expert_data_parallel_group",
+    "_get_sequence_parallel_world_size",
+    "_hp_optimizer_states_linked",
+    "_lazy_init_hp_params_optimizer_state",
+    "_wait_for_offload_copies",
+    "_use_compact_grad_partition_buffer",
+    "_build_compact_grad_partition_buffer",
+    "_offload_accumulated_param_ids",
+    "_epilogue_ran_this_backward",
     # not in every version
-    "managed_gradient_accumulation", "zero_compute_grad_norm", "torch_autocast_enabled", "torch_autocast_dtype",
-    "zenflow", "is_decoupled", "torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "loss_scale_config",
-    "master_weights_and_grads_dtype", "parameter_alignment", "check_grad_overflow", "round_robin_bit16_offsets",
-    "all_grad_tensors", "get_flat_partition",
+    "managed_gradient_accumulation",
+    "zero_compute_grad_norm",
+    "torch_autocast_enabled",
+    "torch_autocast_dtype",
+    "zenflow",
+    "is_decoupled",
+    "torch_autocast_gradscaler",
+    "torch_autocast_z0_gradscaler",
+    "loss_scale_config",
+    "master_weights_and_grads_dtype",
+    "parameter_alignment",
+    "check_grad_overflow",
+    "round_robin_bit16_offsets",
+    "all_grad_tensors",
+    "get_flat_partition",
     # of which a version says more than others
-    "micro_step_id", "gradient_accumulation_dtype",
-}  # fmt: skip
+    "micro_step_id",
+    "gradient_accumulation_dtype",
+}
 IN_A_CONFIG = {"zenflow"}
 """Keys of a DeepSpeed config, too, and our own fields."""
 
 
 def touched(source: str) -> set[str]:
-    """Names of :data:`NAMES` that a program reads as an attribute, of another object than ``self``, or as a string."""
+    """Names of :data:`NAMES` that a program reads as an attribute, of another object than ``self``,
+    or as a string."""
     found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+        if isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id == "self"
+        ):
             found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
@@ -54,37 +80,59 @@ def test_what_depends_on_the_version_is_read_in_one_file():
     assert touched(OURS.read_text()) == NAMES
     for path in PACKAGE.rglob("*.py"):
         if path != OURS:
-            assert touched(path.read_text()) <= IN_A_CONFIG, f"{path} reads it past deepspeed_versions.py"
-    assert touched("engine._config; getattr(engine, 'zenflow'); self._global_grad_norm") == {"_config", "zenflow"}
+            assert touched(path.read_text()) <= IN_A_CONFIG, (
+                f"{path} reads it past deepspeed_versions.py"
+            )
+    assert touched("engine._config; getattr(engine, 'zenflow'); self._global_grad_norm") == {
+        "_config",
+        "zenflow",
+    }
 
 
 def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
     params = [torch.empty(size) for size in (3, 5, 2)]
     old = SimpleNamespace(round_robin_bit16_groups=[params])
     assert list(deepspeed_versions.offsets(old, 0)) == [0, 3, 8]
-    aligned = SimpleNamespace(round_robin_bit16_groups=[params], round_robin_bit16_offsets=[[0, 4, 12]])
+    aligned = SimpleNamespace(
+        round_robin_bit16_groups=[params], round_robin_bit16_offsets=[[0, 4, 12]]
+    )
     assert list(deepspeed_versions.offsets(aligned, 0)) == [0, 4, 12]
 
 
 @pytest.mark.parametrize(
     ("installed", "refused", "untested"),
-    [("0.16.9", True, False), ("0.17.0", False, False), (deepspeed_versions.TESTED[-1], False, False),
-     ("0.20.1", False, True), ("0.19.8+cu121", False, False), ("1.0", False, True)],
-)  # fmt: skip
-def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(installed, refused, untested, monkeypatch):
+    [
+        ("0.16.9", True, False),
+        ("0.17.0", False, False),
+        (deepspeed_versions.TESTED[-1], False, False),
+        ("0.20.1", False, True),
+        ("0.19.8+cu121", False, False),
+        ("1.0", False, True),
+    ],
+)
+def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(
+    installed, refused, untested, monkeypatch
+):
     monkeypatch.setattr(deepspeed, "__version__", installed)
-    says_what_to_do = pytest.raises(ImportError, match=rf"{installed}.*pip install 'deepspeed>=0\.17'")
+    says_what_to_do = pytest.raises(
+        ImportError, match=rf"{installed}.*pip install 'deepspeed>=0\.17'"
+    )
     with says_what_to_do if refused else nullcontext():
         deepspeed_versions.check()
     line = deepspeed_versions.untested()
     assert (line is not None) is untested
     if untested:
         newest = deepspeed_versions.TESTED[-1]
-        assert line == f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach passed"
+        assert (
+            line
+            == f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach "
+            f"passed"
+        )
 
 
 class Forgets:
-    """As in 0.18.0; what a micro-batch left is put in its place until the last one's is averaged."""
+    """As in 0.18.0; what a micro-batch left is put in its place until the last one's is
+    averaged."""
 
     partition_gradients = True
 
@@ -129,7 +177,9 @@ class LooksTogether(LooksAlone):
 
 
 def test_ranks_that_look_for_overflow_alone_are_found_in_zero_1():
-    assert deepspeed_versions.looks_alone(LooksAlone()) and not deepspeed_versions.looks_alone(LooksTogether())
+    assert deepspeed_versions.looks_alone(LooksAlone()) and not deepspeed_versions.looks_alone(
+        LooksTogether()
+    )
     zero_2, bf16 = LooksAlone(), LooksAlone()
     zero_2.partition_gradients, bf16.check_grad_overflow = True, False
     assert not deepspeed_versions.looks_alone(zero_2) and not deepspeed_versions.looks_alone(bf16)
@@ -139,16 +189,28 @@ def test_ranks_that_look_for_overflow_alone_are_found_in_zero_1():
     ("installed", "offload", "bf16_optimizer"),
     [("0.17.0", 1, 0), ("0.18.0", 1, 0), ("0.18.9", 1, 1), ("0.19.0", 0, 0), ("0.19.8", 0, 0)],
 )
-def test_what_a_version_mended_is_a_known_fault_of_those_before(installed, offload, bf16_optimizer, monkeypatch):
+def test_what_a_version_mended_is_a_known_fault_of_those_before(
+    installed, offload, bf16_optimizer, monkeypatch
+):
     monkeypatch.setattr(deepspeed, "__version__", installed)
-    assert len(deepspeed_versions.offload_faults(3)) == offload and deepspeed_versions.offload_faults(2) == ()
+    assert (
+        len(deepspeed_versions.offload_faults(3)) == offload
+        and deepspeed_versions.offload_faults(2) == ()
+    )
     assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
 
 
-@pytest.mark.parametrize(("installed", "faults"), [("0.18.0", 1), ("0.19.0", 1), ("0.19.4", 0), ("0.19.8", 0)])
-def test_pipelines_of_several_micro_batches_are_a_known_fault_of_old_versions(installed, faults, monkeypatch):
+@pytest.mark.parametrize(
+    ("installed", "faults"), [("0.18.0", 1), ("0.19.0", 1), ("0.19.4", 0), ("0.19.8", 0)]
+)
+def test_pipelines_of_several_micro_batches_are_a_known_fault_of_old_versions(
+    installed, faults, monkeypatch
+):
     monkeypatch.setattr(deepspeed, "__version__", installed)
-    assert len(deepspeed_versions.pipeline_faults(2)) == faults and deepspeed_versions.pipeline_faults(1) == ()
+    assert (
+        len(deepspeed_versions.pipeline_faults(2)) == faults
+        and deepspeed_versions.pipeline_faults(1) == ()
+    )
 
 
 def waits_for_the_last(launch_handles):
@@ -163,8 +225,13 @@ def waits_for_all(launch_handles):
 
 @pytest.mark.parametrize(("code", "faults"), [(waits_for_the_last, 1), (waits_for_all, 0)])
 def test_gathers_that_are_not_waited_for_are_a_known_fault_with_gloo(code, faults, monkeypatch):
-    monkeypatch.setattr(deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code)
-    assert len(deepspeed_versions.gather_faults("gloo")) == faults and deepspeed_versions.gather_faults("nccl") == ()
+    monkeypatch.setattr(
+        deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code
+    )
+    assert (
+        len(deepspeed_versions.gather_faults("gloo")) == faults
+        and deepspeed_versions.gather_faults("nccl") == ()
+    )
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
@@ -178,7 +245,9 @@ def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
     module, flags = torch.nn.Linear(2, 2), [[False, False]]
     for param in module.parameters():
         param.grad = torch.ones_like(param)
-    engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fp32_groups_has_gradients=flags))
+    engine = SimpleNamespace(
+        module=module, optimizer=SimpleNamespace(fp32_groups_has_gradients=flags)
+    )
     assert not BF16.is_waiting(engine)
     flags[0][1] = True
     assert BF16.is_waiting(engine)
@@ -193,8 +262,14 @@ def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
 
 
 def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
-    text = tests.versions.DOCUMENT.read_text().split(tests.versions.BEGIN)[1].split(tests.versions.END)[0]
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line]
+    text = (
+        tests.versions.DOCUMENT.read_text()
+        .split(tests.versions.BEGIN)[1]
+        .split(tests.versions.END)[0]
+    )
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line
+    ]
     assert head == ["deepspeed", *tests.versions.COLUMNS]
     assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
     page = (tests.versions.ROOT / "docs/supported.md").read_text()
@@ -208,4 +283,6 @@ def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
             ran, of, failed = re.fullmatch(r"(\d+) of (\d+)(?:: not (.+))?", cell).groups()
             assert int(of) == len(modes), f"{name}, {column}"
             missing = failed.split(", ") if failed else []
-            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), f"{name}, {column}"
+            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), (
+                f"{name}, {column}"
+            )

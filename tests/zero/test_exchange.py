@@ -1,5 +1,6 @@
-"""Gradients on their way to a layer's worker and results on their way back: what is multiplied or divided by
-DeepSpeed's factor, what is rounded, what waits in memory, and where results come to lie."""
+"""Gradients on their way to a layer's worker and results on their way back: what is multiplied or
+divided by DeepSpeed's factor, what is rounded, what waits in memory, and where results come to
+lie."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +35,13 @@ class FakeLayout:
         raw: parameters that DeepSpeed will still multiply by :data:`FACTOR`.
     """
 
-    def __init__(self, shards: ShardMap, dtype: torch.dtype, raw: tuple[int, ...] = (), sends_raw: bool = False):
+    def __init__(
+        self,
+        shards: ShardMap,
+        dtype: torch.dtype,
+        raw: tuple[int, ...] = (),
+        sends_raw: bool = False,
+    ):
         self.rank, self.world, self.shards, self.dtype = 0, 2, shards, dtype
         self.engine = SimpleNamespace(device=torch.device("cpu"))
         self.replicated = shards is REPLICATED
@@ -67,7 +74,9 @@ class FakeLayout:
         return False
 
 
-def exchange_of(layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype, layer=LAYER) -> GradientExchange:
+def exchange_of(
+    layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype, layer=LAYER
+) -> GradientExchange:
     exchange = GradientExchange(layout, [layer], {"a": workers}, (wire, wire))
     exchange.begin()
     return exchange
@@ -76,7 +85,14 @@ def exchange_of(layout: FakeLayout, workers: tuple[int, ...], wire: torch.dtype,
 class Rank0:
     """Its exchange, and a result of its own if it is a worker, which has been put."""
 
-    def __init__(self, shards: ShardMap, workers: tuple[int, ...], wire: torch.dtype, stored=torch.float32, raw=()):
+    def __init__(
+        self,
+        shards: ShardMap,
+        workers: tuple[int, ...],
+        wire: torch.dtype,
+        stored=torch.float32,
+        raw=(),
+    ):
         self.layout = FakeLayout(shards, stored, raw)
         self.exchange = exchange_of(self.layout, workers, wire)
         self.result = torch.randn(O, I, generator=torch.Generator().manual_seed(0))
@@ -115,7 +131,9 @@ def test_of_a_partitioned_result_the_own_part_is_not_rounded(wire):
     flat = rank.result.flatten()
     exact(rank.stored, flat[:HALF])
     exact(rank.sent[0], flat[HALF:].to(wire))
-    assert rank.sent[0].untyped_storage().nbytes() == wire.itemsize * HALF, "no more than what is sent is kept for it"
+    assert rank.sent[0].untyped_storage().nbytes() == wire.itemsize * HALF, (
+        "no more than what is sent is kept for it"
+    )
 
 
 @pytest.mark.parametrize("raw", [(), (0,)])
@@ -141,17 +159,23 @@ def test_what_arrives_is_divided_and_scaled_in_fp32(wire, stored, raw):
 
 
 def test_results_on_the_host_are_scaled_by_numbers_on_the_host():
-    """With offload; a part of it may stay on the device. torch multiplies no tensor by one on another device."""
+    """With offload; a part of it may stay on the device. torch multiplies no tensor by one on
+    another device."""
     layout, multiplied = FakeLayout(PARTS, torch.float32), list[tuple[Tensor, Tensor]]()
     exchange = exchange_of(layout, (0,), torch.float32)
     noting = patch.object(
-        torch, "_foreach_mul_", lambda ours, others: multiplied.extend(zip(ours, others, strict=True))
+        torch,
+        "_foreach_mul_",
+        lambda ours, others: multiplied.extend(zip(ours, others, strict=True)),
     )
     with FakeTensorMode(), noting:
         for device in ("cpu", "cuda"):
             exchange.gradients = {layout.own[0]: torch.ones(HALF, device=device)}
             exchange.write([], {"a": torch.ones((), device="cuda")})
-    assert [(x.device.type, scale.device.type) for x, scale in multiplied] == [("cpu", "cpu"), ("cuda", "cuda")]
+    assert [(x.device.type, scale.device.type) for x, scale in multiplied] == [
+        ("cpu", "cpu"),
+        ("cuda", "cuda"),
+    ]
 
 
 def test_a_parameter_that_was_frozen_since_attach_gets_zeros():
@@ -163,7 +187,9 @@ def test_a_parameter_that_was_frozen_since_attach_gets_zeros():
 
 def test_a_weight_and_a_bias_in_groups_that_deepspeed_treats_one_after_the_other_are_one_gradient():
     layer = replace(linear_layer("a", I + 1, O), bias="a.bias")
-    shards = ShardMap(2, (WHOLE, O), tuple(Shard(param, 0, n, 0, param, 0) for param, n in enumerate((WHOLE, O))))
+    shards = ShardMap(
+        2, (WHOLE, O), tuple(Shard(param, 0, n, 0, param, 0) for param, n in enumerate((WHOLE, O)))
+    )
     layout = FakeLayout(shards, torch.float16, raw=(1,))
     exchange = exchange_of(layout, (0,), torch.float32, layer)
     weight, bias = layout.stored[0, 0].float(), layout.stored[1, 0].float()
@@ -176,7 +202,9 @@ def test_a_gradient_comes_to_its_worker_as_it_will_be_applied(sends_raw):
     """In 16 bits it travels raw, and is multiplied where it arrives; each is taken once."""
     layout = FakeLayout(PARTS, torch.float16 if sends_raw else torch.float32, (0,), sends_raw)
     arriving = torch.randn(HALF).to(layout.dtype)
-    gradients = exchange_of(layout, (0,), layout.dtype).gathered([(Move(0, HALF, HALF, 1, 0), arriving)])
+    gradients = exchange_of(layout, (0,), layout.dtype).gathered(
+        [(Move(0, HALF, HALF, 1, 0), arriving)]
+    )
     assert "a" in gradients
     found = gradients.pop("a")
     assert found.dtype is torch.float32 and "a" not in gradients
@@ -190,7 +218,9 @@ ALONE = ShardMap(1, (WHOLE,), (Shard(0, 0, WHOLE, 0, 0, 0),))
 @pytest.mark.parametrize("case", ["fits", "raw", "cut", "bf16", "frozen", "copied"])
 def test_results_may_be_computed_where_they_belong_only_if_it_is_one_fp32_tensor(case):
     shards = PARTS if case == "cut" else ALONE
-    layout = FakeLayout(shards, torch.bfloat16 if case == "bf16" else torch.float32, (0,) if case == "raw" else ())
+    layout = FakeLayout(
+        shards, torch.bfloat16 if case == "bf16" else torch.float32, (0,) if case == "raw" else ()
+    )
     layout.params[0].requires_grad_(case != "frozen")
     layer = replace(LAYER, copies=2) if case == "copied" else LAYER
     exchange = exchange_of(layout, (0,), torch.float32, layer)

@@ -13,7 +13,9 @@ NUMELS = (1, 63, 257, 5, 128)
 
 
 def replicated_map(world: int) -> ShardMap:
-    shards = [Shard(i, 0, numel, rank, 0, 0) for i, numel in enumerate(NUMELS) for rank in range(world)]
+    shards = [
+        Shard(i, 0, numel, rank, 0, 0) for i, numel in enumerate(NUMELS) for rank in range(world)
+    ]
     return ShardMap(world, NUMELS, tuple(shards))
 
 
@@ -30,8 +32,14 @@ MAPS = [flat_map, chunk_map, replicated_map]
 def test_gather_brings_every_element_to_its_owner_once(make, world):
     shards, owner = make(world), owners(world)
     for param, numel in enumerate(NUMELS):
-        arrived = [(s.start, s.start + s.numel) for s in shards.on(*owner[param]) if s.param == param]
-        arrived += [(m.start, m.start + m.numel) for m in plan_gather(shards, owner).moves if m.param == param]
+        arrived = [
+            (s.start, s.start + s.numel) for s in shards.on(*owner[param]) if s.param == param
+        ]
+        arrived += [
+            (m.start, m.start + m.numel)
+            for m in plan_gather(shards, owner).moves
+            if m.param == param
+        ]
         covered = sorted(element for start, stop in arrived for element in range(start, stop))
         assert covered == list(range(numel))
 
@@ -43,14 +51,21 @@ def test_scatter_reaches_every_shard_that_is_not_on_the_owner(make, world):
     moves = plan_scatter(shards, owner).moves
     assert all([move.source] == owner[move.param] for move in moves)
     reached = {(m.param, m.start, m.numel, m.target) for m in moves}
-    assert reached == {(s.param, s.start, s.numel, s.rank) for s in shards.shards if [s.rank] != owner[s.param]}
+    assert reached == {
+        (s.param, s.start, s.numel, s.rank) for s in shards.shards if [s.rank] != owner[s.param]
+    }
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (12, 4)])
+@pytest.mark.parametrize(
+    ("world", "count"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (12, 4)]
+)
 def test_several_workers_serve_consecutive_ranks_each(world, count):
-    """The KAISA grid: every rank that is no worker gets each layer from the one worker in its row."""
+    """The KAISA grid: every rank that is no worker gets each layer from the one worker in its
+    row."""
     width, shards = world // count, replicated_map(world)
-    workers = {param: column(param % width, world=world, workers=count) for param in range(len(NUMELS))}
+    workers = {
+        param: column(param % width, world=world, workers=count) for param in range(len(NUMELS))
+    }
     moves = plan_scatter(shards, workers).moves
     assert {(m.param, m.target) for m in moves} == {
         (param, rank) for param in workers for rank in range(world) if rank not in workers[param]

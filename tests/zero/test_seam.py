@@ -1,5 +1,6 @@
-"""K-FAC runs at the inner optimizer's first step, where DeepSpeed has decided to apply it: what lies there, by which
-factor it is still multiplied, and what steps that are skipped or raise leave behind."""
+"""K-FAC runs at the inner optimizer's first step, where DeepSpeed has decided to apply it: what
+lies there, by which factor it is still multiplied, and what steps that are skipped or raise leave
+behind."""
 
 import contextlib
 import io
@@ -32,24 +33,36 @@ STEPS = 4
 
 
 def modes_of(stage: int) -> list[Mode]:
-    """All dtypes, clipped and not, and from stage 1 on with and without offload, of several parameter groups or
-    sub-groups."""
+    """All dtypes, clipped and not, and from stage 1 on with and without offload, of several
+    parameter groups or sub-groups."""
     offloads: list[dict] = [{}, OFFLOAD] if stage else [{}]
     small = {"sub_group_size": 100} if stage == 3 else {}
     modes = [
         Mode(
-            f"z{stage}-{dtype}{'-offload' * bool(offload)}{'-clipped' * bool(clip)}", stage, dtype,
-            zero={**small, **offload}, extra=GROWS if dtype == "fp16" else {}, groups="decay", clip=clip,
+            f"z{stage}-{dtype}{'-offload' * bool(offload)}{'-clipped' * bool(clip)}",
+            stage,
+            dtype,
+            zero={**small, **offload},
+            extra=GROWS if dtype == "fp16" else {},
+            groups="decay",
+            clip=clip,
         )
-        for dtype in ("fp32", "bf16", "fp16") for offload in offloads for clip in (0.0, CLIPPED)
-    ]  # fmt: skip
+        for dtype in ("fp32", "bf16", "fp16")
+        for offload in offloads
+        for clip in (0.0, CLIPPED)
+    ]
     if stage == 0:
-        modes += [replace(mode, name=f"{mode.name}-fused", fused=True) for mode in modes if mode.dtype != "fp32"]
+        modes += [
+            replace(mode, name=f"{mode.name}-fused", fused=True)
+            for mode in modes
+            if mode.dtype != "fp32"
+        ]
     if stage == 1:  # BF16_Optimizer
         modes += [
-            replace(mode, name=f"{mode.name}-accum32", extra=FP32_ACCUM) for mode in modes
+            replace(mode, name=f"{mode.name}-accum32", extra=FP32_ACCUM)
+            for mode in modes
             if mode.dtype == "bf16" and not mode.zero
-        ]  # fmt: skip
+        ]
     return modes
 
 
@@ -60,9 +73,9 @@ def plain_engine(mode: Mode, rate: float = LR) -> Any:
     del config["kfac"]
     model = make_net()
     with patched(mode), contextlib.redirect_stdout(io.StringIO()):
-        return deepspeed.initialize(model=model, model_parameters=parameter_groups(model, mode.groups), config=config)[
-            0
-        ]
+        return deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model, mode.groups), config=config
+        )[0]
 
 
 class Doubling:
@@ -98,7 +111,9 @@ class Doubling:
             if gradient.dtype is torch.float16:
                 self.narrow.append(shard)
             factor = self.seam.factor if self.layout.raw(shard) else None
-            self.promised[shard] = gradient.float().clone() if factor is None else gradient.float() * factor.view(1)
+            self.promised[shard] = (
+                gradient.float().clone() if factor is None else gradient.float() * factor.view(1)
+            )
 
     def end(self, *, applied: bool) -> None:
         self.told.append(f"end {applied}")
@@ -128,10 +143,13 @@ def doubling_worker(stage: int) -> dict:
             train(engine, 1, steps=STEPS)
         own = len(doubling.layout.shards.on(doubling.layout.rank))
         found[mode.name] = {
-            "wrong": doubling.wrong, "narrow": doubling.narrow, "missing": STEPS * own - doubling.stepped,
-            "told": doubling.told, "weights": (weights(engine), weights(twice)),
+            "wrong": doubling.wrong,
+            "narrow": doubling.narrow,
+            "missing": STEPS * own - doubling.stepped,
+            "told": doubling.told,
+            "weights": (weights(engine), weights(twice)),
             "norm": float(engine.get_global_grad_norm() or 1.0),
-        }  # fmt: skip
+        }
         engine.destroy()
         twice.destroy()
     return found
@@ -155,7 +173,9 @@ def test_gradients_that_are_doubled_in_place_give_the_weights_of_twice_the_rate(
         for name, mode in rank.items():
             exact(*mode["weights"], what=name)
             # at stage 0 in fp16 DeepSpeed divides by a loss scale that it never multiplied by
-            assert name.startswith("z0-fp16") or mode["norm"] > 2 * CLIPPED, f"{name} has something to clip"
+            assert name.startswith("z0-fp16") or mode["norm"] > 2 * CLIPPED, (
+                f"{name} has something to clip"
+            )
 
 
 def test_a_step_runs_once_whatever_the_number_of_inner_steps(doubled):
@@ -165,7 +185,8 @@ def test_a_step_runs_once_whatever_the_number_of_inner_steps(doubled):
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """torch runs an optimizer's hooks in ``step`` of each class of which the process has an instance."""
+    """torch runs an optimizer's hooks in ``step`` of each class of which the process has an
+    instance."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -176,14 +197,18 @@ def nested_worker(_) -> list[str]:
     model = make_net()
     config = {**BY_NAME["z0"].config(1, 1)}
     del config["optimizer"], config["kfac"]
-    engine = deepspeed.initialize(model=model, optimizer=OwnAdamW(model.parameters(), lr=LR), config=config)[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=OwnAdamW(model.parameters(), lr=LR), config=config
+    )[0]
     doubling = Doubling(engine)
     train(engine, 1, steps=2)
     return doubling.told
 
 
 def test_hooks_that_torch_runs_twice_are_one_step():
-    assert run_ranks("tests.zero.test_seam:nested_worker", world=1) == [["begin", "step", "end True"] * 2]
+    assert run_ranks("tests.zero.test_seam:nested_worker", world=1) == [
+        ["begin", "step", "end True"] * 2
+    ]
 
 
 OUTER = [
@@ -247,7 +272,10 @@ RAISING = ["z0-groups", "z2-groups", "z3-sub_groups", "adam-z2", "z2-fp16", "z1-
 
 def shown(engine: Any) -> list:
     """Which parameters the inner optimizer has, group by group."""
-    return [[id(param) for param in group["params"]] for group in engine.kfac.preconditioner.seam.inner.param_groups]
+    return [
+        [id(param) for param in group["params"]]
+        for group in engine.kfac.preconditioner.seam.inner.param_groups
+    ]
 
 
 def raising_worker(_) -> dict:
@@ -275,7 +303,9 @@ def test_an_error_in_a_step_leaves_parameter_groups_whole_and_the_next_step_work
         for name, (error, whole, unmoved, trained, steps) in rank.items():
             assert (error, whole, steps) == ("stopped", True, 3), name
             exact(*unmoved, what=name)
-            assert all(x.isfinite().all() and not x.equal(unmoved[0][n]) for n, x in trained.items()), name
+            assert all(
+                x.isfinite().all() and not x.equal(unmoved[0][n]) for n, x in trained.items()
+            ), name
 
 
 def skipped_worker(name: str) -> list:
@@ -290,7 +320,9 @@ def skipped_worker(name: str) -> list:
                 train(engine, 1, steps=1, first=7, times=float("inf"))
             assert engine.skipped_steps == skips and not kfac.capture.sums
             train(engine, 1, steps=1, first=1)
-        factors = {key: f.packed_P for key, f in kfac.curvature.factors.items() if key.endswith("/A")}
+        factors = {
+            key: f.packed_P for key, f in kfac.curvature.factors.items() if key.endswith("/A")
+        }
         updates = {key: float(f.updates) for key, f in kfac.curvature.factors.items()}
         found.append((factors, updates, kfac.steps, kfac.metrics.counts["skipped_steps"]))
         engine.destroy()
@@ -299,7 +331,9 @@ def skipped_worker(name: str) -> list:
 
 @pytest.mark.parametrize("name", ["z2-fp16", "z3-fp16", "z0-fp16", "adam-z2-fp16"])
 def test_a_skipped_step_drops_what_its_hooks_have_seen(name):
-    ((with_skip, without),) = run_ranks("tests.zero.test_seam:skipped_worker", world=1, payload=name)
+    ((with_skip, without),) = run_ranks(
+        "tests.zero.test_seam:skipped_worker", world=1, payload=name
+    )
     exact(with_skip[0], without[0])
     assert with_skip[1] == without[1] and set(without[1].values()) == {2.0}
     assert (with_skip[2:], without[2:]) == ((2, 1), (2, 0))
@@ -346,22 +380,48 @@ def test_the_self_test_finds_a_later_group_whose_gradients_are_elsewhere(name, f
 
 
 TRACES = [
-    "z0", "z0-fp16", "z0-fp16-fused", "z1-bf16-accum32", "z1-fp16", "z2", "z2-offload", "z2-fp16-offload", "z3",
-    "z3-fp16", "z3-sub_groups", "z3-persistence_0", "z3-offload", "z0-autocast_float16", "z2-autocast_float16",
-]  # fmt: skip
+    "z0",
+    "z0-fp16",
+    "z0-fp16-fused",
+    "z1-bf16-accum32",
+    "z1-fp16",
+    "z2",
+    "z2-offload",
+    "z2-fp16-offload",
+    "z3",
+    "z3-fp16",
+    "z3-sub_groups",
+    "z3-persistence_0",
+    "z3-offload",
+    "z0-autocast_float16",
+    "z2-autocast_float16",
+]
 
 
 def numbers(engine: Any) -> dict[str, Any]:
-    """Counters, flags and scales of an engine and its optimizers, and which parameters are gathered."""
+    """Counters, flags and scales of an engine and its optimizers, and which parameters are
+    gathered."""
     optimizer = engine.optimizer
     holders = {"engine": engine, "optimizer": optimizer, "inner": engine.basic_optimizer}
-    holders |= {name: getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")}
+    holders |= {
+        name: getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")
+    }
     found = {
-        (holder, name): value for holder, x in holders.items() if x is not None for name, value in vars(x).items()
+        (holder, name): value
+        for holder, x in holders.items()
+        if x is not None
+        for name, value in vars(x).items()
         if isinstance(value, (bool, int, float)) and name != "kfac"
-    }  # fmt: skip
-    found |= {name: is_gathered(p) for name, p in engine.module.named_parameters() if hasattr(p, "ds_status")}
-    return found | {"states": len(engine.basic_optimizer.state), "scale": getattr(optimizer, "loss_scale", None)}
+    }
+    found |= {
+        name: is_gathered(p)
+        for name, p in engine.module.named_parameters()
+        if hasattr(p, "ds_status")
+    }
+    return found | {
+        "states": len(engine.basic_optimizer.state),
+        "scale": getattr(optimizer, "loss_scale", None),
+    }
 
 
 def trace_worker(_) -> dict:
@@ -377,10 +437,14 @@ def trace_worker(_) -> dict:
                     attached = ds_kfac.attach(engine, config={**mode.kfac_block, "report": "none"})
                 after = numbers(engine)
                 found[name] = {
-                    "changed": [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)],
+                    "changed": [
+                        key
+                        for key in before.keys() | after.keys()
+                        if before.get(key) != after.get(key)
+                    ],
                     "gradients": [p.grad for p in engine.module.parameters()] == gradients,
                     "weights": (own, weights(engine)),
-                }  # fmt: skip
+                }
                 attached.detach()
             with patched(mode):
                 train(engine, 1, steps=3)
@@ -391,8 +455,8 @@ def trace_worker(_) -> dict:
 
 
 def test_the_self_test_leaves_no_trace():
-    """Loss scale, counters and weights are those of before, and an engine that K-FAC has left trains as one that it
-    never met."""
+    """Loss scale, counters and weights are those of before, and an engine that K-FAC has left
+    trains as one that it never met."""
     for rank in run_ranks("tests.zero.test_seam:trace_worker", world=2):
         for name, seen in rank.items():
             assert not seen["changed"] and seen["gradients"], (name, seen["changed"])

@@ -7,25 +7,28 @@
     U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T                                      (_finish)
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                                    (optimizer.py)
 
-with p ``adam.whiten`` and c 0.01. Layers of one shape take these steps in one batch, as many groups at a time as may be
-in memory together.
+with p ``adam.whiten`` and c 0.01. Layers of one shape take these steps in one batch, as many groups
+at a time as may be in memory together.
 
-The second moment is that of SOAP (Vyas et al. 2024, arXiv:2409.11321); the eigenbasis is K-FAC's instead of Shampoo's.
-The orthogonal factor is Muon's (Jordan et al. 2024), there of plain momentum. S makes it the steepest descent step
-under the norm |U A^p|, which bounds the response to each input direction in place of the weight's: as in Mousse
-(arXiv:2603.09697), there on both sides, of momentum.
+The second moment is that of SOAP (Vyas et al. 2024, arXiv:2409.11321); the eigenbasis is K-FAC's
+instead of Shampoo's. The orthogonal factor is Muon's (Jordan et al. 2024), there of plain momentum.
+S makes it the steepest descent step under the norm |U A^p|, which bounds the response to each input
+direction in place of the weight's: as in Mousse (arXiv:2603.09697), there on both sides, of
+momentum.
 
 A layer stands still, with neither step nor decay, and moments as they were,
 
-- whose averaged gradient is exactly zero: it was not used. torch's AdamW does so where a gradient is None. Each
-  tensor-parallel shard is checked on its own;
+- whose averaged gradient is exactly zero: it was not used. torch's AdamW does so where a gradient
+  is None. Each tensor-parallel shard is checked on its own;
 - whose parameters are frozen, or whose rate is 0;
-- whose gradient is not finite, or so large that moments could not hold its square: it is counted and warned of.
+- whose gradient is not finite, or so large that moments could not hold its square: it is counted
+  and warned of.
 
-Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in an
-output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too little
-for O < I, as is Muon's sqrt(max(1, O / I)): docs/notes/kfacadamw.md). What keeps Adam's direction, norms and heads, has
-the rate adam_lr. A head has the part BASE / I of it, but at least lr: Adam's direction grows with the width, too.
+Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side):
+what it changes in an output is then the same at every width (Yang et al. 2023, arXiv:2310.17813,
+who have sqrt(O / I), which is too little for O < I, as is Muon's sqrt(max(1, O / I)):
+docs/notes/kfacadamw.md). What keeps Adam's direction, norms and heads, has the rate adam_lr. A head
+has the part BASE / I of it, but at least lr: Adam's direction grows with the width, too.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -61,8 +64,8 @@ INFINITY = float("inf")
 
 
 class AdamDirection(Direction):
-    """See the module's docstring. Vectors are of this rank's layers in the order of ``layer_groups``, unless they are
-    of a group's maps.
+    """See the module's docstring. Vectors are of this rank's layers in the order of
+    ``layer_groups``, unless they are of a group's maps.
 
     Args:
         optimizer: the engine's innermost optimizer, one of ``optimizer.py``.
@@ -71,7 +74,11 @@ class AdamDirection(Direction):
     def __init__(self, plan: Plan, exchange: GradientExchange, optimizer: Any) -> None:
         super().__init__(plan, exchange, AdamMoments)
         self.optimizer, self.batches = optimizer, plan.batched
-        layers, options, vector = self.layers, self.config.adam, partial(torch.tensor, device=exchange.device)
+        layers, options, vector = (
+            self.layers,
+            self.config.adam,
+            partial(torch.tensor, device=exchange.device),
+        )
         self.steps, first = list[GroupStep](), 0
         for group in self.layer_groups:
             own = slice(first, first := first + len(group.layers))
@@ -80,7 +87,8 @@ class AdamDirection(Direction):
         taken = chunks([group.layers for group in self.layer_groups], batched=plan.batched)
         self.chunks = [[next(each) for _ in chunk] for chunk in taken]
         self.moves = vector(
-            [adam_factor(options, layer, optimizer.adam_ratio) > 0 for layer in layers], dtype=torch.bool
+            [adam_factor(options, layer, optimizer.adam_ratio) > 0 for layer in layers],
+            dtype=torch.bool,
         )
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
@@ -89,15 +97,20 @@ class AdamDirection(Direction):
         self.first = len(optimizer.used)
         self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
         optimizer.slices = optimizer.slices or {}
-        optimizer.used = torch.zeros(self.first + len(self.places), dtype=torch.float32, device=exchange.device)
+        optimizer.used = torch.zeros(
+            self.first + len(self.places), dtype=torch.float32, device=exchange.device
+        )
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the optimizer which slices of what it steps are which layer's. Parameters that are frozen now have none:
-        they do not decay."""
+        """Tell the optimizer which slices of what it steps are which layer's. Parameters that are
+        frozen now have none: they do not decay."""
         exchange, optimizer = self.exchange, self.optimizer
         own = range(self.first, self.first + len(self.places))
-        slices = {key: [part for part in parts if part[2] not in own] for key, parts in optimizer.slices.items()}
+        slices = {
+            key: [part for part in parts if part[2] not in own]
+            for key, parts in optimizer.slices.items()
+        }
         for name, pieces in exchange.plan.of_layer.items():
             for piece, parameter in zip(pieces, exchange.params[name], strict=True):
                 for shard in exchange.shards.get(piece, ()) if parameter.requires_grad else ():
@@ -107,7 +120,11 @@ class AdamDirection(Direction):
         self.frozen = self._frozen()
 
     def _frozen(self) -> list[bool]:
-        return [not parameter.requires_grad for of_layer in self.exchange.params.values() for parameter in of_layer]
+        return [
+            not parameter.requires_grad
+            for of_layer in self.exchange.params.values()
+            for parameter in of_layer
+        ]
 
     def batch_key(self, layer: LayerSpec) -> Hashable:
         orthogonal = keeps_direction(self.config.adam, layer) is None
@@ -122,14 +139,16 @@ class AdamDirection(Direction):
             self._begin_anew()
         options = [context.groups[index] for index in self.groups_in_use]
         self.betas_and_eps = {
-            index: (tuple(own["betas"]), own["eps"]) for index, own in zip(self.groups_in_use, options, strict=True)
+            index: (tuple(own["betas"]), own["eps"])
+            for index, own in zip(self.groups_in_use, options, strict=True)
         }
         if self.recorded is None:
             return self._directions(StepTensors(gradients, self.exchange))
         return self.recorded.step(self._directions, gradients, {}, [*self.betas_and_eps.values()])
 
     def _directions(self, tensors: StepTensors | RecordedTensors) -> Outcome:
-        """Every group's steps, each put where it belongs as soon as it is there. The host decides on nothing here."""
+        """Every group's steps, each put where it belongs as soon as it is there. The host decides
+        on nothing here."""
         for chunk in self.chunks:
             for step in chunk:
                 self._adam(step, tensors)
@@ -155,11 +174,12 @@ class AdamDirection(Direction):
         )
 
     def loaded(self) -> None:
-        self.optimizer.marked = 0  # what DeepSpeed has loaded in place of states was not taken away by a program
+        # what DeepSpeed has loaded in place of states was not taken away by a program
+        self.optimizer.marked = 0
 
     def _begin_anew(self) -> None:
-        """A program took away what ``optimizer.state`` has for a layer's weight, or, where DeepSpeed's parameters are
-        flat, for any: as Adam's would, its moments begin at zero."""
+        """A program took away what ``optimizer.state`` has for a layer's weight, or, where
+        DeepSpeed's parameters are flat, for any: as Adam's would, its moments begin at zero."""
         kept = {id(p) for p, state in self.optimizer.state.items() if type(state) is NoStates}
         for group in self.layer_groups:
             for index, name in enumerate(group.names):
@@ -167,17 +187,23 @@ class AdamDirection(Direction):
                     torch._foreach_zero_([*vars(group.state(index).moments).values()])
 
     def _adam(self, step: GroupStep, tensors: StepTensors | RecordedTensors) -> None:
-        """R, the moments with R in them, and U. Before the first refresh nothing is rotated: plain Adam."""
+        """R, the moments with R in them, and U. Before the first refresh nothing is rotated: plain
+        Adam."""
         group = step.group
         betas, eps = self.betas_and_eps[self.parameter_groups[group.names[0]][0]]
         x, is_ours = tensors.take(group)  # [n, O, I]
         # flags follow from the largest entry: no pass looks for what is not finite
-        largest = torch.linalg.vector_norm(x.flatten(1), ord=INFINITY, dim=1).view(len(group.layers), -1).amax(dim=1)
+        largest = (
+            torch.linalg.vector_norm(x.flatten(1), ord=INFINITY, dim=1)
+            .view(len(group.layers), -1)
+            .amax(dim=1)
+        )
         step.largest = largest
         step.used = (largest > 0) & (largest < LARGEST) & self.moves[step.own]
         rotation = group.rotation
         rotated = x if rotation is None else rotation.rotate(x, overwrite=is_ours)
-        rotated = rotated.contiguous()  # a basis in blocks may leave it transposed, which moments are not
+        # a basis in blocks may leave it transposed, which moments are not
+        rotated = rotated.contiguous()
         is_ours = is_ours or rotated.data_ptr() != x.data_ptr()
         moments = group.moments
         direction = rotated if is_ours else torch.empty_like(rotated)
@@ -192,49 +218,60 @@ class AdamDirection(Direction):
             eps=eps,
         )
         if rotation is not None:
-            # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
+            # before rows leave the eigenbasis; whitening leaves out columns of what is
+            # orthogonalized
             rotation.mask_null_space_(direction, columns=not step.orthogonal)
         step.x_nOI = direction
 
     def _orthogonalize(self, steps: Sequence[GroupStep]) -> None:
-        """X from U, in its place; nothing else of the directions is kept. Maps whose sides are the same, as they are or
-        transposed, are iterated together, whatever layers they are of."""
+        """X from U, in its place; nothing else of the directions is kept. Maps whose sides are the
+        same, as they are or transposed, are iterated together, whatever layers they are of."""
         maps: list[Any] = []  # tensors
         owners: list[GroupStep] = []
         for step in steps:
             if step.rows_first and step.group.rotation is not None:
                 step.x_nOI = step.group.rotation.restore(step.x_nOI, columns=False)
             if step.blocks:
-                parts = [rows.flatten(-3, -2) for rows in row_blocks(step.x_nOI, step.blocks)]  # [layers, rows, I]
+                # [layers, rows, I]
+                parts = [rows.flatten(-3, -2) for rows in row_blocks(step.x_nOI, step.blocks)]
             else:
                 parts = [step.x_nOI.view(len(step.target), -1, step.x_nOI.shape[-1])]
             maps += parts
             owners += [step] * len(parts)
             del parts
         sizes: dict[int, Tensor] = {}
-        for indices in same_sides(maps) if self.batches else [[index] for index in range(len(maps))]:
+        for indices in (
+            same_sides(maps) if self.batches else [[index] for index in range(len(maps))]
+        ):
             whitenings: list[Tensor | None] = [None] * len(indices)
             if self.config.adam.rotate:  # S is the same whether rows are rotated or not
                 whitenings = [
-                    rotation.whitening(self.config.adam.whiten, repeats=owners[index].maps // rotation.maps)
+                    rotation.whitening(
+                        self.config.adam.whiten, repeats=owners[index].maps // rotation.maps
+                    )
                     if (rotation := owners[index].group.rotation) is not None
                     else None
                     for index in indices
                 ]
-            found = orthogonal_factors([maps[index] for index in indices], whitenings, precision=self.precision)
+            found = orthogonal_factors(
+                [maps[index] for index in indices], whitenings, precision=self.precision
+            )
             sizes |= zip(indices, found, strict=True)
         for step in steps:
             mine = [index for index, owner in enumerate(owners) if owner is step]
             if step.blocks:
                 for rows, index in zip(row_blocks(step.x_nOI, step.blocks), mine, strict=True):
-                    if rows.data_ptr() != maps[index].data_ptr():  # where its rows lie apart the map is a copy
+                    # where its rows lie apart the map is a copy
+                    if rows.data_ptr() != maps[index].data_ptr():
                         rows.copy_(maps[index].view(rows.shape))
             for index in mine:
-                maps[index] = None  # frees the copy of rows that lie apart: the next step's are still there
+                # frees the copy of rows that lie apart: the next step's are still there
+                maps[index] = None
             step.sizes = [sizes[index] for index in mine]
 
     def _finish(self, step: GroupStep, memory: Tensor | None) -> None:
-        """Q_G X Q_A^T at its size, in ``memory`` if given, else in X's; 0 for a layer that stands still."""
+        """Q_G X Q_A^T at its size, in ``memory`` if given, else in X's; 0 for a layer that stands
+        still."""
         if (rotation := step.group.rotation) is not None:
             rows = not step.rows_first
             step.x_nOI = rotation.restore(step.x_nOI, rows=rows, overwrite=True).contiguous()
@@ -246,15 +283,22 @@ class AdamDirection(Direction):
         step.used = step.used & (norm.view(-1, step.maps).sum(dim=1) < INFINITY)
         size = step.sizes[0] if step.normalized else None
         used = repeated(step.used, step.maps)
-        finish_direction_(x if memory is None else memory, x, norm, size, step.target, step.full, used)
-        length = norm * step.target if size is None else step.target * (size / step.full).clamp_(max=1)
+        finish_direction_(
+            x if memory is None else memory, x, norm, size, step.target, step.full, used
+        )
+        length = (
+            norm * step.target if size is None else step.target * (size / step.full).clamp_(max=1)
+        )
         step.squared = length.square_().masked_fill_(~used, 0.0).view(-1, step.maps).sum(dim=1)
 
     def _scale_blocks(self, step: GroupStep) -> None:
         """Each block of the rows to its own size."""
         blocks = row_blocks(step.x_nOI, step.blocks)
-        norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])  # [blocks, layers]
-        scale = scale_to(step.block_target, size=torch.stack(step.sizes), norm=norm, full=step.block_full)
+        # [blocks, layers]
+        norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in blocks])
+        scale = scale_to(
+            step.block_target, size=torch.stack(step.sizes), norm=norm, full=step.block_full
+        )
         for rows, times in zip(blocks, scale, strict=True):
             rows.mul_(times[:, None, None, None])
 

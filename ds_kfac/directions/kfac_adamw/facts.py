@@ -20,7 +20,9 @@ from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 
 class KFACAdamWFacts(RuleFacts):
     without_curvature = "a layer is stepped without curvature"
-    passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
+    # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its
+    # moments
+    passes = 19
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         options = plan.config.adam
@@ -30,10 +32,15 @@ class KFACAdamWFacts(RuleFacts):
             low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
             at = f" at {low} lr" if low == high else f" at {low} to {high} lr"
         where = "the eigenbasis" if options.rotate else "the layers' own coordinates"
-        plain = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers) if options.rotate else 0
+        plain = (
+            sum(layer.A.block == layer.G.block == 0 for layer in plan.layers)
+            if options.rotate
+            else 0
+        )
         without = f"; {plain} have no factors: neither rotated nor whitened" if plain else ""
         return (
-            f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers orthogonalized at lr, "
+            f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(factors)} layers "
+            f"orthogonalized at lr, "
             f"{len(factors)} along Adam's direction{at}{without}"
         )
 
@@ -45,7 +52,8 @@ class KFACAdamWFacts(RuleFacts):
         reason = keeps_direction(config.adam, layer)
         if reason is not None:
             return f"Adam's direction: {reason}"
-        whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0  # not by the identity
+        # not by the identity
+        whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0
         how = "whitened and orthogonalized" if whitens else "orthogonalized"
         blocks = f" in blocks of {blocks_text(layer)}" if layer.blocks else ""
         guessed = f", {layer.guessed}" if layer.guessed else ""
@@ -62,9 +70,16 @@ class KFACAdamWFacts(RuleFacts):
                 if not any(named(pattern, name) for name in names[key]):
                     missed.append(f"kfac.adam.{key} {pattern!r}, which no layer's name ends with")
         for pattern in options.blocks:
-            reasons = [keeps_direction(options, layer) for name, layer in fused.items() if named(pattern, name)]
+            reasons = [
+                keeps_direction(options, layer)
+                for name, layer in fused.items()
+                if named(pattern, name)
+            ]
             if reasons and all(reasons):
-                missed.append(f"kfac.adam.blocks {pattern!r}, whose layers keep Adam's direction ({reasons[0]})")
+                missed.append(
+                    f"kfac.adam.blocks {pattern!r}, whose layers keep Adam's direction "
+                    f"({reasons[0]})"
+                )
         return missed
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
@@ -85,21 +100,30 @@ class KFACAdamWFacts(RuleFacts):
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
         return kept_bytes(plan, layers, device)
 
-    def workspace(self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+    def workspace(
+        self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]
+    ) -> list[tuple[Sequence[LayerSpec], int]]:
         taken = chunks(groups, batched=plan.batched)
-        return [([layer for group in chunk for layer in group], _workspace(plan, chunk)) for chunk in taken]
+        return [
+            ([layer for group in chunk for layer in group], _workspace(plan, chunk))
+            for chunk in taken
+        ]
 
 
 def _adam_factors(options: AdamConfig, layers: Sequence[LayerSpec], ratio: float) -> list[float]:
     """Learning rates of the layers that keep Adam's direction, as multiples of ``lr``."""
-    return [adam_factor(options, layer, ratio) for layer in layers if keeps_direction(options, layer) is not None]
+    return [
+        adam_factor(options, layer, ratio)
+        for layer in layers
+        if keeps_direction(options, layer) is not None
+    ]
 
 
 def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
     """Bytes of a chunk's directions and of the larger one of two stages.
 
-    - Adam's stage works on one group at a time. Beside what becomes its direction it holds two tensors of its size: the
-      gradient, and that half rotated.
+    - Adam's stage works on one group at a time. Beside what becomes its direction it holds two
+      tensors of its size: the gradient, and that half rotated.
     - The Newton-Schulz stage works on all maps with the same sides together.
     """
     width = 2 if plan.precision.products == "tf32" else 4
@@ -116,13 +140,15 @@ def _workspace(plan: Plan, chunk: Sequence[Sequence[LayerSpec]]) -> int:
         if keeps_direction(plan.config.adam, group[0]) is not None:
             continue
         blocks = group[0].blocks
-        if blocks and sum(blocks) < group[0].shape[-2]:  # the rows of a block lie apart, so they are copied
+        # the rows of a block lie apart, so they are copied
+        if blocks and sum(blocks) < group[0].shape[-2]:
             copied += 4 * numel
         for sides, count in Counter(sides for layer in group for sides in layer.maps).items():
             nbytes = width * count * newton_schulz.workspace(*sides)
             same_sides[tuple(sorted(sides)) if plan.batched else (group[0].name, sides)] += nbytes
             iterated = max(iterated, nbytes)
-    # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of theirs
+    # maps that are iterated together (same_sides), with about 3 elements of workspace() for one of
+    # theirs
     limit = 3 * width * chunk_budget(batched=plan.batched, numel=chunk[0][0].numel)
     largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *same_sides.values())))
     return directions + max(adam, largest + copied)

@@ -1,5 +1,5 @@
-"""Layers of one shape on their way through a step of KFACAdamW: what a step's size is, and which parts of a matrix are
-orthogonalized by themselves."""
+"""Layers of one shape on their way through a step of KFACAdamW: what a step's size is, and which
+parts of a matrix are orthogonalized by themselves."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -16,15 +16,17 @@ from ds_kfac.update.newton_schulz import FULL
 from ds_kfac.update.rotation import chunk_budget
 
 SIZE = 27.0
-"""Frobenius norm of an orthogonalized step over sqrt(max(O, I)); measured with gpt_small (benchmarks/convergence), of
-width 128, at AdamW's best rate."""
+"""Frobenius norm of an orthogonalized step over sqrt(max(O, I)); measured with gpt_small
+(benchmarks/convergence), of width 128, at AdamW's best rate."""
 BASE = 128
-"""Inputs of a head at and below which its rate is adam_lr; a wider one has BASE / I of it, at least lr."""
+"""Inputs of a head at and below which its rate is adam_lr; a wider one has BASE / I of it, at least
+lr."""
 
 
 def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
-    """Why a layer keeps Adam's direction; None if it is orthogonalized: of a tensor-parallel layer every shard by
-    itself, of one in groups every group, so that a step has the same size per entry as that of a whole layer."""
+    """Why a layer keeps Adam's direction; None if it is orthogonalized: of a tensor-parallel layer
+    every shard by itself, of one in groups every group, so that a step has the same size per entry
+    as that of a whole layer."""
     if layer.keeps_direction is not None:
         return layer.keeps_direction
     module = layer.module
@@ -36,8 +38,9 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
 
 
 def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
-    """What SIZE is multiplied by: the root of the longer side of a layer's matrix, of that of one of its groups, or of
-    a block of so many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
+    """What SIZE is multiplied by: the root of the longer side of a layer's matrix, of that of one
+    of its groups, or of a block of so many ``rows`` of it. Of a tensor-parallel shard it is the
+    shard's part of the whole layer's."""
     O, I = layer.whole_shape[-2:]  # noqa: E741
     O = O if rows is None else rows * layer.cut[0]  # noqa: E741
     return (max(O, I) / math.prod(layer.cut)) ** 0.5
@@ -56,23 +59,26 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
 
 
 class GroupStep:
-    """Layers of one shape on their way through a step, with its constants. A map is a matrix that is orthogonalized by
-    itself: a layer's, that of a group of a grouped convolution, or a block of a fused weight's rows.
+    """Layers of one shape on their way through a step, with its constants. A map is a matrix that
+    is orthogonalized by itself: a layer's, that of a group of a grouped convolution, or a block of
+    a fused weight's rows.
 
     Attributes:
         group: the layers.
         own: its layers in vectors of this rank's layers.
         orthogonal: whether directions are orthogonalized.
         maps: how many a layer has: views of its matrix, all of one shape.
-        blocks: rows of each map, where these are of several shapes or lie apart. After they were scaled, each to its
-            own norm, the layer counts as one map.
-        rows_first: whether the rows leave the eigenbasis before, the columns after orthogonalization: blocks are rows
-            of the weight, not of its rotation.
-        normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's times a factor.
-        target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements; or the factor and 1.
+        blocks: rows of each map, where these are of several shapes or lie apart. After they were
+            scaled, each to its own norm, the layer counts as one map.
+        rows_first: whether the rows leave the eigenbasis before, the columns after
+            orthogonalization: blocks are rows of the weight, not of its rotation.
+        normalized: whether the result gets a norm of its own (:func:`scale_to`); else it is Adam's
+            times a factor.
+        target, full: fp32 [layers x maps], the norm and FULL times the root of the map's elements;
+            or the factor and 1.
         x_nOI: the direction as far as it has come, [n, O, I] as in the group.
-        largest, used, squared: of each layer the largest entry of its gradient, whether it is stepped, and the squared
-            norm of its direction.
+        largest, used, squared: of each layer the largest entry of its gradient, whether it is
+            stepped, and the squared norm of its direction.
         sizes: norms of what was orthogonalized, [layers x maps]; of ``blocks`` [layers] each.
     """
 
@@ -82,7 +88,9 @@ class GroupStep:
     squared: Tensor
     sizes: list[Tensor]
 
-    def __init__(self, group: LayerGroup, own: slice, options: AdamConfig, ratio: float, device: Any) -> None:
+    def __init__(
+        self, group: LayerGroup, own: slice, options: AdamConfig, ratio: float, device: Any
+    ) -> None:
         layer = group.layers[0]
         self.group, self.own, self.orthogonal = group, own, keeps_direction(options, layer) is None
         self.maps, self.blocks = group.maps, layer.blocks if self.orthogonal else ()
@@ -98,7 +106,9 @@ class GroupStep:
         constants = adam_factor(options, layer, ratio), 1.0
         if self.normalized:
             constants = norm_and_full(layer.shape[-2] // self.maps if self.rows_first else None)
-        of_maps = torch.tensor([constants] * (len(group.layers) * self.maps), dtype=torch.float32, device=device)
+        of_maps = torch.tensor(
+            [constants] * (len(group.layers) * self.maps), dtype=torch.float32, device=device
+        )
         self.target, self.full = of_maps.T.contiguous()
         if self.blocks:
             repeats = layer.shape[-2] // sum(self.blocks)
@@ -108,14 +118,16 @@ class GroupStep:
 
 
 def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them without sizes."""
+    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them
+    without sizes."""
     sizes = list(sizes) or [x_OI.shape[-2]]
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
 def same_sides(maps: Sequence[Tensor]) -> list[list[int]]:
     """Indices of those with the same sides, as they are or transposed, at most so many elements as
-    :func:`ds_kfac.update.rotation.chunk_budget` has for a matrix of this size, unless one alone has more."""
+    :func:`ds_kfac.update.rotation.chunk_budget` has for a matrix of this size, unless one alone has
+    more."""
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index, x in enumerate(maps):

@@ -1,4 +1,5 @@
-"""KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
+"""KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for
+DeepSpeed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,12 @@ from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
 from ds_kfac.directions.kfac_adamw.group_step import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state
-from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
+from ds_kfac.directions.kfac_adamw.user_optimizer import (
+    given_groups,
+    params_in,
+    put_into,
+    unstepped,
+)
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import LayerChoice
@@ -41,7 +47,9 @@ class KFACAdamWRule(UpdateRule):
     def given(self, optimizer: Any) -> bool:
         return given_groups(optimizer) is not None
 
-    def direction(self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics) -> Direction:
+    def direction(
+        self, plan: Plan, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
         exchange.layout.guard_states(no_state)
         return AdamDirection(plan, exchange, optimizer)
 
@@ -54,7 +62,8 @@ class KFACAdamWRule(UpdateRule):
     def check(self, config: KFACConfig) -> None:
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
-                f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
+                f"kfac.adam.rotate false keeps no factors; kfac.factor.fisher "
+                f'"{config.factor.fisher}" has no use'
             )
 
     def scanned(self, config: KFACConfig) -> LayerChoice:
@@ -63,16 +72,23 @@ class KFACAdamWRule(UpdateRule):
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         return keeps_direction(config.adam, layer) is not None  # Newton-Schulz mixes outputs
 
-    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+    def install(
+        self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
+    ) -> None:
         if not config.enabled:
             raise ValueError(
-                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
+                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" '
+                f"to train without it"
             )
         config, _ = self.resolved(config)
         put_into(arguments, self.scanned(config), self.optimizer_params(ds_config), ds_config)
 
     def check_groups(
-        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, other_params: ShardLayout
+        self,
+        model: nn.Module,
+        layers: Sequence[LayerSpec],
+        layout: ShardLayout,
+        other_params: ShardLayout,
     ) -> None:
         groups, named = layout.optimizer.param_groups, dict(model.named_parameters())
         for held, ours in ((layout, True), (other_params, False)):
@@ -80,17 +96,24 @@ class KFACAdamWRule(UpdateRule):
                 if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
                     name = next(name for name, p in named.items() if p is parameter)
                     raise ValueError(
-                        f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
-                        "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                        f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its "
+                        f"parameter group says "
+                        "otherwise; the model or kfac.layers changed between ds_kfac.initialize "
+                        "and attach"
                     )
         for layer in layers:
-            of_weight, *others = [groups[layout.group_index(named[name])] for name in layer.parameters]
+            of_weight, *others = [
+                groups[layout.group_index(named[name])] for name in layer.parameters
+            ]
             for key in ("betas", "eps"):
                 for other in (group for group in others if group[key] != of_weight[key]):
                     raise ValueError(
-                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups of different {key}, "
-                        f"{of_weight[key]} and {other[key]}: they are stepped as one matrix, with one pair of moments; "
-                        "give both groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"
+                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups of "
+                        f"different {key}, "
+                        f"{of_weight[key]} and {other[key]}: they are stepped as one matrix, with "
+                        f"one pair of moments; "
+                        "give both groups the same betas and eps, or exclude the layer "
+                        "(kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

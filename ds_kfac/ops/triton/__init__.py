@@ -1,4 +1,5 @@
-"""Backend ``triton``: which ops it has, and whether they can run on a device. Only this file imports without triton."""
+"""Backend ``triton``: which ops it has, and whether they can run on a device. Only this file
+imports without triton."""
 
 import importlib
 import os
@@ -14,7 +15,8 @@ MODULES = {"adam_step_": "scale", "finish_direction_": "scale", "syrk_accumulate
 
 
 def unavailable() -> str | None:
-    """Why Triton kernels cannot run here; None: they can, with TRITON_INTERPRET=1 also without a GPU, slowly."""
+    """Why Triton kernels cannot run here; None: they can, with TRITON_INTERPRET=1 also without a
+    GPU, slowly."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:
@@ -32,4 +34,7 @@ def load() -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation. Raises RuntimeError: why Triton cannot run here."""
     if reason := unavailable():
         raise RuntimeError(reason)
-    return {op: getattr(importlib.import_module(f"{__name__}.{file}"), op) for op, file in MODULES.items()}
+    return {
+        op: getattr(importlib.import_module(f"{__name__}.{file}"), op)
+        for op, file in MODULES.items()
+    }

@@ -28,13 +28,15 @@ FLAT_BLOCK = 2048
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Makes x's device the current one: Triton launches there, not on the device of its arguments."""
+    """Makes x's device the current one: Triton launches there, not on the device of its
+    arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit
 def scalar(value, IN_MEMORY: tl.constexpr):
-    """The value of a number, or of a pointer to one; a pointer spares the host the wait for the value."""
+    """The value of a number, or of a pointer to one; a pointer spares the host the wait for the
+    value."""
     if IN_MEMORY:
         return tl.load(value).to(tl.float32)
     else:
@@ -49,7 +51,8 @@ def lerp(now, old, decay):
 
 @triton.jit
 def correction(steps, log_decay):
-    """1 - decay^steps; by a series where the power is close to 1, since the difference would cancel."""
+    """1 - decay^steps; by a series where the power is close to 1, since the difference would
+    cancel."""
     y = steps * log_decay
     series = 1.0 + y / 8.0
     for i in tl.static_range(6):
@@ -110,7 +113,8 @@ def adam_step_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """See ``ops/functional.py``. All tensors contiguous; fp32 but for ``usable_n``. Cost: 24 n O I bytes."""
+    """See ``ops/functional.py``. All tensors contiguous; fp32 but for ``usable_n``. Cost: 24 n O I
+    bytes."""
     _check_flat("adam_step_", (direction_nOI, x_nOI, first_nOI, second_nOI), (updates_n,), usable_n)
     if any(isinstance(number, Tensor) for number in (*betas, eps)):
         raise NotMadeFor("adam_step_: expected betas and eps as numbers, got tensors")
@@ -135,8 +139,20 @@ def adam_step_(
     updates_n.add_(usable_n)  # after the launch: all programs of a matrix read its count
 
 
-# vectors are views into vectors of all layers: with specialisation Triton would compile anew for each alignment
-@triton.jit(do_not_specialize=["norm_ptr", "size_ptr", "target_ptr", "full_ptr", "used_ptr", "numel", "parts", "apart"])
+# vectors are views into vectors of all layers: with specialisation Triton would compile anew for
+# each alignment
+@triton.jit(
+    do_not_specialize=[
+        "norm_ptr",
+        "size_ptr",
+        "target_ptr",
+        "full_ptr",
+        "used_ptr",
+        "numel",
+        "parts",
+        "apart",
+    ]
+)
 def finish_direction_kernel(
     out_ptr,
     x_ptr,
@@ -152,15 +168,16 @@ def finish_direction_kernel(
     HAS_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The grid is that of :func:`adam_step_kernel`. Matrices of the result have ``parts`` of x and begin ``apart``
-    elements from each other."""
+    """The grid is that of :func:`adam_step_kernel`. Matrices of the result have ``parts`` of x and
+    begin ``apart`` elements from each other."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     start = matrix // parts * apart + matrix % parts * numel
     norm, scale = tl.load(norm_ptr + matrix), tl.load(target_ptr + matrix)
     if HAS_SIZE:
         part = tl.load(size_ptr + matrix) / tl.load(full_ptr + matrix)
-        scale = scale * tl.where(part > 1.0, 1.0, part) / tl.maximum(norm, SMALLEST)  # tl.minimum would drop a NaN
+        # tl.minimum would drop a NaN
+        scale = scale * tl.where(part > 1.0, 1.0, part) / tl.maximum(norm, SMALLEST)
     used = (tl.load(used_ptr + matrix) != 0) & (norm < float("inf"))
     x = tl.load(x_ptr + matrix * numel + element, mask=inside, other=0.0)
     y = tl.where(used, x * scale, 0.0)
@@ -176,15 +193,23 @@ def finish_direction_(
     full_n: Tensor,
     used_n: Tensor,
 ) -> None:
-    """See ``ops/functional.py``. fp32 and contiguous but for ``used_n`` and ``out_nOI``, whose matrices are contiguous.
-    Cost: 4 n O I bytes, and those of ``out_nOI``."""
+    """See ``ops/functional.py``. fp32 and contiguous but for ``used_n`` and ``out_nOI``, whose
+    matrices are contiguous. Cost: 4 n O I bytes, and those of ``out_nOI``."""
     vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n
     _check_flat("finish_direction_", (x_nOI,), vectors, used_n)
     check_device("finish_direction_", (x_nOI, out_nOI), DEVICE_TYPE)
-    if len(x_nOI) % len(out_nOI) or out_nOI.numel() != x_nOI.numel() or out_nOI.shape[-1] != x_nOI.shape[-1]:
-        raise ValueError(f"finish_direction_: the result does not fit, got {describe(out_nOI, x_nOI)}")
+    if (
+        len(x_nOI) % len(out_nOI)
+        or out_nOI.numel() != x_nOI.numel()
+        or out_nOI.shape[-1] != x_nOI.shape[-1]
+    ):
+        raise ValueError(
+            f"finish_direction_: the result does not fit, got {describe(out_nOI, x_nOI)}"
+        )
     if out_nOI.dtype not in DTYPES or not out_nOI[0].is_contiguous():
-        raise NotMadeFor(f"finish_direction_: expected contiguous matrices, got {describe(out_nOI)}")
+        raise NotMadeFor(
+            f"finish_direction_: expected contiguous matrices, got {describe(out_nOI)}"
+        )
     parts, apart = len(x_nOI) // len(out_nOI), out_nOI.stride(0)
     grid, options = flat_blocks_of(x_nOI)
     with on_device_of(x_nOI):
@@ -204,17 +229,30 @@ def finish_direction_(
 
 def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """(the grid: blocks of a matrix, matrices; launch options)."""
-    return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {"BLOCK": FLAT_BLOCK, "num_warps": WARPS}
+    return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {
+        "BLOCK": FLAT_BLOCK,
+        "num_warps": WARPS,
+    }
 
 
-def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...], flags_n: Tensor) -> None:
-    """Raise ValueError unless shapes fit; NotMadeFor for matrices and vectors that are not fp32 or not contiguous, for
-    flags that are not bool, and for no matrix or more than a launch can have."""
+def _check_flat(
+    op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...], flags_n: Tensor
+) -> None:
+    """Raise ValueError unless shapes fit; NotMadeFor for matrices and vectors that are not fp32 or
+    not contiguous, for flags that are not bool, and for no matrix or more than a launch can
+    have."""
     shape, everything = matrices[0].shape, (*matrices, *vectors, flags_n)
-    if any(x.shape != shape for x in matrices) or any(x.shape != shape[:1] for x in (*vectors, flags_n)):
-        raise ValueError(f"{op}: matrices, vectors and flags do not fit, got {describe(*everything)}")
+    if any(x.shape != shape for x in matrices) or any(
+        x.shape != shape[:1] for x in (*vectors, flags_n)
+    ):
+        raise ValueError(
+            f"{op}: matrices, vectors and flags do not fit, got {describe(*everything)}"
+        )
     check_device(op, everything, DEVICE_TYPE)
     plain = all(x.is_contiguous() for x in everything) and flags_n.dtype is torch.bool
     plain = plain and all(x.dtype is torch.float32 for x in (*matrices, *vectors))
     if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_MATRICES:
-        raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], and bool [n], got {describe(*everything)}")
+        raise NotMadeFor(
+            f"{op}: expected contiguous fp32 [n, O, I] and [n], and bool [n], got "
+            f"{describe(*everything)}"
+        )

@@ -1,10 +1,11 @@
 """X^T X added to a packed fp32 triangle: lower tiles only, no [D, D] matrix, no pass to pack it.
 
-``CHOSEN`` has the tiles for each kind of device and side. ``benchmarks/kernels --sweep syrk`` measures them on a device
-and prints ``CHOSEN`` to be pasted here. None that it tries spills registers on its devices, with or without tensor
-descriptors; tests hold that.
+``CHOSEN`` has the tiles for each kind of device and side. ``benchmarks/kernels --sweep syrk``
+measures them on a device and prints ``CHOSEN`` to be pasted here. None that it tries spills
+registers on its devices, with or without tensor descriptors; tests hold that.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies at r(r+1)/2 + c.
+Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies
+at r(r+1)/2 + c.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
@@ -25,7 +26,8 @@ ASSUMED_MULTIPROCESSORS = 132
 
 
 def architecture() -> int:
-    """Compute capability of the current device: 80, 90, 100; under the interpreter 90, as any will do."""
+    """Compute capability of the current device: 80, 90, 100; under the interpreter 90, as any will
+    do."""
     return 90 if INTERPRET else _architecture(torch.cuda.current_device())
 
 
@@ -43,7 +45,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b with fp32 sums; fp32 operands are not rounded. The interpreter has no 16-bit products."""
+    """acc + a b with fp32 sums; fp32 operands are not rounded. The interpreter has no 16-bit
+    products."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -58,10 +61,12 @@ class SyrkConfig:
         block: rows of a tile, and columns of a square one.
         chunk: rows of x that are multiplied at a time.
         resident: programs for which a multiprocessor has registers and shared memory.
-        group: tile rows whose tiles are computed column by column, so that concurrent programs share columns of x in
-            L2; 1: tiles are computed row by row.
-        descriptor: whether x is loaded by tensor descriptors, from sm_90 on by the tensor memory accelerator (TMA).
-        columns: columns of a tile that is not square, twice or half as many as its rows; 0: it is square.
+        group: tile rows whose tiles are computed column by column, so that concurrent programs
+            share columns of x in L2; 1: tiles are computed row by row.
+        descriptor: whether x is loaded by tensor descriptors, from sm_90 on by the tensor memory
+            accelerator (TMA).
+        columns: columns of a tile that is not square, twice or half as many as its rows; 0: it is
+            square.
     """
 
     block: int
@@ -84,8 +89,9 @@ class SyrkConfig:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Configurations for a kind of device. ``source``: the machine on which they were measured, or "computed".
-    ``by_side``: (largest side, configuration) with sides ascending; the last one also serves larger sides."""
+    """Configurations for a kind of device. ``source``: the machine on which they were measured, or
+    "computed". ``by_side``: (largest side, configuration) with sides ascending; the last one also
+    serves larger sides."""
 
     source: str
     by_side: tuple[tuple[int, SyrkConfig], ...]
@@ -113,20 +119,28 @@ CHOSEN: dict[str, Chosen] = {
     "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
     "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
 }
-"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do not multiply."""
+"""Kind of device -> configurations for 16-bit rows; "fp32": for fp32 rows, which tensor cores do
+not multiply."""
 
 
 def family(dtype: torch.dtype, arch: int) -> str:
-    """A key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little shared memory."""
+    """A key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little
+    shared memory."""
     if dtype == torch.float32:
         return "fp32"
     return {9: "sm_90", 10: "sm_100"}.get(arch // 10, "sm_80")
 
 
 def describable(x_ND: torch.Tensor) -> bool:
-    """Whether a descriptor can hold rows: each starts at a multiple of 16 bytes, and its columns are contiguous."""
+    """Whether a descriptor can hold rows: each starts at a multiple of 16 bytes, and its columns
+    are contiguous."""
     aligned = x_ND.data_ptr() % 16 == 0 and x_ND.stride(0) * x_ND.element_size() % 16 == 0
-    return aligned and x_ND.stride(1) == 1 and x_ND.stride(0) >= x_ND.shape[1] and max(x_ND.shape) < 1 << 31
+    return (
+        aligned
+        and x_ND.stride(1) == 1
+        and x_ND.stride(0) >= x_ND.shape[1]
+        and max(x_ND.shape) < 1 << 31
+    )
 
 
 def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
@@ -136,7 +150,8 @@ def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
 
 
 EPILOGUE_CHUNKS = 6
-"""Assumed cost of adding a tile to the triangle, in chunks of rows multiplied. Computed, not measured."""
+"""Assumed cost of adding a tile to the triangle, in chunks of rows multiplied. Computed, not
+measured."""
 MAX_SPLIT = 8
 
 
@@ -148,9 +163,12 @@ def tile_count(dim: int, block: int, width: int) -> int:
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
-    """How many programs share a tile, each with a part of the ``chunks`` of rows: the fewest waves times work per wave,
-    if ``places`` programs run at a time. 1 under torch's deterministic algorithms: atomic additions vary in order."""
-    return 1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
+    """How many programs share a tile, each with a part of the ``chunks`` of rows: the fewest waves
+    times work per wave, if ``places`` programs run at a time. 1 under torch's deterministic
+    algorithms: atomic additions vary in order."""
+    return (
+        1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
+    )
 
 
 @cache
@@ -165,15 +183,17 @@ def _fewest_waves(tiles: int, chunks: int, places: int) -> int:
 def tile_at(index):
     """(row, column) of the tile ``index`` of a triangle, numbered row by row."""
     row = ((tl.sqrt(8.0 * index + 1.0) - 1.0) * 0.5).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # the square root may be off by one rounding
+    # the square root may be off by one rounding
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
     return row, index - row * (row + 1) // 2
 
 
 @triton.jit
 def grouped_tile_at(index, side, GROUP: tl.constexpr):
-    """(row, column) of the tile ``index`` of a triangle with ``side`` tile rows, numbered column by column within GROUP
-    tile rows: programs with neighbouring indices then share columns of X, which stay in L2."""
+    """(row, column) of the tile ``index`` of a triangle with ``side`` tile rows, numbered column by
+    column within GROUP tile rows: programs with neighbouring indices then share columns of X, which
+    stay in L2."""
     row, column = tile_at(index)
     if GROUP == 1:
         return row, column
@@ -181,7 +201,8 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
         first = row // GROUP * GROUP  # both orders have finished the same tiles before a group
         height = tl.minimum(GROUP, side - first)
         inside = index - first * (first + 1) // 2
-        end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))  # the group's own triangle comes last
+        # the group's own triangle comes last
+        end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))
         rectangle = inside < first * height  # the part of the group on the left of its own triangle
         row = first + tl.where(rectangle, inside % height, end_row)
         return row, tl.where(rectangle, inside // height, first + end_column)
@@ -189,7 +210,8 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
 
 @triton.jit
 def place_of(index, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of the tile ``index`` [BLOCK, WIDTH]; tiles that are not square are parts of square ones."""
+    """First row and column of the tile ``index`` [BLOCK, WIDTH]; tiles that are not square are
+    parts of square ones."""
     SIDE: tl.constexpr = BLOCK if BLOCK > WIDTH else WIDTH
     DOWN: tl.constexpr = SIDE // BLOCK
     ALONG: tl.constexpr = SIDE // WIDTH
@@ -207,7 +229,8 @@ def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
 
 @triton.jit
 def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    """Add the tile's part of the lower triangle, 32 columns at a time: addresses for a whole tile would spill."""
+    """Add the tile's part of the lower triangle, 32 columns at a time: addresses for a whole tile
+    would spill."""
     ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1]
     if WIDTH > 32:
@@ -224,7 +247,8 @@ def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
 
 @triton.jit
 def rows_kept(kept_ptr, row, stop):
-    """Which rows count: those before ``stop`` that are kept. ``kept_ptr``: bool [N]; None: every row is kept."""
+    """Which rows count: those before ``stop`` that are kept. ``kept_ptr``: bool [N]; None: every
+    row is kept."""
     kept = row < stop
     if kept_ptr is not None:
         kept &= tl.load(kept_ptr + row, mask=kept, other=False)
@@ -233,11 +257,21 @@ def rows_kept(kept_ptr, row, stop):
 
 @triton.jit
 def add_bias_row(
-    tail_ptr, x_ptr, kept_ptr, scale, first_column, start, stop, dim, x_stride,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
-):  # fmt: skip
-    """Add ``scale`` times column sums of x [N, D] to the bias row: BLOCK columns, over the rows from start to stop that
-    count. The first program also adds the number of these rows."""
+    tail_ptr,
+    x_ptr,
+    kept_ptr,
+    scale,
+    first_column,
+    start,
+    stop,
+    dim,
+    x_stride,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """Add ``scale`` times column sums of x [N, D] to the bias row: BLOCK columns, over the rows
+    from start to stop that count. The first program also adds the number of these rows."""
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -255,13 +289,27 @@ def add_bias_row(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def syrk_kernel(
-    sum_ptr, left_desc, right_desc, x_ptr, kept_ptr, scale, rows, dim, tail, x_stride, tiles,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+    sum_ptr,
+    left_desc,
+    right_desc,
+    x_ptr,
+    kept_ptr,
+    scale,
+    rows,
+    dim,
+    tail,
+    x_stride,
+    tiles,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``: descriptors of x,
-    or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside of it. ``kept_ptr``: bool [N], which
-    rows count, or None; with descriptors it is None."""
+):
+    """Grid: (tiles, then blocks of the bias row; parts of the rows). ``left_desc``, ``right_desc``:
+    descriptors of x, or None; with them one thread loads a [CHUNK, BLOCK] part of x, zeros outside
+    of it. ``kept_ptr``: bool [N], which rows count, or None; with descriptors it is None."""
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
@@ -270,46 +318,74 @@ def syrk_kernel(
         first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
         tile = tl.zeros((BLOCK, WIDTH), tl.float32)
         if left_desc is not None:
-            for begin in range(start, stop, CHUNK):  # a part has whole chunks, so that it reads no rows of the next
+            # a part has whole chunks, so that it reads no rows of the next
+            for begin in range(start, stop, CHUNK):
                 left = left_desc.load([begin, first_row])
                 right = right_desc.load([begin, first_column])
-                tile = dot(tl.trans(left), right, tile)  # no copy: tensor cores read shared memory transposed
+                # no copy: tensor cores read shared memory transposed
+                tile = dot(tl.trans(left), right, tile)
         else:
             left_column = first_row + tl.arange(0, BLOCK)
             right_column = first_column + tl.arange(0, WIDTH)
             first = (start + row).to(tl.int64) * x_stride
-            left_ptr = x_ptr + left_column[:, None] + first[None, :]  # loads X^T directly, without a transpose
+            # loads X^T directly, without a transpose
+            left_ptr = x_ptr + left_column[:, None] + first[None, :]
             right_ptr = x_ptr + first[:, None] + right_column[None, :]
             for begin in range(start, stop, CHUNK):
                 kept = rows_kept(kept_ptr, begin + row, stop)
-                # zeros in both operands: a row that does not count may hold NaN, and 0 times NaN is NaN
-                left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & kept[None, :], other=0.0)
-                right = tl.load(right_ptr, mask=kept[:, None] & (right_column < dim)[None, :], other=0.0)
+                # zeros in both operands: a row that does not count may hold NaN, and 0 times NaN is
+                # NaN
+                left = tl.load(
+                    left_ptr, mask=(left_column < dim)[:, None] & kept[None, :], other=0.0
+                )
+                right = tl.load(
+                    right_ptr, mask=kept[:, None] & (right_column < dim)[None, :], other=0.0
+                )
                 tile = dot(left, right, tile)
                 left_ptr += CHUNK * x_stride
                 right_ptr += CHUNK * x_stride
-        add_tile(sum_ptr, tile * scalar(scale, SCALE_IN_MEMORY), first_row, first_column, dim, ATOMIC)
+        add_tile(
+            sum_ptr, tile * scalar(scale, SCALE_IN_MEMORY), first_row, first_column, dim, ATOMIC
+        )
     else:
         add_bias_row(
-            sum_ptr + tail, x_ptr, kept_ptr, scalar(scale, SCALE_IN_MEMORY), (tl.program_id(0) - tiles) * BLOCK,
-            start, stop, dim, x_stride, BLOCK, CHUNK, ATOMIC,
-        )  # fmt: skip
+            sum_ptr + tail,
+            x_ptr,
+            kept_ptr,
+            scalar(scale, SCALE_IN_MEMORY),
+            (tl.program_id(0) - tiles) * BLOCK,
+            start,
+            stop,
+            dim,
+            x_stride,
+            BLOCK,
+            CHUNK,
+            ATOMIC,
+        )
 
 
 def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, kept: Tensor | None = None, bias: bool = False, scale: Scalar = 1.0
+    sum_P: Tensor,
+    x_ND: Tensor,
+    *,
+    kept: Tensor | None = None,
+    bias: bool = False,
+    scale: Scalar = 1.0,
 ) -> Tensor:
-    """See ``ops/functional.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in full fp32. Rows are
-    copied if their columns are not contiguous. A row that does not count is not read.
+    """See ``ops/functional.py``. bf16 and fp16 rows are multiplied on tensor cores, fp32 rows in
+    full fp32. Rows are copied if their columns are not contiguous. A row that does not count is not
+    read.
 
-    Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
+    Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle.
+        Deterministic if torch is
     set to be; small D then uses fewer multiprocessors.
     """
     rows, dim = x_ND.shape
     check_syrk(sum_P, x_ND, kept, bias)
     if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
         raise NotMadeFor(
-            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {describe(x_ND, sum_P)}"
+            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got "
+            f"{describe(x_ND, sum_P)}"
         )
     check_device("syrk_accumulate_", (sum_P, x_ND, kept, scale), DEVICE_TYPE)
     if not rows or not dim:
@@ -331,19 +407,41 @@ def accumulate(
 ) -> None:
     """:func:`syrk_accumulate_` with checked arguments, in the tiles of ``config``.
 
-    With ``kept`` rows are loaded without descriptors: a load by pointers has a mask, one by a descriptor has none.
+    With ``kept`` rows are loaded without descriptors: a load by pointers has a mask, one by a
+    descriptor has none.
     """
     rows, dim = x_ND.shape
     config = config if kept is None else config.plain()
     tiles = tile_count(dim, config.block, config.width)
-    split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
+    split = split_for(
+        tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device)
+    )
     programs = tiles + (triton.cdiv(dim, config.block) if bias else 0)
     left = right = None
     if config.descriptor:
-        left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
+        left, right = (
+            TensorDescriptor.from_tensor(x_ND, [config.chunk, n])
+            for n in (config.block, config.width)
+        )
     with on_device_of(x_ND):
         syrk_kernel[(programs, split)](
-            sum_P, left, right, x_ND, kept, scale, rows, dim, packed_numel(dim), x_ND.stride(0), tiles,
-            BLOCK=config.block, WIDTH=config.width, CHUNK=config.chunk, GROUP=config.group, ATOMIC=split > 1,
-            SCALE_IN_MEMORY=isinstance(scale, Tensor), num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
+            sum_P,
+            left,
+            right,
+            x_ND,
+            kept,
+            scale,
+            rows,
+            dim,
+            packed_numel(dim),
+            x_ND.stride(0),
+            tiles,
+            BLOCK=config.block,
+            WIDTH=config.width,
+            CHUNK=config.chunk,
+            GROUP=config.group,
+            ATOMIC=split > 1,
+            SCALE_IN_MEMORY=isinstance(scale, Tensor),
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
