@@ -15,8 +15,8 @@ NO = ("", "0", "false", "no", "off")
 """What DS_KFAC may be without asking for anything."""
 NEVER_IMPORTED = (
     "deepspeed was never imported, and K-FAC works in DeepSpeed's engines only. Give the launcher "
-    "or the trainer a "
-    "DeepSpeed config: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json, or "
+    "or the trainer a DeepSpeed config: "
+    "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json, or "
     'TrainingArguments(deepspeed="ds_config.json")'
 )
 TOO_LATE = (

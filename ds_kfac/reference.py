@@ -7,12 +7,15 @@ mean over R terms, the gradient of one term is R g.
 
     A = mean a a^T                 G = R sum g g^T                running averages over batches
     A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
-    R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
+    R = Q_G^T dW Q_A               every step: the gradient in the eigenbasis
 
-    K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
+    K-FAC gradient   lambda = damping mean(beta) mean(alpha)
+                     V = Q_G [R / (beta alpha^T + lambda)] Q_A^T
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
-    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), unbiased, 0 where alpha or beta is rounding
-                     S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal(U S) S, scaled to norm size sqrt(max(O, I))
+    KFACAdamW        m, v: Adam's moments of R
+                     U = m / (sqrt(v) + eps), unbiased, 0 where alpha or beta is rounding
+                     S = diag(alpha / mean(alpha) + c)^-p
+                     U <- orthogonal(U S) S, scaled to the norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 After ``loss.backward()`` of a batch that went through every layer once, call one of

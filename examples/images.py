@@ -159,8 +159,13 @@ class Images:
         with ThreadPoolExecutor(8) as pool:
             crops: list = [None] * len(indices) if randoms is None else randoms.tolist()
             return torch.stack(
-                list(pool.map(lambda one: _file(part.files[one[0]], one[1]), zip(indices, crops)))
-            )  # noqa: B905
+                list(
+                    pool.map(
+                        lambda one: _file(part.files[one[0]], one[1]),
+                        zip(indices, crops, strict=True),
+                    )
+                )
+            )
 
     def _normalized(self, x: Tensor) -> Tensor:
         return (x.float() / 255 - self.mean) / self.std

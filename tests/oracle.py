@@ -6,16 +6,17 @@ to its outputs:
 
     A = mean a a^T                G = K sum_p R_p sum g g^T       running averages, bias-corrected
     A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then; see _iterated
-    R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
+    R = Q_G^T dW Q_A              every step: the gradient in the eigenbasis
 
-    K-FAC gradient                V = Q_G [R / (e + lambda)] Q_A^T,   e = beta alpha^T,
-                                  or e = running mean of M R^2 (corrected, EKFAC); with the method
-                                  "inverse" V = (G + sqrt(lambda) / pi)^-1 dW (A + pi
-                                  sqrt(lambda))^-1, pi^2 = mean A / mean G dW <- nu V, nu = min(1,
-                                  sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
-    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0, not
-                                  finite, or of norm 1e15 and more is not touched
+    K-FAC gradient
+        V = Q_G [R / (e + lambda)] Q_A^T,   e = beta alpha^T, or the running mean of M R^2 (EKFAC)
+        with the method "inverse":
+        V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1,   pi^2 = mean A / mean G
+        dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
+    KFACAdamW
+        Adam on R: m, v;   U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor
+        W <- W - lr (U + decay W); a layer whose dW is exactly 0, not finite, or of norm 1e15 and
+        more is not touched
 
 A row is left out if its gradient is zero and the attention mask leaves it out, or if its input and
 its gradient are both zero. A call whose gradient is zero in every entry has no rows. A layer

@@ -1,7 +1,7 @@
 """Run a function on several ranks: plain processes with gloo, no launcher, results by file.
 
-    results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})    # one result per rank
-    result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # one rank, on a GPU with NCCL
+    results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})   # one per rank
+    result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # NCCL
 
 Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes
 seconds. They leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads

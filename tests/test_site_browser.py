@@ -77,7 +77,7 @@ CUT = """() => {
         if (over && !scrolls(e)) cut.push(e.tagName + ' ' + e.textContent.slice(0, 40));
     }
     return cut;
-}"""
+}"""  # noqa: E501
 """What is wider than the window, and in no box that scrolls."""
 
 

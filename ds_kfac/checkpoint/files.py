@@ -1,7 +1,8 @@
 """The files of a save: on disk when something refers to them, and read only if they are what was
 written.
 
-    header.json            what the save holds; of every file its size, CRC-32 and parts; and its own CRC-32
+    header.json            what the save holds: the size, CRC-32 and parts of every file; and its
+                           own CRC-32
     <layer>.A.factor.pt    a factor
     <layer>.layer.pt       a layer
     states.json            of every file that DeepSpeed wrote into the tag its size and CRC-32

@@ -20,7 +20,7 @@ OPTIMIZER = """\
 `"optimizer": {"type": "KFACAdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}`, or an object with the same
 parameters: `ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))`. Groups of parameters may have an `lr`,
 `betas`, `eps` and `weight_decay` of their own ([frameworks](frameworks.md)).
-"""
+"""  # noqa: E501
 HEAD = """\
 # The "kfac" block
 
@@ -55,7 +55,7 @@ from step 100 on, then 50 from step 1000 on. Intervals are rounded.
   "factor": {"update_interval": {"schedule": "piecewise", "values": [5, 20, 50], "steps": [100, 1000]}}
 }
 ```
-"""
+"""  # noqa: E501
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 

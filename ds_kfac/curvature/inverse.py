@@ -1,6 +1,6 @@
 """Damped inverses of a layer's two factors, in place of their eigenbases.
 
-    V = (G + sqrt(lambda) / pi I)^-1 dW (A + pi sqrt(lambda) I)^-1        pi = sqrt(mean(A) / mean(G))
+    V = (G + sqrt(lambda) / pi I)^-1 dW (A + pi sqrt(lambda) I)^-1,   pi = sqrt(mean(A) / mean(G))
 
 Two products a step instead of four, and a Cholesky decomposition instead of an eigendecomposition.
 The damping is part of what is inverted: another value takes effect at the next refresh.

@@ -1,7 +1,8 @@
 """A refresh without an eigendecomposition: one step of orthogonal iteration from the last
 eigenbasis.
 
-    Z = C Q,  columns sorted by diag(Q^T C Q), the largest first         Q' = the orthogonal factor of Z = Q' R
+    Z = C Q,  columns sorted by diag(Q^T C Q), the largest first
+    Q' = the orthogonal factor of Z = Q' R
     values = diag(Q'^T C Q'),  columns sorted by them, the smallest first, as eigh does
 
 R has a positive diagonal, so a column keeps its sign. Between two refreshes a running average

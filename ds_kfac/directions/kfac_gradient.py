@@ -1,8 +1,8 @@
 """The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis,
 divide, rotate back; kl-clip.
 
-    V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T        e = beta alpha^T, or EKFAC's running second moment
-    dW <- nu V                                           nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
+    V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T,   e = beta alpha^T, or EKFAC's second moment
+    dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
 
 Shape suffixes: O, I a layer's sides; nOI stands for [n, O, I], the matrices of the layers of a
 group.

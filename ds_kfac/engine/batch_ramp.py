@@ -208,8 +208,8 @@ class BatchRamp:
             raise ValueError(
                 f"ds_kfac: BatchRamp: the checkpoint's batch is {ramp['batch']} samples, which "
                 f"{self._micro_batch} (a "
-                "micro-batch of all ranks) does not divide: load it with another number of ranks or "
-                "train_micro_batch_size_per_gpu"
+                "micro-batch of all ranks) does not divide: load it with another number of ranks "
+                "or train_micro_batch_size_per_gpu"
             )
         if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)

@@ -211,7 +211,8 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
     ),
     "pipeline with a model axis": (
         lambda e: e.pipeline and e.engine.is_model_parallel,
-        "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
+        "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data "
+        "only",
     ),
     "mixture of experts at stage 3": (
         lambda e: e.experts and e.stage == 3 and not e.mixtures,

@@ -3,11 +3,11 @@
     index.json                    layers, counts, and which file has which tensor
     factors-00000.safetensors     what rank 0 owns
 
-    <layer>/A, <layer>/G          the mean of a a^T, of g g^T: lower triangles of the side's blocks,
-                                  one after the other, row by row; fp32, or bf16 beside checkpoints
-    <layer>/A/vectors.<k>         [n, b, b], eigenvectors in columns, of the k-th group of equal blocks
-    <layer>/A/values              [D], eigenvalues, ascending in each block
-    <layer>/corrected             [O, I], EKFAC's eigenvalues, see corrected.py
+    <layer>/A, <layer>/G      the mean of a a^T, of g g^T: lower triangles of the side's blocks,
+                              one after the other, row by row; fp32, or bf16 beside checkpoints
+    <layer>/A/vectors.<k>     [n, b, b], eigenvectors in columns; the k-th group of equal blocks
+    <layer>/A/values          [D], eigenvalues, ascending in each block
+    <layer>/corrected         [O, I], EKFAC's eigenvalues, see corrected.py
 
 A folder without index.json is not finished, and does not load. ``layer`` is the name of a module,
 or of one of its matrices (an expert's). I includes the 1 of a bias, the last column.

@@ -16,8 +16,9 @@ USAGE = "[deepspeed launcher arguments] script.py [script arguments]"
 HELP = """\
 usage: {program} run {usage}
 
-Starts a script by DeepSpeed's launcher, with K-FAC enabled in every process: deepspeed.initialize attaches it where the
-DeepSpeed config names KFACAdamW or has a "kfac" block. No line of the script changes.
+Starts a script by DeepSpeed's launcher, with K-FAC enabled in every process:
+deepspeed.initialize attaches it where the DeepSpeed config names KFACAdamW or has a "kfac" block.
+No line of the script changes.
 
   {program} run train.py --deepspeed ds_config.json       every GPU of this machine
   {program} run --num_gpus 2 train.py                     two of them

@@ -3,8 +3,8 @@ the layer's matrix.
 
 **Tensor-parallel linears**: each rank's shard of a weight is a layer.
 
-    column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the shard's outputs
-    row parallel      weight [O, I / t]    A is the diagonal block of the shard's inputs, G the whole layer's
+    column parallel   weight [O / t, I]    A: the whole layer's; G: its block of the shard's outputs
+    row parallel      weight [O, I / t]    A: its block of the shard's inputs; G: the whole layer's
 
 The shards together are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers,
 Megatron's layers and transformers' Conv1D are recognised by name and attributes; none is imported.

@@ -126,7 +126,8 @@ def ema_update_(
 ) -> Tensor:
     """Fold one batch into the running averages of several factors, in place.
 
-        average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
+        updates <- updates + 1
+        average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1 / updates, decay)
 
     A factor keeps its average and ``updates`` if its count is 0 or its sum is not finite. All
     tensors are fp32.
@@ -336,7 +337,7 @@ def finish_direction_(
 ) -> None:
     """Write n directions with their final norm, and zeros in place of those that must not be used.
 
-        scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
+        scale = target min(size / full, 1) / max(norm, SMALLEST)    or target, where size is None
         out <- scale x   where used and norm is finite, else 0
 
     Args:

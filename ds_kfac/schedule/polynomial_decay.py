@@ -9,7 +9,7 @@ class PolynomialDecay:
     arXiv:1811.12019): ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end":
     3000, "power": 3.5}}``.
 
-        rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, constant before and after
+        rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, else constant
         momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
 
     The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's

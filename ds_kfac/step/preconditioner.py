@@ -1,9 +1,11 @@
 """KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode.
 
-precondition    factors are updated and decomposed; gradients and new eigenbases come to the gradient workers; results
-scatter         results go to whoever holds a slice of them; then DeepSpeed's inner optimizer steps with what it finds
+precondition    Factors are updated and decomposed. Gradients and new eigenbases are sent to the
+                gradient workers, which compute the results.
+scatter         Results are sent to the ranks that hold slices of them. DeepSpeed's inner optimizer
+                then steps with what it finds.
 
-It runs when the step is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
+A step runs when it is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
 """
 
 from collections.abc import Mapping

@@ -4,11 +4,11 @@ A domain is a group of ranks and the parameters whose gradients are averaged ove
 assigned, reduced and preconditioned as if it were the whole job; only kl-clip's sum and checkpoints
 span all domains.
 
-    parallelism       group                        domains of a rank        layers of other ranks
-    none, Ulysses     sequence x data              one                      the same
-    pipeline          data                         one, its stage's         other stages'
-    tensor            data                         one, its shards'         other shards, copies of what is not cut
-    experts           data; expert data            dense; one per ep_size   other experts
+    parallelism     group               domains of a rank       layers of other ranks
+    none, Ulysses   sequence x data     one                     the same
+    pipeline        data                one, its stage's        other stages'
+    tensor          data                one, its shards'        other shards; copies of uncut ones
+    experts         data; expert data   dense; one per ep_size  other experts
 """
 
 from collections import Counter

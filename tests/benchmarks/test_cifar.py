@@ -37,7 +37,7 @@ def end(runs: Runs, job: Job, *accuracies: float, seconds: float = 10.0) -> None
         part = index / len(accuracies)
         text = "" if math.isnan(accuracy) else accuracy
         lines.append(
-            f"{part * 100 * epochs},{part * epochs},{part * seconds * job.part},1,1,{text},1,{text},5"
+            f"{part * 100 * epochs},{part * epochs},{part * seconds * job.part},1,1,{text},1,{text},5"  # noqa: E501
         )
     runs.path(job).parent.mkdir(parents=True, exist_ok=True)
     runs.path(job).write_text("\n".join(lines))

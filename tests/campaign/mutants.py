@@ -1,8 +1,8 @@
 """Do the tests fail when the code is wrong? One-line mutants, each with the tests that should kill
 it.
 
-    python -m tests.campaign.mutants                   # all: the tests unchanged, then every mutant; about 40 minutes
-    python -m tests.campaign.mutants --only wire ema   # those whose name or file has one of these words
+    python -m tests.campaign.mutants                   # all of them, about 40 minutes
+    python -m tests.campaign.mutants --only wire ema   # by words in their name or file
     python -m tests.campaign.mutants --list
 
 A mutant is applied in a copy of the repository, which is kept for all of them so that C++ ops are

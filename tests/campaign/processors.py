@@ -1,6 +1,6 @@
 """Tests as other processors would compute them: the same sums in other orders.
 
-    make processors                                       # every setting, all of make quick, and whole engines
+    make processors                    # every setting, all of make quick, and whole engines
     python -m tests.campaign.processors --only shuffled -- tests/update tests/curvature
 
 A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or

@@ -23,7 +23,7 @@ Known and not tried: a gradient spike in the first ten batches of a factor is ta
 its average has forgotten it. What DeepSpeed alone does not survive either (a NaN gradient in fp32, which it does not
 check for; at ZeRO-2 a layer that only some ranks use) is named as such, or left out.
 
-"""
+"""  # noqa: E501
 
 
 def report(results: list[Result], *, command: str, minutes: float, seconds: float) -> str:

@@ -103,9 +103,11 @@ class _Handle:
     def wait(self) -> None:
         network = self._network
         with network._changed:
-            complete = lambda: (
-                network._failed or len(network._posted.get(self._number, {})) == network.world
-            )  # noqa: E731
+
+            def complete() -> bool:
+                posted = network._posted.get(self._number, {})
+                return network._failed or len(posted) == network.world
+
             if not network._changed.wait_for(complete, timeout=PATIENCE) or network._failed:
                 raise ConnectionError(
                     f"rank {self._rank}: another rank did not enter collective {self._number}"

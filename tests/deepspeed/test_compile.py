@@ -46,9 +46,9 @@ def trained(
     torch._dynamo.reset()
     counters.clear()
     model = make_net()
-    if (
-        name == "z3"
-    ):  # its own hooks break the graph, and torch then fails on an in-place activation, also without K-FAC
+    # its own hooks break the graph, and torch then fails on an in-place activation, also without
+    # K-FAC
+    if name == "z3":
         model.silu = torch.nn.SiLU()
     engine = build(BY_NAME[name], 1, model=model, kfac=block)
     initial = weights(engine)

@@ -89,7 +89,7 @@ import ds_kfac
 model = torch.nn.Linear(3, 3)
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True}}}
 ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(

@@ -314,10 +314,11 @@ def still_worker(cases) -> dict:
             "layers": {"types": types},
             "factor": {"update_interval": 1, "fisher": "empirical"},
         }
-        schedule = [1.0, 0.0, 1.0, 1.0]
-        engine, *_ = start(
-            settings, lr_scheduler=lambda made: LambdaLR(made, lambda step: schedule[step])
-        )  # noqa: B023
+
+        def scheduler(made):
+            return LambdaLR(made, [1.0, 0.0, 1.0, 1.0].__getitem__)
+
+        engine, *_ = start(settings, lr_scheduler=scheduler)
         seen = [weights(engine)]
         for step in range(3):
             train(engine, 1, steps=1, first=step)

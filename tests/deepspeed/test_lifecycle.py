@@ -269,7 +269,7 @@ def undestroyed_worker(names: list[str]) -> dict:
     return results
 
 
-def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone_also_of_a_model_with_gradients():
+def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
     names = ["z0", "adam-z2", "z3"]
     for result in run_ranks(
         "tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names

@@ -131,7 +131,9 @@ def turned(C: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvectors Q [D, D] of a factor; which of them are more than rounding, 0 or 1; and how far
     they turn between the factor and another that was rounded: of Q' = Q (1 + X) at most |X|.
 
-        |X_ij| <= |Q^T (C' - C) Q|_ij / |c_i - c_j|        to first order, but for turns among null directions
+        |X_ij| <= |Q^T (C' - C) Q|_ij / |c_i - c_j|
+
+    to first order, but for turns among null directions.
     """
     values, Q = torch.linalg.eigh(C)
     rounding = torch.finfo(torch.float32).eps * values.max()
@@ -148,7 +150,7 @@ def allowed(head: str) -> float:
     """Of the first step along Adam's direction, U = c R / (|R| + eps): by how much it may change,
     relatively.
 
-        |U' - U| <= 2 c |R' - R| / (|R| + eps)                             entry by entry, at most 2 c
+        |U' - U| <= 2 c |R' - R| / (|R| + eps)                    entry by entry, at most 2 c
         |R' - R| <= |Q_G^T (dW' - dW) Q_A| + |X_G|^T |R| + |R| |X_A|
         |change of Q_G U Q_A^T| <= |U' - U| + |X_G| |U| + |U| |X_A|
 

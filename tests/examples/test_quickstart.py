@@ -32,7 +32,7 @@ print("SECONDS", time.perf_counter() - begin)
 engine.backward(engine(torch.randn(8, 16)).square().mean())
 engine.step()
 print("STEPS", engine.kfac.counters()["steps"], engine.global_steps)
-"""
+"""  # noqa: E501
 SAYS = "no launcher has started this process: it is a job of one rank, on "
 OURS = (*preflight.OF_RANK, *preflight.OF_OTHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 

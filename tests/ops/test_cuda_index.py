@@ -21,7 +21,7 @@ extern "C" void walk(int64_t start, int64_t step, int64_t count, int64_t *rows, 
     Cursor cursor(start);
     for (int64_t i = 0; i < count; ++i, cursor.advance(step)) rows[i] = cursor.row, columns[i] = cursor.column;
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

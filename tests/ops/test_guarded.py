@@ -99,7 +99,7 @@ MADE_FOR = {"triton": set(), "cuda": set()}
 """Unusual calls that a backend has code for."""
 
 
-def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_and_then_done_by_torch(
+def test_what_a_backend_is_not_made_for_is_refused_before_a_write_and_done_by_torch(
     implementations,
 ):
     name = next(

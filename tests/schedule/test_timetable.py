@@ -110,7 +110,7 @@ def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_af
         ) > 20
 
 
-def test_with_the_adaptive_rule_it_is_the_first_refresh_that_is_not_sat_out_and_a_load_changes_nothing():
+def test_the_adaptive_rule_never_sits_out_the_first_refresh_and_a_load_changes_nothing():
     schedule = Schedule(Value.constant(1), Value.constant(2))
     table, refreshed, found = Timetable(schedule, KEYS, adaptive=True), [], []
     for step in range(400):

@@ -1,11 +1,13 @@
 """Adam in the K-FAC eigenbasis: the directions that KFACAdamW steps along.
 
-    R = Q_G^T dW Q_A             the gradient, rotated                                            (_adam)
-    m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
-    U = m^ / (sqrt(v / (1 - b2^k)) + eps), 0 in the null spaces of A and G; m^ is Nesterov's
-    X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p                    (_orthogonalize)
-    U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T                                      (_finish)
-    W <- W - lr (Q_G U Q_A^T + weight_decay W)                                                    (optimizer.py)
+    _adam            R = Q_G^T dW Q_A                  the gradient, rotated
+                     m <- b1 m + (1 - b1) R
+                     v <- b2 v + (1 - b2) R^2
+                     U = m^ / (sqrt(v / (1 - b2^k)) + eps), with Nesterov's m^;
+                         0 in the null spaces of A and G
+    _orthogonalize   X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p
+    _finish          U <- size sqrt(max(O, I)) X / |X|, and back: Q_G U Q_A^T
+    optimizer.py     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 with p ``adam.whiten`` and c 0.01. Layers of one shape take these steps in one batch, as many groups
 at a time as may be in memory together.

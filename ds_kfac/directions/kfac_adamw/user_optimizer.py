@@ -367,7 +367,8 @@ def put_into(
     wrapped = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(
-            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one'
+            f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: '
+            "choose one"
         )
     model, parameters = arguments["model"], arguments.get("model_parameters")
     is_object = given_groups(arguments.get("optimizer")) is not None
