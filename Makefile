@@ -26,7 +26,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign check docs test-site release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test test-benchmarks quick processors integrations integrations-more versions versions-short campaign report check docs test-site release clean
 
 setup: $(STAMP)
 
@@ -154,6 +154,10 @@ release: $(STAMP)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
+
+# lines, widths, words, functions and operations of a step, beside those of the last commit
+report: $(STAMP)
+	$(BIN)/python -m tests.sizes $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -110,17 +110,6 @@ def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
         assert not foreign, f"{name} reaches {file}, which imports {foreign}"
 
 
-def test_lengths_of_files_are_printed():
-    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    print(
-        *(
-            f"{lines:5} {name}"
-            for name, lines in sorted(lengths.items(), key=lambda pair: -pair[1])
-        ),
-        sep="\n",
-    )
-
-
 def test_reference_stands_alone():
     assert {target.split(".")[0] for target in imports(PACKAGE / "reference.py")} == {
         "torch",

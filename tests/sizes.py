@@ -1,0 +1,106 @@
+"""The project's sizes, beside those of the last commit of tests/sizes.json.
+
+    python -m tests.sizes            # print the table; what needs engines takes half a minute
+    python -m tests.sizes --write    # and keep the numbers
+
+No number here makes a test fail. A reader of a change sees what it has cost.
+"""
+
+import ast
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests import walks
+from tests.ranks import run_ranks
+from tests.step import test_operations
+
+ROOT = Path(__file__).parent.parent
+KEPT = ROOT / "tests/sizes.json"
+WIDTH = 100
+
+
+def lines_of(folder: str, *suffixes: str) -> int:
+    """Count the lines of all files below a folder that end in one of the suffixes."""
+    files = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def words_of(*names: str) -> int:
+    """Count the words of Markdown files and of those below folders."""
+    count = 0
+    for name in names:
+        path = ROOT / name
+        pages = path.rglob("*.md") if path.is_dir() else [path]
+        count += sum(len(page.read_text().split()) for page in pages)
+    return count
+
+
+def function_lengths() -> list[int]:
+    """Return the number of lines of every function of the package, docstrings left out."""
+    lengths = []
+    for path in (ROOT / "ds_kfac").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[0]
+                has_docstring = ast.get_docstring(node) is not None
+                docstring = first.end_lineno - first.lineno + 1 if has_docstring else 0
+                lengths.append(node.end_lineno - node.lineno + 1 - docstring)
+    return sorted(lengths)
+
+
+def wide_lines() -> int:
+    """Count the lines of Python that are wider than 100 columns."""
+    wide = 0
+    for folder in ("ds_kfac", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            wide += sum(len(line) > WIDTH for line in path.read_text().splitlines())
+    return wide
+
+
+def measured() -> Iterator[tuple[str, float]]:
+    """Yield the name and the value of each size."""
+    package = ROOT / "ds_kfac"
+    yield "lines: ds_kfac", lines_of("ds_kfac", ".py")
+    for folder in sorted(
+        path.name for path in package.iterdir() if (path / "__init__.py").exists()
+    ):
+        yield f"lines: ds_kfac/{folder}", lines_of(f"ds_kfac/{folder}", ".py")
+    yield "lines: csrc", lines_of("csrc", ".cpp", ".cu", ".h", ".cuh")
+    yield "lines: tests", lines_of("tests", ".py")
+    yield "lines: benchmarks", lines_of("benchmarks", ".py", ".sh")
+    yield "lines wider than 100 columns", wide_lines()
+    lengths = function_lengths()
+    yield "lines of a function: median", statistics.median(lengths)
+    yield "lines of a function: 90 % have at most", lengths[len(lengths) * 9 // 10]
+    yield "words: README.md", words_of("README.md")
+    yield "words: docs", words_of("docs")
+    yield "lines: CHANGELOG.md", len((ROOT / "CHANGELOG.md").read_text().splitlines())
+    with tempfile.TemporaryDirectory() as folder:
+        for walk, (functions, files, _) in walks.measure(folder).items():
+            yield f"functions: {walk}", functions
+            yield f"files: {walk}", len(files)
+    kinds = {"plain step": test_operations.PLAIN, "factor update": test_operations.UPDATE}
+    for name, interval in kinds.items():
+        found, _ = run_ranks("tests.step.test_operations:worker", world=1, payload=interval)[0]
+        operations, nbytes = test_operations.totals(found)
+        yield f"operations: {name}", operations
+        yield f"bytes an element: {name}", round(nbytes, 1)
+
+
+def main() -> None:
+    before = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    sizes = {}
+    print(f"{'':44}{'now':>9}{'before':>9}")
+    for name, value in measured():
+        sizes[name] = value
+        print(f"{name:44}{value:9g}{before.get(name, ''):>9}")
+    if "--write" in sys.argv:
+        KEPT.write_text(json.dumps(sizes, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
