@@ -59,8 +59,7 @@ NOT_ENABLED = (
     'not attached: the config has a "kfac" block, but deepspeed.initialize ran without '
     "ds_kfac.enable(). "
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or "
-    "ds_kfac.attach(engine) now; "
-    "otherwise this engine trains without K-FAC"
+    "ds_kfac.attach(engine) now; otherwise this engine trains without K-FAC"
 )
 
 on_attached: list[Callable[[], None]] = []
@@ -71,9 +70,8 @@ NO_MODEL = (
     'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
 )
 NO_ENGINE = (
-    "it takes the engine that deepspeed.initialize returns. Of a model "
-    "ds_kfac.initialize(model=model, "
-    "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
+    "it takes the engine that deepspeed.initialize returns. For a model call "
+    "ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=..)"
 )
 ATTACHED = "ds_kfac: attached already: this call of ds_kfac.attach changes nothing"
 FROZEN = (
@@ -82,8 +80,7 @@ FROZEN = (
 )
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a '
-    '"kfac": {} block to '
-    "keep your own"
+    '"kfac": {} block to keep your own'
 )
 
 
@@ -130,60 +127,83 @@ def initialize(
 def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, Any, Any, Any]:
     """See :func:`initialize`. Without ``wanted`` K-FAC is attached only if the engine has a
     KFACAdamW, by name, as an object or made by a function: DeepSpeed alone cannot step it."""
-    arguments, model = bound.arguments, bound.arguments.get("model")
+    arguments = bound.arguments
     source = _config_source(arguments) or {}
     rule = rule_in(source, arguments.get("optimizer"))
     wanted |= rule.optimizer_type is not None
-    block = find_block(source) if wanted else None
     if wanted:
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}")
-            )
+        _check_model(arguments.get("model"))
         if arguments.get("dist_init_required") is not False:
             start_alone()
         warn_of_compilation(source)
         # DeepSpeed looks up a config's scheduler type in this module
         deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     check_objects(arguments, source, rule)
+    block = find_block(source) if wanted else None
     if rule.optimizer_type is not None and block is None:
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
-        parsed = parse(block)  # before the engine is built: a wrong one fails at once
-        check_tensors(model, arguments if parsed.enabled else {})
-        if (
-            model is not None
-            and parsed.enabled
-            and any(x.grad is not None for x in model.parameters())
-        ):
-            model.zero_grad()
-            warn(
-                "parameters had gradients before deepspeed.initialize, which the first step would "
-                "take: dropped"
-            )
-        if trains_nothing(model):
-            # e.g. the reference model of older TRLs, which has the trained model's config.
-            # DeepSpeed knows no KFACAdamW and would refuse it, so the frozen model gets no
-            # optimizer
-            if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
-                raise ValueError(FROZEN)
-            arguments["config"] = {
-                key: value for key, value in source.items() if key != "optimizer"
-            }
-            # DeepSpeed takes one of the two
-            if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
-                arguments["args"] = copy(arguments["args"])
-                arguments["args"].deepspeed_config = None
-        elif rule.optimizer_type is not None:
-            rule.install(arguments, parsed, source)
+        _prepare(arguments, source, rule, parse(block))
     if rule.optimizer_type is None and is_factory(arguments.get("optimizer")):
         when_made(arguments, source)
     with ds_kfac_startup.InitializeCall(), saying_how_to_launch() if wanted else nullcontext():
         result = _plain_initialize(*bound.args, **bound.kwargs)
-    engine = result[0]
+    _attach_or_say_why_not(result[0], block, wanted=wanted)
+    return result
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        got = "none" if model is None else f"a {type(model).__name__}"
+        raise ValueError(NO_MODEL.format(got=got))
+
+
+def _prepare(
+    arguments: dict[str, Any], source: Mapping[str, Any], rule: UpdateRule, config: KFACConfig
+) -> None:
+    """Change the arguments of ``deepspeed.initialize`` to what an engine with K-FAC needs.
+
+    Args:
+        source: the DeepSpeed config.
+        config: its "kfac" block, parsed before the engine is built, so that a wrong one fails at
+            once.
+    """
+    model = arguments.get("model")
+    check_tensors(model, arguments if config.enabled else {})
+    if model is not None and config.enabled and any(p.grad is not None for p in model.parameters()):
+        model.zero_grad()
+        warn(
+            "parameters had gradients before deepspeed.initialize, which the first step would "
+            "take: dropped"
+        )
+    if trains_nothing(model):
+        _leave_out_the_optimizer(arguments, source)
+    elif rule.optimizer_type is not None:
+        rule.install(arguments, config, source)
+
+
+def _leave_out_the_optimizer(arguments: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """For a model of which nothing is trained, such as the reference model of older TRLs, which has
+    the trained model's config: DeepSpeed knows no KFACAdamW and would refuse it."""
+    if (source.get("zero_optimization") or {}).get("stage") in (1, 2):
+        raise ValueError(FROZEN)
+    arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
+    # DeepSpeed takes one of the two
+    if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
+        arguments["args"] = copy(arguments["args"])
+        arguments["args"].deepspeed_config = None
+
+
+def _attach_or_say_why_not(engine: Any, block: Any, *, wanted: bool) -> None:
+    """Attach K-FAC to a new engine, or say why it has none.
+
+    Args:
+        block: the "kfac" block that was found in the arguments; None: none was.
+    """
     block = find_block(engine.config) if block is None else block
     if _rule_of(engine).optimizer_type is not None:
-        wanted, block = True, {} if block is None else block
+        wanted = True
+        block = {} if block is None else block
     if not wanted:
         watch_loads(engine)
         if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
@@ -206,7 +226,6 @@ def _initialized(bound: inspect.BoundArguments, *, wanted: bool) -> tuple[Any, A
     else:
         for tell in on_attached:
             tell()
-    return result
 
 
 def _remember(why: str | None) -> None:

@@ -103,16 +103,17 @@ def config_far_from_recipes(
     """
     optimizer, schedule = block(ds_config, "optimizer"), block(ds_config, "scheduler")
     params = {**defaults, **block(optimizer, "params")}
-    lr, decay, betas = (params.get(name) for name in ("lr", "weight_decay", "betas"))
-    if not all(isinstance(value, Real) for value in (lr, decay)) or not isinstance(
-        betas, list | tuple | None
-    ):
+    lr = params.get("lr")
+    decay = params.get("weight_decay")
+    betas = params.get("betas")
+    if not isinstance(lr, Real) or not isinstance(decay, Real):
         return []  # "auto", which a framework fills in
+    if not isinstance(betas, list | tuple | None):
+        return []
     # DeepSpeed's own schedule says what the rates will be, on an optimizer of one number
     one = [torch.zeros(1, dtype=torch.float32, device="cpu")]
-    rates = (torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW)(
-        one, lr=float(lr)
-    )  # type: ignore[arg-type]
+    kind = torch.optim.SGD if optimizer.get("type") == "SGD" else torch.optim.AdamW
+    rates = kind(one, lr=float(lr))
     scheduler = None
     if name := schedule.get("type"):
         try:

@@ -17,7 +17,6 @@ alone, so that a checkpoint fits any number of ranks.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,6 +45,8 @@ IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules whose gates and values take turns."""
 ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
 Sizes = tuple[int, ...]
+SizesOf = Callable[[nn.Module | None, int], Sizes]
+"""From a weight's module and number of rows to its blocks."""
 Blocks = int | Sequence[int]
 """A number of equal blocks, one after the other; or the sizes of the blocks, which repeat down to
 the last row."""
@@ -150,69 +151,134 @@ def _inputs(module: Any) -> int:
 
 
 def known_sizes(name: str, module: nn.Module | None, rows: int) -> Sizes:
-    """Blocks of a weight by the last part of its name and its module's numbers (LookupError if it
-    has none); () for any other name. As in transformers 5.23; tests/integrations/test_blocks.py
-    compares each with its code."""
-    number, kind = partial(_number, module), type(module).__name__
-    match name:
-        case "c_attn" | "qkv" | "qkv_proj" | "Wqkv":  # queries, keys, values
-            if kind == "CodeGenAttention":  # of a quarter of the heads each
-                return (rows // 12,) * 3
-            # of each head
-            if kind == "MiniMaxLightningAttention" or value_of(module, "multi_query") is False:
-                return (rows // (3 * number(*HEADS)),) * 3
-            # GPT-2's cross-attention has keys and values
-            if value_of(module, "q_attn") is not None:
-                return (rows // 2,) * 2
-            heads = number(*HEADS, default=1)
-            shared = number(*SHARED_HEADS, default=heads)
-            width = rows // (heads + 2 * shared)
-            return heads * width, shared * width, shared * width
-        case "gate_up_proj" | "gate_up" | "w12" | "weights_in" | "to_kv":
-            return (1, 1) if kind in IN_TURN else (rows // 2,) * 2
-        case "kv_proj":  # JetMoE's; DeepSeek's is one map
-            return (number("kv_projection_size"),) * 2
-        case "input_linear" | "Wi":  # a gate and its values, if what follows takes half as many
-            after = value_of(module, "output_linear" if name == "input_linear" else "Wo")
-            return (rows // 2,) * 2 if 2 * _inputs(after) == rows else ()
-        case "in_proj_weight":
-            return (rows // 3,) * 3 if isinstance(module, nn.MultiheadAttention) else ()
-        case "query_key_value":  # for each key head: its queries, the key, the value
-            heads = number(*HEADS)
-            shared = number(*SHARED_HEADS, default=heads)
-            width = rows // (heads + 2 * shared)
-            return heads // shared * width, width, width
-        # the latent of keys and values, and the key that all heads share
-        case "kv_a_proj_with_mqa":
-            rank = number("kv_lora_rank")
-            return rank, rows - rank
-        case "kv_b_proj":  # for each head: its key, its value
-            return number("qk_nope_head_dim"), number("v_head_dim")
-        case "in_proj":
-            # Mamba: inputs, gates (interleaved in Zamba); Mamba2: gates, inputs, B, C, time steps
-            if kind.endswith("ShortConv"):  # LFM's B, C and inputs
-                return (rows // 3,) * 3
-            if value_of(module, "A_log") is None:
-                return ()
-            inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
-            if rows == 2 * inner:
-                return (1, 1) if value_of(module, "n_mamba_heads") else (inner, inner)
-            heads = number("num_heads")
-            return inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads
-        case "x_proj":  # Mamba's time steps, B, C
-            states = number("ssm_state_size")
-            return rows - 2 * states, states, states
-        case "in_proj_qkv":  # a gated delta net's queries, keys, values
-            keys = number("key_dim")
-            return keys, keys, rows - 2 * keys
-        case "in_proj_qkvz":  # for each key head: query, key, its values, as many gates
-            heads, width = number("num_k_heads"), number("head_k_dim")
-            values = (rows // heads - 2 * width) // 2
-            return width, width, values, values
-        case "in_proj_ba":  # for each key head: a b for each of its value heads, then an a for each
-            return (rows // (2 * number("num_k_heads")),) * 2
-    return ()
+    """Return the blocks of a weight with this last part of its name; () for any other name.
 
+    As in transformers 5.23; tests/integrations/test_blocks.py compares each with its code.
+
+    Args:
+        module: the module that holds the weight, whose attributes and config give the numbers.
+        rows: of the weight.
+
+    Raises:
+        LookupError: the module does not have the numbers.
+    """
+    sizes_of = BY_LAST_NAME.get(name)
+    return () if sizes_of is None else sizes_of(module, rows)
+
+
+def _heads(module: nn.Module | None, default: int | None = None) -> tuple[int, int]:
+    """Return the numbers of query heads and of key heads."""
+    heads = _number(module, *HEADS, default=default)
+    return heads, _number(module, *SHARED_HEADS, default=heads)
+
+
+def _queries_keys_values(module: nn.Module | None, rows: int) -> Sizes:
+    kind = type(module).__name__
+    if kind == "CodeGenAttention":  # for each quarter of the heads
+        return (rows // 12,) * 3
+    for_each_head = kind == "MiniMaxLightningAttention"
+    if for_each_head or value_of(module, "multi_query") is False:
+        return (rows // (3 * _number(module, *HEADS)),) * 3
+    if value_of(module, "q_attn") is not None:  # GPT-2's cross-attention: keys and values
+        return (rows // 2,) * 2
+    heads, shared = _heads(module, default=1)
+    width = rows // (heads + 2 * shared)
+    return heads * width, shared * width, shared * width
+
+
+def _queries_key_value_of_each_key_head(module: nn.Module | None, rows: int) -> Sizes:
+    heads, shared = _heads(module)
+    width = rows // (heads + 2 * shared)
+    return heads // shared * width, width, width
+
+
+def _gate_and_values(module: nn.Module | None, rows: int) -> Sizes:
+    return (1, 1) if type(module).__name__ in IN_TURN else (rows // 2,) * 2
+
+
+def _gate_and_values_before(after: str) -> SizesOf:
+    """A gate and its values, if the module of this name, which follows, takes half as many."""
+
+    def sizes(module: nn.Module | None, rows: int) -> Sizes:
+        return (rows // 2,) * 2 if 2 * _inputs(value_of(module, after)) == rows else ()
+
+    return sizes
+
+
+def _keys_and_values(module: nn.Module | None, rows: int) -> Sizes:
+    """JetMoE's; DeepSeek's is one map, whose module does not have the number."""
+    return (_number(module, "kv_projection_size"),) * 2
+
+
+def _torch_attention(module: nn.Module | None, rows: int) -> Sizes:
+    return (rows // 3,) * 3 if isinstance(module, nn.MultiheadAttention) else ()
+
+
+def _latent_and_shared_key(module: nn.Module | None, rows: int) -> Sizes:
+    """The latent of keys and values, and the key that all heads share."""
+    rank = _number(module, "kv_lora_rank")
+    return rank, rows - rank
+
+
+def _key_and_value_of_each_head(module: nn.Module | None, rows: int) -> Sizes:
+    return _number(module, "qk_nope_head_dim"), _number(module, "v_head_dim")
+
+
+def _mamba_inputs(module: nn.Module | None, rows: int) -> Sizes:
+    """Mamba: inputs, gates (interleaved in Zamba). Mamba2: gates, inputs, B, C, time steps.
+    LFM's short convolution: B, C, inputs."""
+    if type(module).__name__.endswith("ShortConv"):
+        return (rows // 3,) * 3
+    if value_of(module, "A_log") is None:
+        return ()
+    inner = _number(module, "intermediate_size", "ssm_intermediate_size", "d_ssm")
+    if rows == 2 * inner:
+        return (1, 1) if value_of(module, "n_mamba_heads") else (inner, inner)
+    heads = _number(module, "num_heads")
+    states = (rows - 2 * inner - heads) // 2
+    return inner, inner, states, states, heads
+
+
+def _mamba_time_steps_and_states(module: nn.Module | None, rows: int) -> Sizes:
+    states = _number(module, "ssm_state_size")
+    return rows - 2 * states, states, states
+
+
+def _delta_net_queries_keys_values(module: nn.Module | None, rows: int) -> Sizes:
+    keys = _number(module, "key_dim")
+    return keys, keys, rows - 2 * keys
+
+
+def _delta_net_with_gates(module: nn.Module | None, rows: int) -> Sizes:
+    """For each key head: query, key, its values, as many gates."""
+    heads = _number(module, "num_k_heads")
+    width = _number(module, "head_k_dim")
+    values = (rows // heads - 2 * width) // 2
+    return width, width, values, values
+
+
+def _delta_net_b_and_a(module: nn.Module | None, rows: int) -> Sizes:
+    """For each key head: a b for each of its value heads, then an a for each."""
+    return (rows // (2 * _number(module, "num_k_heads")),) * 2
+
+
+BY_LAST_NAME: dict[str, SizesOf] = {
+    **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "Wqkv"), _queries_keys_values),
+    "query_key_value": _queries_key_value_of_each_key_head,
+    **dict.fromkeys(("gate_up_proj", "gate_up", "w12", "weights_in", "to_kv"), _gate_and_values),
+    "input_linear": _gate_and_values_before("output_linear"),
+    "Wi": _gate_and_values_before("Wo"),
+    "kv_proj": _keys_and_values,
+    "in_proj_weight": _torch_attention,
+    "kv_a_proj_with_mqa": _latent_and_shared_key,
+    "kv_b_proj": _key_and_value_of_each_head,
+    "in_proj": _mamba_inputs,
+    "x_proj": _mamba_time_steps_and_states,
+    "in_proj_qkv": _delta_net_queries_keys_values,
+    "in_proj_qkvz": _delta_net_with_gates,
+    "in_proj_ba": _delta_net_b_and_a,
+}
+"""Last part of a weight's name -> its blocks."""
 
 LARGEST = 1 << 27
 """Elements of a layer that is not cut, at most: a rank's share of 8.6 G parameters on 64 ranks."""
@@ -240,13 +306,10 @@ def _parts(layer: LayerSpec) -> int:
     """The smallest number of equal parts with at most :data:`PART` elements; 1: the layer cannot be
     cut. Only a Linear with A and without G can be, if it is no shard, copy, product, part of a
     stack or group."""
-    whole = (layer.part, layer.cut, layer.groups, layer.copies) == (
-        (0, 1),
-        (1, 1),
-        1,
-        1,
-    ) and not layer.product
-    if not whole or layer.kind != "Linear" or layer.A.block == 0 or layer.G.block > 0:
+    is_alone = layer.part == (0, 1) and layer.cut == (1, 1) and layer.groups == layer.copies == 1
+    if not is_alone or layer.product or layer.kind != "Linear":
+        return 1
+    if layer.A.block == 0 or layer.G.block > 0:
         return 1
     return next(
         (n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1

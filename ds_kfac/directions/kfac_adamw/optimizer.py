@@ -414,8 +414,6 @@ def _wrong(key: str, value: Any) -> str | None:
 
 
 def _number(value: Any) -> bool:
-    return (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and bool(0 <= value <= sys.float_info.max)
-    )  # type: ignore[operator]
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return 0 <= float(value) <= sys.float_info.max
