@@ -124,7 +124,7 @@ def config_far_from_recipes(
             return []
     (peak,) = planned_rates(rates.param_groups, scheduler)
     beta2 = None if betas is None else betas[1]
-    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)  # type: ignore[arg-type]
+    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)
 
 
 def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
