@@ -399,10 +399,13 @@ _ROWS = {
          "update.bases[key]"),
         ("messages: of several the last one's eigenbases", "bases |= self.delivery.received(arrivals)",
          "bases = self.delivery.received(arrivals)"),
-        ("messages: the first one alone is sent", "for parts in others:", "for parts in others[:0]:")],
-    ("step/factors.py", f"{_TRAPS}::test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said"): [
+        ("messages: the first one alone is sent", "for parts in others:", "for parts in others[:0]:"),
         ("messages: zeros of a failed refresh are a basis", "in bases.items() if key in fresh}",
-         "in bases.items()}")],
+         "in bases.items()}"),
+        ("messages: of several all are kept", "del arrivals  # which keep the last message",
+         "vars(self).setdefault('kept', []).append(arrivals)"),
+        ("messages: the last one is kept beside the next", "            del arrivals  # which keep the last message\n",
+         "")],
     ("step/messages.py", "tests/comm/test_delivery.py"): [
         ("copies: the owner keeps its unrounded eigenvectors", "if world > 1 and any(name in copied",
          "if False and any(name in copied")],
@@ -596,9 +599,6 @@ _ROWS = {
          "        self.gradients = {}  # DeepSpeed's step frees what they are of\n", "")],
     ("directions/step_tensors.py", "tests/deepspeed/test_memory.py"): [
         ("gradients are kept beside results", "parts = [self.gradients.pop(name)", "parts = [self.gradients[name]")],
-    ("step/factors.py", "tests/deepspeed/test_memory.py"): [
-        ("messages: of several all are kept", "del arrivals  # which keep the last message",
-         "vars(self).setdefault('kept', []).append(arrivals)")],
     ("step/preconditioner.py", "tests/deepspeed/test_memory.py"): [
         ("bases are kept where they came", "update.bases.clear()", "pass"),
         ("batch sums are kept beside new bases", "sums.clear()  # before", "pass  # before")],
