@@ -186,14 +186,16 @@ class KFACPreconditioner:
 
     def _rebase(self, update: FactorStep) -> None:
         """Bring layers into their new eigenbases, and moments with them; and take in numbers of loss terms.
-        Layers whose rows failed the last proof get none."""
+
+        There are none of layers whose rows failed the last proof: all layers of a factor fail together
+        (:meth:`Proving.verdict`), and their factors are not decomposed."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
                 group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
             keys = self.curvature.of_layer.get(name, {})
             bases = {side: update.bases[spec.key] for side, spec in keys.items() if spec.key in update.bases}
-            if bases and name not in self.proving.unfit:
+            if bases:
                 group.rebase(index, **bases)
         update.bases.clear()
 

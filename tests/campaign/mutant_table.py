@@ -283,7 +283,6 @@ _ROWS = {
         ("proof: what does not fit keeps its curvature", "if group.prepared[index]:\n                group.leave",
          "if False:\n                group.leave")],
     ("step/preconditioner.py", "tests/step/test_unproven.py"): [
-        ("proof: what does not fit gets new bases", "if bases and name not in self.proving.unfit:", "if bases:"),
         ("proof: factors of what does not fit stay in use",
          "self.curvature.forget(self.curvature.of_none_but(verdict.unfit))", "pass")],
     ("model/products.py", "tests/model/test_calls.py"): [
