@@ -266,6 +266,12 @@ _ROWS = {
         ("an interrupted step's rows stay", "kfac.resume(whole=False)", "pass")],
     ("directions/kfac_adamw/optimizer.py", "tests/deepspeed/test_kfac_adamw.py"): [
         ("rates of a group's parts are not compared", "any(part[key] != parts[0][key] for part in parts)", "False")],
+    ("directions/kfac_adamw/direction.py",
+     f"{_KFAC_ADAMW}::test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero {_KFAC_ADAMW}::"
+     "test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away"): [
+        ("reset: all layers' moments, whosever state was taken away",
+         "if weight in taken_away or weight not in stepped:", "if True:"),
+        ("reset: flat parameters are of no layer", " or weight not in stepped:", ":")],
     ("zero/layout.py", "tests/deepspeed/test_dtypes.py"): [
         ("proof: DeepSpeed's dtype of sums is unknown",
          "self.params)}\n        return dtypes | " "deepspeed_versions.reduced_in(self.engine)",

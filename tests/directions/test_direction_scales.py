@@ -61,7 +61,7 @@ def make(
         direction = kind(plan, exchange_of(specs), moments, SimpleNamespace(nu=None))
     else:
         optimizer = optimizer or SimpleNamespace(
-            slices={}, used=torch.zeros(0), adam_ratio=1.0, check_parts=lambda **_: None, lacks_states=lambda: False
+            slices={}, used=torch.zeros(0), adam_ratio=1.0, check_parts=lambda **_: None, taken_away=lambda: frozenset()
         )
         direction = kind(plan, exchange_of(specs), optimizer)
     for group in direction.layer_groups:

@@ -184,13 +184,13 @@ def test_parts_of_a_channels_last_parameter_are_its_rows():
 
 def test_all_domains_see_that_a_program_took_states_away():
     optimizer, p = stepped_once()
-    assert not optimizer.lacks_states()
+    assert not optimizer.taken_away()
     optimizer.state.clear()
-    assert optimizer.lacks_states() and optimizer.lacks_states(), "whoever asks, before the next step"
+    assert optimizer.taken_away() == optimizer.taken_away() == {id(p)}, "whoever asks, before the next step"
     optimizer.step()
-    assert type(optimizer.state[p]) is NoStates and not optimizer.lacks_states()
+    assert type(optimizer.state[p]) is NoStates and not optimizer.taken_away()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert not optimizer.lacks_states(), "a load takes nothing away"
+    assert not optimizer.taken_away(), "a load takes nothing away"
 
 
 def stepped_once() -> tuple[KFACTorchAdamW, Tensor]:
