@@ -257,7 +257,7 @@ def test_the_users_groups_set_the_rates_of_what_was_split_from_them(caplog):
     assert [group["lr"] for group in every_group] == [0.5e-2, 0.5e-2, 0.5e-3, 0.5e-3]
     every_group[0]["lr"] = 1.0
     for _ in range(2):
-        optimizer.check_parts(here=True)
+        optimizer.check_parts(here=True, groups=every_group)
     assert len(caplog.messages) == 1 and "Their lr is not one any more" in caplog.text
 
 

@@ -212,17 +212,16 @@ class KFACAdamWStep:
             self._used_by_device[device] = self._used.to(device)
         return self._used_by_device[device]
 
-    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]]) -> None:
         """Warn once if parts of one of the user's groups have come to have different rates, as by a program that sets
         those of ``param_groups[0]``, which were all parameters' before the split.
 
         Args:
             here: whether this rank is the one that says it.
-            groups: all parameter groups, where DeepSpeed is presenting one at a time; None: ``param_groups``.
+            groups: all parameter groups; ``param_groups`` are those that DeepSpeed presents, one at a time.
         """
         if self._told:
             return
-        groups = self.param_groups if groups is None else groups
         for users_group in getattr(self.users, "param_groups", ()):
             _, numbers = users_group.taken
             parts = [groups[number] for number in numbers]
