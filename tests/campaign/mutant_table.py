@@ -585,12 +585,14 @@ _ROWS = {
         ("recorded: gradients of the step that was recorded",
          "torch._foreach_copy_([*tensors.gradients.values()], [gradients.pop(name) for name in names])", "pass"),
         ("recorded: loss terms of the step that was recorded", "places[name].copy_(value)", "pass"),
-        ("recorded: damping of the step that was recorded", "places[name].fill_(value)", "pass"),
+        ("recorded: damping of the step that was recorded", "places[name].fill_(value)", "pass")],
+    ("directions/step_tensors.py", "tests/directions/test_direction_scales.py"): [
         ("recorded: a first basis is not used", "read = [group.rotation for group in self.groups]", "read = []")],
     ("step/proving.py", "tests/deepspeed/test_interruptions.py"): [
         ("rows are judged by gradients of dropped ones", "for layer in () if whole else proof.layers:",
          "for layer in ():")],
-    ("zero/exchange.py", "tests/deepspeed/test_unused.py"): [
+    ("zero/exchange.py", "tests/deepspeed/test_optimizer_programs.py::"
+     "test_a_layer_one_of_whose_gradients_is_taken_away_stands_still"): [
         ("a layer without one of its gradients is stepped in part", "matrix_OI = torch.zeros_like(matrix_OI)", "pass")],
     ("engine/attachment.py", "tests/deepspeed/test_interruptions.py"): [
         ("gradients stay that a step has overwritten", "kfac.layout.clear()", "pass"),
