@@ -494,7 +494,7 @@ _ROWS = {
         ("still: a direction that is not finite is stepped along", "V.masked_fill_(zero, 0.0)", "V"),
         ("still: a layer is in kl-clip's sum", "dot = dot.masked_fill(still, 0.0)", "pass")],
     ("directions/kfac_gradient.py", f"{_TRAPS}::test_kl_clip_respects_a_learning_rate_schedule"): [
-        ("kl-clip: by the current rate", "context.peak_lr[group]", 'context.param_groups[group]["lr"]')],
+        ("kl-clip: by the current rate", "context.peak_lr[group]", 'context.groups[group]["lr"]')],
     ("directions/kfac_gradient.py",
      "tests/directions/test_kfac_gradient.py tests/directions/test_direction_scales.py"): [
         ("kl-clip on layers that are not prepared",
