@@ -211,7 +211,7 @@ class KFACPreconditioner:
         self.left_out = self.left_out + running.outcome.left_out
         self.judged = verdict is not None
         if verdict is not None:
-            self.curvature.decompose_soon(self.proving.record(verdict))
+            self.proving.record(verdict)
         if update is None:
             self.curvature.timetable.record(self.steps, self.due, {})
             return
