@@ -1,4 +1,4 @@
-"""The five examples with the real packages: every cell of the table in docs/frameworks.md is one of these runs."""
+"""The five examples with the real packages: every cell of the table in docs/howto/frameworks.md is one of these runs."""
 
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -30,7 +30,7 @@ def test_examples_are_short():
 
 
 def test_the_table_in_the_docs_claims_what_is_tested():
-    text = (ROOT / "docs/frameworks.md").read_text()
+    text = (ROOT / "docs/howto/frameworks.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 8]
     modes = ", ".join(MODES)
     assert rows[0][3:] == list(CELLS) and len(rows) == 2 + len(EXAMPLES)
