@@ -255,7 +255,7 @@ def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: 
     }
     own = METHODS[method](rate)
     if stage and own.get("optimizer", {}).get("type") == "Muon":
-        own["gradient_clipping"] = 0.0  # DeepSpeed would clip orthogonalized updates, see docs/migrate/muon.md
+        own["gradient_clipping"] = 0.0  # DeepSpeed would clip orthogonalized updates, see docs/howto/switch.md
     return {
         "train_micro_batch_size_per_gpu": rows,
         "steps_per_print": 1_000_000_000,

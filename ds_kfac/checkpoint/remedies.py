@@ -18,7 +18,7 @@ STAGES = ("stage 0", "stage 1 or 2", "stage 3")
 CONVERT = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
     '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the DeepSpeed config '
-    "(docs/checkpoints.md#from-another-optimizer)"
+    "(docs/howto/resume_and_move.md)"
 )
 
 

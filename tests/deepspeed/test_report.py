@@ -126,7 +126,7 @@ def test_warnings_are_in_the_summary(ranks):
     assert "without effect with KFACAdamW: kfac.damping.value" in idle
     far = [line for line in ranks[0]["far"][0] if "recipe" in line]
     assert len(far) == 1 and far[0].startswith("  WARNING: far from every recipe for a language model"), far
-    assert "'Masked model' in docs/recipes.md: lr 0.3 (0.002 there)" in far[0], far
+    assert "'Masked model' in docs/howto/recipes.md: lr 0.3 (0.002 there)" in far[0], far
     warned = ranks[0]["little memory"][0]
     parts = "WARNING", "K-FAC needs", "in a step that updates all factors", "of the 0.0 GB that are free"
     assert any(all(part in line for part in parts) for line in warned), warned
@@ -196,6 +196,6 @@ def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_exc
             told = {"hook": "first", "accumulated": "first", "partial": "head", "later": "first"}.get(name)
             assert unfit == ({told} if told else set()), (stage, name, unfit)
             assert ("or a hook on its parameters changes the gradient" in report) == bool(told), (stage, name, report)
-            assert ("(docs/frameworks.md): middle.weight" in later) == (name in NEW and rank == 0), later
+            assert ("(docs/howto/frameworks.md): middle.weight" in later) == (name in NEW and rank == 0), later
             if name == "excluded":
                 assert moved == 0.0, (stage, name, moved)
