@@ -1,4 +1,4 @@
-"""The five examples with the real packages: every cell of the table in docs/howto/frameworks.md is one of these runs."""
+"""The five examples with real packages: every cell of the table in docs/howto/frameworks.md is one of these runs."""
 
 from importlib.metadata import PackageNotFoundError, requires
 
