@@ -78,7 +78,7 @@ CUT = """() => {
 @pytest.mark.parametrize("width", [PHONE, NARROW, DESK])
 def test_nothing_is_cut(browser, folder, address, width):
     pages = [path.parent.relative_to(folder).as_posix() for path in folder.rglob("index.html")]
-    assert len(pages) > 50
+    assert len(pages) > 35
     page, cut = browser.new_page(viewport={"width": width, "height": 800}), {}
     for name in pages:
         page.goto(f"{address}{name}/")
