@@ -49,7 +49,7 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
 NEW = (
     "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at "
     "attach; freeze "
-    "later, add before (docs/frameworks.md): "
+    "later, add before (docs/howto/frameworks.md): "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; "

@@ -56,7 +56,7 @@ APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
     "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not "
     "meant, set it for every "
-    "group, not only for the first (docs/troubleshooting.md)"
+    "group, not only for the first (docs/howto/troubleshoot.md)"
 )
 DETACHED = (
     "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
