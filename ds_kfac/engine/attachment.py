@@ -129,7 +129,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the device."""
+        """All numbers of docs/reference/counters.md: what DeepSpeed's monitor has. Reads the device."""
         return {**counters(self.job), **health(self.preconditioner), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
