@@ -192,7 +192,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1 and "damping" in kfac.rule.blocks:
         texts.append(  # G's scale counts
             "each pipeline stage takes the scale of G from the rows of its own last layer: if the last stage's layers "
-            "have fewer (a pooled head), G of the others is larger by that factor (docs/model_parallelism.md)"
+            "have fewer (a pooled head), G of the others is larger by that factor (docs/reference/supported.md)"
         )
     relative = "damping" in kfac.rule.blocks and kfac.config.damping.kind == "relative"  # knows no absolute size
     norms = {name: m.weight for name, m in modules.items() if relative and isinstance(m, BATCH_NORM | nn.GroupNorm)}
@@ -201,7 +201,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
         texts.append(
             f"{len(zero)} norms begin with a weight of zero ({zero[0]}, ..): the layers below get hardly any "
             "gradient at first, and relative damping makes full steps of it. If training stands still use "
-            'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
+            'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/howto/tune.md)'
         )
     texts += far_from_recipes(kfac)
     texts += _of_memory(kfac)

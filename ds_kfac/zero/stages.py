@@ -227,7 +227,7 @@ class Stage12(ZeroLayout):
             raise RuntimeError(
                 f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {group} has no gradient of "
                 f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
-                "use a version that docs/supported.md names"
+                "use a version that docs/reference/supported.md names"
             )
         return gradients[group], place, shard.offset - starts[place]
 
