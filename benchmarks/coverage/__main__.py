@@ -3,9 +3,9 @@
     python -m benchmarks.coverage [shares] [train] [report] [--only REGEX] [--again] ...
 
 Without a phase: all of them. shares builds each model at its default size on the meta device and counts; train makes
-a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report writes docs/reference/models.md, and a page of
-all rows beside the results. A model is measured in a process of its own, with a timeout, so that a crash is a row.
-Results are kept model by model, and what is there is not measured again.
+a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report writes docs/reference/models.md, and a
+page of all rows beside the results. A model is measured in a process of its own, with a timeout, so that a crash is a
+row. Results are kept model by model, and what is there is not measured again.
 """
 
 import argparse

@@ -42,14 +42,16 @@ or detection head, and ten models of timm. A name is the `model_type` in a model
 share it. For other models and configs, `python -m ds_kfac check --model module:factory` prints the same before a run.
 
 A name alone means that all matrices of the model are stepped by K-FAC, with curvature. A number is the share of them in
-per cent; a second number is the share with curvature if it differs. [The results](../../benchmarks/results/coverage/models.md)
-have a row for each architecture: its size, its losses, what is left to AdamW and why, and what did not run.
+per cent; a second number is the share with curvature if it differs. [The
+results](../../benchmarks/results/coverage/models.md) have a row for each
+architecture: its size, its losses, what is left to AdamW and why, and what did not run.
 
 ## In short
 """
 ROWS = """# Models, row by row
 
-What [docs/reference/models.md](../../../docs/reference/models.md) is made from; it says how these {count} architectures fare in short.
+What [docs/reference/models.md](../../../docs/reference/models.md) is made from; it says how these {count}
+architectures fare in short.
 """
 READING = """## How to read a row
 

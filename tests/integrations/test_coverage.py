@@ -1,4 +1,5 @@
-"""docs/reference/models.md says what benchmarks/results/coverage has, that meets its goals, and some rows are counted again."""
+"""docs/reference/models.md says what benchmarks/results/coverage has, that meets its goals, and some rows are counted
+again."""
 
 import json
 
