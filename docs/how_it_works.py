@@ -83,4 +83,5 @@ def draw() -> pyplot.Figure:
 
 
 if __name__ == "__main__":
-    draw().savefig(Path(__file__).parent / "explanation/how_it_works.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+    picture = Path(__file__).parent / "explanation/how_it_works.png"
+    draw().savefig(picture, dpi=110, bbox_inches="tight", metadata={"Software": None})

@@ -321,7 +321,7 @@ class Attachment:
             texts.append(
                 f"the rows that were seen of these layers do not make up their gradients, so until they do "
                 f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are {left:.0%} of the trained "
-                f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
+                f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/explanation/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

@@ -1,4 +1,4 @@
-"""Which rows are padding. An attention mask says it, and the gradient confirms it (docs/capture.md).
+"""Which rows are padding. An attention mask says it, and the gradient confirms it (docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions.
 """

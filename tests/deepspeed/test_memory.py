@@ -1,4 +1,4 @@
-"""What a step holds beside the state: counted tensor by tensor, against the bounds of docs/scaling.md."""
+"""What a step holds beside the state: counted tensor by tensor, against the bounds of docs/explanation/scaling.md."""
 
 import gc
 import weakref
