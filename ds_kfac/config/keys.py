@@ -56,22 +56,19 @@ class FactorConfig(Block):
     Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
     statistics cheaper by the length of the sequence."""
     rows: values.Rows | None = None
-    """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
-    all ranks, at every position.
+    """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of all
+    ranks, at every position.
 
-    The rows come from as few ranks as have that many together: from the factor's owner and its
-    node first, from other ranks in turn. If one rank has more, every k-th of its rows counts,
-    starting at an offset that changes from update to update. Positions of a convolution are
-    sampled on a grid that moves: one in 4 along both dimensions, or more if fewer than 4 rows
-    for each column would be left. The samples are unbiased. They bound the cost of statistics,
-    which falls with the number of ranks."""
+    The rows come from as few ranks as have that many together, the factor's owner and its node
+    first. If one rank has more, every k-th of its rows counts. Positions of a convolution are
+    sampled on a grid. The samples move from update to update and are unbiased. So the cost of
+    statistics is bounded and falls with the number of ranks."""
     dense_max: int | None = Field(default=None, ge=2)
     """Longest side of a layer whose factor is one dense matrix. null: 4096.
 
-    A longer side is cut into blocks about as long as the layer's other side, but at least half
-    of this value, because a decomposition costs the cube of the side. A side over 16384, such as
-    a head's vocabulary, has a diagonal factor. With ``fisher`` ``activations_only``, where all
-    sides are inputs, that limit is 65536."""
+    A longer side is cut into blocks about as long as the layer's other side, but at least half of
+    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor (over 65536
+    with ``fisher`` ``activations_only``, where all sides are inputs)."""
 
 
 class EigenbasisConfig(Block):
@@ -337,14 +334,14 @@ class KFACConfig(Block):
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     adaptive: float | None = Field(default=None, gt=0)
-    """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
-    as 0.1. null: off.
+    """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such as
+    0.1. null: off.
 
-    A factor that barely changes is then captured, reduced and decomposed less often. Two values
-    of a factor are similar if their relative difference in the Frobenius norm is below this.
-    Each factor has its own interval, in units of ``factor.update_interval``: it grows (1, 2, 3,
-    5, 8, ...) while the factor stays similar to its last two values, and halves when it does
-    not. The rule starts after the burn-in."""
+    A factor that barely changes is then updated and decomposed less often. Two values are similar
+    if their relative difference in the Frobenius norm is below this. Each factor has its own
+    interval, in units of ``factor.update_interval``: it grows (1, 2, 3, 5, 8, ...) while the factor
+    stays similar to its last two values, and halves when it does not. The rule starts after the
+    burn-in."""
     rescale_weights: bool = False
     """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
     sqrt(2 outputs) / its norm).
