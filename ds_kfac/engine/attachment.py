@@ -165,7 +165,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the
+        """All numbers of docs/reference/counters.md: what DeepSpeed's monitor has. Reads the
         device."""
         return {**counters(self.job), **health(self.preconditioner), **self._constants()}
 
@@ -404,7 +404,8 @@ class Attachment:
                 f"until they do "
                 f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
                 f"{left:.0%} of the trained "
-                f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
+                f"matrix parameters, not {self._share.curved_fraction:.0%} "
+                f"(docs/explanation/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

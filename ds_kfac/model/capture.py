@@ -1,5 +1,6 @@
-"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives
-(docs/capture.md).
+"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives.
+
+docs/explanation/capture.md has the rule.
 
 In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts
 a prehook on the node of the output. When the gradient arrives there, the rows of a and g are added

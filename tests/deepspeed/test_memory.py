@@ -1,5 +1,5 @@
 """What a step holds beside the state: counted tensor by tensor, against the bounds of
-docs/scaling.md."""
+docs/explanation/scaling.md."""
 
 import gc
 import weakref

@@ -246,7 +246,7 @@ def test_standard_output_has_the_data_alone(command, tmp_path):
         assert "accelerator" in run.stderr, "nothing was printed beside the data"
     begins = {
         "schema": "{",
-        "config": "# The",
+        "config": "# Config",
         "doctor": "ds_kfac doctor",
         "check": "configs/",
         "estimate": "ds_kfac estimate",
