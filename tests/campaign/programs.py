@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.campaign.harness import NothingTried
 from tests.deepspeed.runs import micro_batches
 from tests.models import Net, cross_entropy
 
@@ -159,6 +160,38 @@ def _(make, disturbed):
             for step in range(4, 7):
                 step_of(engine, step)
             engine(*batch(60))  # and in the middle of a step
+            engine.load_checkpoint(str(folder))
+    for step in range(4, STEPS):
+        step_of(engine, step)
+    return engine
+
+
+class Interrupted(Exception):
+    """Raised in the middle of an optimizer's step."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
+# at ZeRO-3 DeepSpeed alone cannot load a checkpoint after it
+@program("an error in the optimizer's step, then load_checkpoint", exact=True, stages=(0, 2))
+def _(make, disturbed):
+    """K-FAC has changed its state by then, and no weight has moved."""
+    engine = make()
+    for step in range(4):
+        step_of(engine, step)
+    with shared_folder() as folder:
+        engine.save_checkpoint(str(folder))
+        if disturbed:
+            inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+            hook = inner.register_step_pre_hook(interrupt)
+            try:
+                step_of(engine, 4)
+                raise NothingTried("the hook of the optimizer's step did not run")
+            except Interrupted:
+                hook.remove()
+            engine.zero_grad()
             engine.load_checkpoint(str(folder))
     for step in range(4, STEPS):
         step_of(engine, step)

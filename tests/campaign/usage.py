@@ -63,6 +63,8 @@ def _attempt(program: "programs.Program", stage: int, *, plain: bool, disturbed:
     error, engine = "", None
     try:
         engine = program.run(make, disturbed)
+    except NothingTried:
+        raise
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
         if not dist.is_initialized():
