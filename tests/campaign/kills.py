@@ -213,8 +213,9 @@ def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> 
 
 
 def _place(path: Path) -> str:
-    """What the rank that wrote this file did last."""
-    return PLACES[path.read_bytes()] if path.exists() else PLACES[b"E"]
+    """What the rank that wrote this file did last; elsewhere if it died before it wrote anything."""
+    noted = path.read_bytes() if path.exists() else b""
+    return PLACES[noted or b"E"]
 
 
 def _lines(path: Path) -> list[str]:

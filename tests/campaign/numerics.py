@@ -51,6 +51,15 @@ def _inputs(value: float, on: str = "all"):
     return fault
 
 
+def _bias(value: float):
+    """``value`` in every element of the gradient of one bias. Two groups have it in another one than its weight."""
+
+    def fault(x, y, engine):
+        return engine(x, y) + value * engine.module.first.bias.sum()
+
+    return fault
+
+
 FAULTS = {
     "loss NaN": _scaled(float("nan")),
     "loss inf": _scaled(float("inf")),
@@ -62,10 +71,13 @@ FAULTS = {
     "spike 1e20": _scaled(1e20),
     "spike 1e30": _scaled(1e30),
     "loss times 0": _scaled(0.0),
+    "NaN in one bias": _bias(float("nan")),
+    "1e20 in one bias": _bias(1e20),
     "inputs all 0": lambda x, y, loss_of: loss_of(torch.zeros_like(x), y),
 }
 LOW = ("loss NaN", "loss inf", "loss NaN on one rank", "spike 1e3", "spike 1e20", "loss times 0")
 SOME = ("loss NaN", "inf in the inputs of one rank", "spike 1e3", "spike 1e20", "inputs all 0")
+BIAS = ("NaN in one bias", "1e20 in one bias")
 STORM = "overflow storm"
 """Three steps of every eight overflow, while the loss scale begins far too high."""
 SCALES = {
@@ -120,10 +132,10 @@ VARIANTS = {
 # every fault; and every stage, precision, optimizer and clipping with faults of every kind
 COVERED: tuple[tuple[Setting, tuple[str, ...]], ...] = (
     (Setting(2, "KFACAdamW"), tuple(FAULTS)),
-    (Setting(2, "KFACAdamW", clip=0.0), SOME),
+    (Setting(2, "KFACAdamW", clip=0.0), (*SOME, *BIAS)),
     (Setting(3, "KFACAdamW"), SOME),
-    (Setting(0, "KFACAdamW", clip=0.0), SOME),
-    (Setting(2, "AdamW"), SOME),
+    (Setting(0, "KFACAdamW", clip=0.0), (*SOME, *BIAS)),
+    (Setting(2, "AdamW"), (*SOME, *BIAS)),
     (Setting(3, "AdamW", clip=0.0), SOME),
     (Setting(0, "SGD"), SOME),
     (Setting(3, "KFACAdamW", "bf16"), LOW),
@@ -132,11 +144,11 @@ COVERED: tuple[tuple[Setting, tuple[str, ...]], ...] = (
     (Setting(3, "KFACAdamW", "fp16"), (STORM, "loss inf")),
     (Setting(0, "SGD", "fp16"), (STORM, *LOW[:3])),
     (Setting(2, "AdamW", "fp16"), (STORM, "spike 1e3")),
-    (Setting(2, "KFACAdamW", variant="two groups"), SOME),
-    (Setting(2, "KFACAdamW", "bf16", variant="two groups"), LOW),
+    (Setting(2, "KFACAdamW", variant="two groups"), (*SOME, *BIAS)),
+    (Setting(2, "KFACAdamW", "bf16", variant="two groups"), (*LOW, *BIAS)),
     (Setting(2, "KFACAdamW", "fp16", variant="two groups"), (STORM, "loss inf", "spike 1e3")),
     (Setting(3, "KFACAdamW", variant="small sub-groups"), SOME),
-    (Setting(2, "KFACAdamW", variant="two groups, offloaded"), SOME),
+    (Setting(2, "KFACAdamW", variant="two groups, offloaded"), (*SOME, *BIAS)),
     (Setting(2, "AdamW", "bf16", variant="two groups, offloaded"), LOW),
 )
 

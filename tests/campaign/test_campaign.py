@@ -73,6 +73,14 @@ def test_a_program_that_deepspeed_alone_does_not_survive_tries_nothing(monkeypat
         usage.run((next(iter(programs.PROGRAMS)), 2))
 
 
+def test_what_a_killed_rank_did_last_is_known(tmp_path):
+    file = tmp_path / "where0"
+    assert kills._place(file) == "elsewhere"
+    for noted, place in ((b"", "elsewhere"), (b"K", "in K-FAC's step"), (b"S", "in a save")):
+        file.write_bytes(noted)
+        assert kills._place(file) == place
+
+
 def test_kills_that_missed_are_told(monkeypatch):
     job, saves = (kills.Job("z2", {}, 10, overwrite, 0) for overwrite in (False, True))
     hits = Counter({"in K-FAC's step": 1, "elsewhere": 9})
