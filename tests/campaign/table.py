@@ -8,13 +8,14 @@ from importlib.metadata import version
 
 from ds_kfac.curvature.factor import SETTLED
 from tests.campaign.harness import OUTCOMES, SURVIVED, Result
+from tests.deepspeed.damages import DAMAGES, LATEST
 
 HEAD = """# Reliability
 
 What does a training run survive? A program tries it: `make campaign` runs `tests/campaign/`. It kills
 ranks, puts NaN, infinities and spikes into single steps, uses engines in unusual ways, runs one
-engine for thousands of steps, and reports how each case ended. Damaged checkpoints are tried by
-`make test` (`tests/deepspeed/test_damaged_checkpoints.py`).
+engine for thousands of steps, and reports how each case ended. `make test` tries {damages} kinds of damage
+to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank with nothing changed.
 
 - **survived**: training continues as it should. After a kill, every loss equals, to the bit, the loss
   of the same step in a run without kills.
@@ -38,7 +39,7 @@ not tried at ZeRO-2, where DeepSpeed alone aborts.
 def report(results: list[Result], *, command: str, seconds: float) -> str:
     """The page, in Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    lines = [HEAD.format(settled=SETTLED)]
+    lines = [HEAD.format(settled=SETTLED, damages=len(DAMAGES) + len(LATEST))]
     took = f"{date.today()}, {seconds / 60:.0f} minutes, Python {platform.python_version()}, {packages}, CPU, gloo"
     lines.append(f"`{command}`, {took}.\n")
     lines += ["| | cases | " + " | ".join(OUTCOMES) + " | not run |", "|---" * (len(OUTCOMES) + 3) + "|"]
