@@ -29,10 +29,10 @@ to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every ra
 Known, and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it
 yet, so it stays in the factor until the running average has forgotten it.
 
-Some disturbances also break DeepSpeed without K-FAC, for example a NaN gradient in fp32, which
-DeepSpeed does not check for. The table says where that is so. A layer that only some ranks use is
-not tried at ZeRO-2, where DeepSpeed alone aborts.
-
+DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32,
+and in bf16 with `check_grad_overflow` off, DeepSpeed applies them. Then the weights are not finite
+without K-FAC either, as the table says; K-FAC's own state must stay finite. A layer that only some
+ranks use is not tried at ZeRO-2, where DeepSpeed alone aborts.
 """
 
 
@@ -40,8 +40,9 @@ def report(results: list[Result], *, command: str, seconds: float) -> str:
     """The page, in Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     lines = [HEAD.format(settled=SETTLED, damages=len(DAMAGES) + len(LATEST))]
-    took = f"{date.today()}, {seconds / 60:.0f} minutes, Python {platform.python_version()}, {packages}, CPU, gloo"
-    lines.append(f"`{command}`, {took}.\n")
+    took = f"{date.today()}, {seconds / 60:.0f} minutes for all cases together"
+    versions = f"Python {platform.python_version()}, {packages}, CPU, gloo"
+    lines.append(f"`{command}`, {took}, {versions}.\n")
     lines += ["| | cases | " + " | ".join(OUTCOMES) + " | not run |", "|---" * (len(OUTCOMES) + 3) + "|"]
     families = list(dict.fromkeys(result.case.family for result in results))
     for family in [*families, "all"]:

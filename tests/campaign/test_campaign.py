@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.campaign import harness, kills, numerics, programs, table, usage
 from tests.campaign.harness import (
@@ -64,6 +65,30 @@ def test_a_fault_that_changed_no_loss_was_not_tried(monkeypatch):
         numerics.run((setting, "loss NaN"))
     with pytest.raises(NothingTried, match="no step overflowed"):
         numerics.run((setting, numerics.STORM))
+    numerics._undisturbed.cache_clear()
+
+
+def test_a_run_that_fails_without_a_fault_tried_nothing(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("ds_kfac's self-test failed")
+
+    monkeypatch.setattr(numerics, "_train", refused)
+    numerics._undisturbed.cache_clear()
+    setting, _ = numerics.COVERED[0]
+    with pytest.raises(NothingTried, match="without the fault fails: ds_kfac's self-test failed"):
+        numerics.run((setting, "loss NaN"))
+
+
+def test_state_that_is_not_finite_is_told_where_deepspeed_alone_has_no_finite_weights(monkeypatch):
+    bad = {"weight": torch.tensor([float("nan")])}
+
+    def train(setting, fault, *, plain):
+        return numerics.Run(bad, plain or fault is None, [], [str(fault)], skipped=0)
+
+    monkeypatch.setattr(numerics, "_train", train)
+    numerics._undisturbed.cache_clear()
+    setting, _ = numerics.COVERED[0]
+    assert numerics.run((setting, "loss NaN")) == (SILENT, "state not finite")
     numerics._undisturbed.cache_clear()
 
 
