@@ -97,7 +97,7 @@ def soak(steps: int) -> Outcome:
     engine = engine_of(mode_of(2, "KFACAdamW"), "KFACAdamW", model=TwinNet(), accumulation=2, kfac=SOAKED)
     world, rank = dist.get_world_size(), dist.get_rank()
     losses, samples, rows = [], [], 2
-    place = [tempfile.mkdtemp(prefix="campaign-soak", dir=ROOM)]
+    place = [tempfile.mkdtemp(prefix="campaign-soak", dir=ROOM) if rank == 0 else ""]
     dist.broadcast_object_list(place)
     for step in range(steps):
         total = 0.0
