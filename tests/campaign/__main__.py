@@ -65,7 +65,7 @@ def main() -> int:
     print(f"{len(results)} cases in {seconds / 60:.1f} minutes: {totals}, not run {missed}")
     if options.write:
         command = " ".join(["python -m tests.campaign", *sys.argv[1:]])
-        text = table.report(results, command=command, minutes=options.minutes, seconds=seconds)
+        text = table.report(results, command=command, seconds=seconds)
         options.write.write_text(text)
     return 0 if all(result.good for result in results) else 1
 

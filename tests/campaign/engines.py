@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.campaign.harness import NothingTried
 from tests.deepspeed.modes import KFAC_ADAMW, MICRO_ROWS, Mode
 from tests.deepspeed.runs import build, patched, weights
 
@@ -78,25 +79,21 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def state_is_finite(engine) -> bool:
-    """Of this rank's factors, eigenbases and moments."""
+    """Whether the factors, eigenbases and moments of all ranks are finite. Collective."""
+    seen, finite = 0, True
     for kfac in engine.kfac.job.preconditioners:
-        for value in (kfac.state, list(kfac.curvature.factors.values())):
-            if not all(
-                bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()
-            ):
-                return False
-    return True
+        for tensor in tensors([kfac.state, list(kfac.curvature.factors.values())]):
+            seen += tensor.numel()
+            finite = finite and bool(torch.isfinite(tensor).all())
+    counts = torch.tensor([seen, int(not finite)])
+    torch.distributed.all_reduce(counts)
+    if not counts[0]:
+        raise NothingTried("no rank has any state to look at")
+    return not counts[1]
 
 
 def is_finite(values: dict[str, torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in values.values())
-
-
-def everywhere(flag: bool) -> bool:
-    """Whether it is true on every rank. Collective."""
-    agreed = torch.tensor(float(flag))
-    torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def anywhere(texts: list[str]) -> list[str]:

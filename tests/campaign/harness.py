@@ -32,6 +32,12 @@ SURVIVED, LOUD, CRASH, SILENT, HANG, LOST = OUTCOMES
 GRACE = 3.0
 """Seconds that the other ranks have after one has failed; a launcher gives less."""
 Outcome = tuple[str, str]
+
+
+class NothingTried(Exception):
+    """The disturbance of a case did not take place, so what happened afterwards says nothing."""
+
+
 ROOM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where folders are made: in memory, since a process that is killed loses nothing that it has
 written anywhere."""
@@ -202,6 +208,8 @@ def judge(case: Case, found: list[tuple[str, str, float]], logs: list[str]) -> O
     errors = sorted((one for one in found if one[0] == "error"), key=lambda one: one[2])
     if errors:
         note, many = errors[0][1], f" ({len(errors)} of {len(found)} ranks)"
+        if note.startswith(NothingTried.__name__):
+            return CRASH, note + many
         if re.search("(?i)timed out|timeout", note):
             return HANG, note + many
         return (LOUD if re.search(case.names, note) else CRASH), note + many

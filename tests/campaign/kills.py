@@ -4,15 +4,21 @@ started again.
 A job trains on, life after life: resume from the last checkpoint, train, save every other step,
 until a rank is killed. Every loss of every life is compared with that of the same step of a run
 that nobody disturbed, to the bit.
+
+A rank notes what it is doing in a file of one byte, which outlives it. So the campaign can say how
+many kills hit K-FAC's part of a step, and how many hit a save.
 """
 
+import contextlib
 import json
+import os
 import random
 import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +29,10 @@ from tests.campaign.death import kill_after
 from tests.campaign.harness import HANG, LOST, LOUD, SILENT, SURVIVED, Case
 
 PHASES = ("step", "refresh", "save")
+PLACES = {b"E": "elsewhere", b"K": "in K-FAC's step", b"S": "in a save"}
+"""What a rank may be doing, by the byte that it notes."""
+ENOUGH = 10
+"""Of so many kills at least one has to hit K-FAC's step, or a save if only saves are aimed at."""
 STEPS, EVERY, WORLD = 60, 2, 2
 PATIENCE = 60.0
 """Seconds without any progress after which a life hangs."""
@@ -90,12 +100,18 @@ def run_job(job: Job) -> tuple[Counter, str]:
     )
     saves, before, backup = (folder / name for name in ("saves", "before", "backup"))
     outcomes: Counter = Counter()
+    places: Counter = Counter()
     notes: list[str] = []
+    phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
     try:
         undisturbed = _live(Life(job), folder / "reference", folder / "reference-saves")
         if undisturbed["errors"] or not undisturbed["ended"]:
             return Counter({harness.CRASH: 1}), f"undisturbed: {undisturbed['errors'] or 'hang'}"
         expected, seconds = undisturbed["losses"], undisturbed["seconds"]
+        if never := sorted(set(phases) - seconds.keys()):
+            return Counter(
+                {harness.CRASH: 1}
+            ), f"undisturbed: there was no {' and no '.join(never)}"
         # the last life, if it was, and the last step that it had saved
         killed: tuple[Life, int] | None = None
         for number in range(3 * job.kills):
@@ -104,7 +120,6 @@ def run_job(job: Job) -> tuple[Counter, str]:
             if time.monotonic() > DEADLINE:
                 notes.append(f"out of time after {sum(outcomes.values())} of {job.kills} kills")
                 break
-            phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
             phase, last = (
                 phases[number % len(phases)],
                 sum(outcomes.values()) + bool(killed) == job.kills,
@@ -121,6 +136,8 @@ def run_job(job: Job) -> tuple[Counter, str]:
             outcome_of_life = _live(
                 Life(job) if last else life, folder / f"life{number}", saves, look_only=last
             )
+            if outcome_of_life["killed"]:
+                places[outcome_of_life["place"]] += 1
             outcome, note = _judge(outcome_of_life, expected, killed[1] if killed else 0)
             if killed or outcome != SURVIVED:
                 # only a torn tag may be refused
@@ -144,7 +161,22 @@ def run_job(job: Job) -> tuple[Counter, str]:
                 shutil.rmtree(saves, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return outcomes, "; ".join(notes[-3:])
+    counts = ", ".join(f"{count} {place}" for place, count in sorted(places.items()))
+    notes = [f"killed: {counts}", *notes[-3:]]
+    if problem := _too_few(job, sum(outcomes.values()), places):
+        outcomes[harness.CRASH] += 1
+        notes.insert(0, problem)
+    return outcomes, "; ".join(notes)
+
+
+def _too_few(job: Job, judged: int, places: Counter) -> str:
+    """What the job did not try though it had the time for it."""
+    if time.monotonic() > DEADLINE:
+        return ""
+    if judged < job.kills:
+        return f"only {judged} of {job.kills} kills took place"
+    aim = PLACES[b"S"] if job.overwrite else PLACES[b"K"]
+    return f"no kill {aim}" if judged >= ENOUGH and not places[aim] else ""
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -206,14 +238,22 @@ def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> 
         "hung": hung,
         "ended": ended,
         "losses": losses,
+        "place": _place(folder / f"where{life.victim}"),
         "begun": [one["begun"] for one in lines if "begun" in one],
         "saved": max([one["saved"] for one in lines if "saved" in one], default=0),
         "errors": [one["error"] for one in lines if "error" in one],
         "seconds": {
-            phase: median([one["took"] for one in lines if one.get("phase") == phase] or [0.1])
-            for phase in PHASES
+            phase: median(one["took"] for one in lines if one.get("phase") == phase)
+            for phase in {one["phase"] for one in lines if "phase" in one}
         },
     }
+
+
+def _place(path: Path) -> str:
+    """What the rank that wrote this file did last; elsewhere if it died before it wrote
+    anything."""
+    noted = path.read_bytes() if path.exists() else b""
+    return PLACES[noted or b"E"]
 
 
 def _lines(path: Path) -> list[str]:
@@ -231,13 +271,13 @@ def work(folder: Path, rank: int, campaign: int, given: tuple[Life, Path, bool])
         print(json.dumps(facts), flush=True)  # progress
 
     try:
-        _train(life, saves, look_only, rank, say)
+        _train(life, saves, look_only, rank, folder / f"where{rank}", say)
     except Exception as error:
         say(error=f"rank {rank}: {type(error).__name__}: {error}"[:600])
         raise
 
 
-def _train(life: Life, saves: Path, look_only: bool, rank: int, say: Any) -> None:
+def _train(life: Life, saves: Path, look_only: bool, rank: int, where: Path, say: Any) -> None:
     from tests.deepspeed.modes import BY_NAME
     from tests.deepspeed.runs import build, micro_batches, patched
 
@@ -247,6 +287,22 @@ def _train(life: Life, saves: Path, look_only: bool, rank: int, say: Any) -> Non
         if (saves / "latest").exists():
             engine.load_checkpoint(str(saves))
     say(begun=engine.global_steps)
+    file = os.open(where, os.O_WRONLY | os.O_CREAT)
+
+    @contextlib.contextmanager
+    def noting(place: bytes) -> Iterator[None]:
+        os.pwrite(file, place, 0)
+        yield
+        os.pwrite(file, b"E", 0)
+
+    kfac_step = engine.kfac.step
+
+    def noted_step() -> None:
+        counts["K-FAC"] += 1
+        with noting(b"K"):
+            kfac_step()
+
+    engine.kfac.step = noted_step
 
     def begin(phase: str) -> float:
         counts[phase] += 1
@@ -256,7 +312,7 @@ def _train(life: Life, saves: Path, look_only: bool, rank: int, say: Any) -> Non
 
     last = min(STEPS, engine.global_steps + 3) if look_only else STEPS
     for step in range(engine.global_steps, last):
-        refreshes = step % life.job.kfac["eigenbasis"]["refresh_interval"] == 0
+        refreshes = any(kfac.due.refresh for kfac in engine.kfac.job.preconditioners)
         phase = "refresh" if refreshes else "step"
         start = 0.0 if refreshes else begin(phase)
         for x, y in micro_batches(step, 1):
@@ -265,9 +321,12 @@ def _train(life: Life, saves: Path, look_only: bool, rank: int, say: Any) -> Non
             start = begin(phase) if refreshes else start
             engine.step()
         say(phase=phase, took=time.perf_counter() - start)
+        if counts["K-FAC"] != counts["step"] + counts["refresh"]:
+            raise harness.NothingTried(f"K-FAC's step was seen {counts['K-FAC']} times: {counts}")
         say(step=step, loss=f"{rank}:{float(loss.detach()).hex()}")
         if (step + 1) % EVERY == 0 and not look_only:
             start = begin("save")
-            engine.save_checkpoint(str(saves), tag="only" if life.job.overwrite else None)
+            with noting(b"S"):
+                engine.save_checkpoint(str(saves), tag="only" if life.job.overwrite else None)
             say(phase="save", took=time.perf_counter() - start)
             say(saved=step + 1)

@@ -100,9 +100,8 @@ def run_engines() -> dict[str, float]:
         found[group] = max(found.get(group, 0.0), value / bound)
 
     worker = "tests.deepspeed.test_features:worker"
-    for (name, _), (error, bound, *_) in run_ranks(worker, world=2, payload=(list(CASES), ["z2"]))[
-        0
-    ].items():
+    payload = [(name, ["z2"]) for name in CASES]
+    for (name, _), (error, bound, *_) in run_ranks(worker, world=2, payload=payload)[0].items():
         note("features " + next(word for word in GROUPS if word in name), error, bound)
     cases = [(name, 4) for name in MODES]
     for (name, _), result in run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[

@@ -6,35 +6,43 @@ from collections import Counter
 from datetime import date
 from importlib.metadata import version
 
+from ds_kfac.curvature.factor import SETTLED
 from tests.campaign.harness import OUTCOMES, SURVIVED, Result
+from tests.deepspeed.damages import DAMAGES, LATEST
 
 HEAD = """# Reliability
 
-What a training run survives, tried by a program: `make campaign` (`tests/campaign/`, at most {minutes:g} minutes on 2
-cores). It kills ranks, feeds values that should not be, uses engines as they should not be used, and looks at what
-happened. Damaged checkpoints, and programs that change what they call, are part of `make test`.
+What does a training run survive? A program tries it: `make campaign` runs `tests/campaign/`. It kills
+ranks, puts NaN, infinities and spikes into single steps, uses engines in unusual ways, runs one
+engine for thousands of steps, and reports how each case ended. `make test` tries {damages} kinds of damage
+to a checkpoint (`tests/deepspeed/damages.py`): each must be refused on every rank with nothing changed.
 
-- **survived**: the run goes on as it should; after a kill, every loss to the bit that of a run nobody disturbed.
-- **loud**: an error or a warning that names the cause.
-- **crash**: an error that does not, or one in a program that is right.
-- **silent**: wrong, without a word. **hang**: no progress. **lost**: work gone that a finished save had.
+- **survived**: training continues as it should. After a kill, every loss equals, to the bit, the loss
+  of the same step in a run without kills.
+- **loud**: an error or a warning names the cause.
+- **crash**: an error does not name the cause, or a correct program fails. A case whose disturbance
+  did not take place counts as a crash, too.
+- **silent**: the result is wrong and nothing was said.
+- **hang**: no progress.
+- **lost**: work is gone that a finished save had.
 
-Known and not tried: a gradient spike in the first ten batches of a factor is taken for its scale and stays in it until
-its average has forgotten it. What DeepSpeed alone does not survive either (a NaN gradient in fp32, which it does not
-check for; at ZeRO-2 a layer that only some ranks use) is named as such, or left out.
+Known, and not tried: a gradient spike in the first {settled} batches of a factor. K-FAC cannot recognize it
+yet, so it stays in the factor until the running average has forgotten it.
 
+DeepSpeed skips a step whose gradients are not finite, so K-FAC does not see them. At stage 0 in fp32,
+and in bf16 with `check_grad_overflow` off, DeepSpeed applies them. Then the weights are not finite
+without K-FAC either, as the table says; K-FAC's own state must stay finite. A layer that only some
+ranks use is not tried at ZeRO-2, where DeepSpeed alone aborts.
 """  # noqa: E501
 
 
-def report(results: list[Result], *, command: str, minutes: float, seconds: float) -> str:
+def report(results: list[Result], *, command: str, seconds: float) -> str:
     """The page, in Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    lines = [HEAD.format(minutes=minutes)]
-    took = (
-        f"{date.today()}, {seconds / 60:.1f} minutes, Python {platform.python_version()}, "
-        f"{packages}, CPU, gloo"
-    )
-    lines.append(f"`{command}`, {took}.\n")
+    lines = [HEAD.format(settled=SETTLED, damages=len(DAMAGES) + len(LATEST))]
+    took = f"{date.today()}, {seconds / 60:.0f} minutes for all cases together"
+    versions = f"Python {platform.python_version()}, {packages}, CPU, gloo"
+    lines.append(f"`{command}`, {took}, {versions}.\n")
     lines += [
         "| | cases | " + " | ".join(OUTCOMES) + " | not run |",
         "|---" * (len(OUTCOMES) + 3) + "|",
@@ -52,7 +60,7 @@ def report(results: list[Result], *, command: str, minutes: float, seconds: floa
         lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
     lines += [
         "",
-        "All cases but those that just survived; what ended alike for the same reason is one row.",
+        "Cases with something to report. Cases that ended alike for the same reason share a row.",
         "",
     ]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]

@@ -2,7 +2,10 @@
 
 from collections import Counter
 
-from tests.campaign import harness, table
+import pytest
+import torch
+
+from tests.campaign import harness, kills, numerics, programs, table, usage
 from tests.campaign.harness import (
     CRASH,
     HANG,
@@ -11,6 +14,7 @@ from tests.campaign.harness import (
     SILENT,
     SURVIVED,
     Case,
+    NothingTried,
     Result,
     judge,
 )
@@ -60,6 +64,72 @@ def test_ranks_that_die_at_start_are_a_crash():
     )
 
 
+def test_a_disturbance_that_did_not_take_place_is_a_crash():
+    """Whatever its text names."""
+    assert verdict(("error", f"{NothingTried.__name__}: no ds_kfac here", 1.0)) == CRASH
+
+
+def test_a_fault_that_changed_no_loss_was_not_tried(monkeypatch):
+    same = numerics.Run({}, True, [], ["1.0", "1.1"], skipped=0)
+    monkeypatch.setattr(numerics, "_train", lambda *_, **__: same)
+    numerics._undisturbed.cache_clear()
+    setting, _ = numerics.COVERED[0]
+    with pytest.raises(NothingTried, match="are those of a run without the fault"):
+        numerics.run((setting, "loss NaN"))
+    with pytest.raises(NothingTried, match="no step overflowed"):
+        numerics.run((setting, numerics.STORM))
+    numerics._undisturbed.cache_clear()
+
+
+def test_a_run_that_fails_without_a_fault_tried_nothing(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("ds_kfac's self-test failed")
+
+    monkeypatch.setattr(numerics, "_train", refused)
+    numerics._undisturbed.cache_clear()
+    setting, _ = numerics.COVERED[0]
+    with pytest.raises(NothingTried, match="without the fault fails: ds_kfac's self-test failed"):
+        numerics.run((setting, "loss NaN"))
+
+
+def test_state_that_is_not_finite_is_told_where_deepspeed_alone_has_no_finite_weights(monkeypatch):
+    bad = {"weight": torch.tensor([float("nan")])}
+
+    def train(setting, fault, *, plain):
+        return numerics.Run(bad, plain or fault is None, [], [str(fault)], skipped=0)
+
+    monkeypatch.setattr(numerics, "_train", train)
+    numerics._undisturbed.cache_clear()
+    setting, _ = numerics.COVERED[0]
+    assert numerics.run((setting, "loss NaN")) == (SILENT, "state not finite")
+    numerics._undisturbed.cache_clear()
+
+
+def test_a_program_that_deepspeed_alone_does_not_survive_tries_nothing(monkeypatch):
+    monkeypatch.setattr(usage, "_attempt", lambda *_, **__: ("IndexError: list", False))
+    with pytest.raises(NothingTried, match=r"DeepSpeed alone .* IndexError"):
+        usage.run((next(iter(programs.PROGRAMS)), 2))
+
+
+def test_what_a_killed_rank_did_last_is_known(tmp_path):
+    file = tmp_path / "where0"
+    assert kills._place(file) == "elsewhere"
+    for noted, place in ((b"", "elsewhere"), (b"K", "in K-FAC's step"), (b"S", "in a save")):
+        file.write_bytes(noted)
+        assert kills._place(file) == place
+
+
+def test_kills_that_missed_are_told(monkeypatch):
+    job, saves = (kills.Job("z2", {}, 10, overwrite, 0) for overwrite in (False, True))
+    hits = Counter({"in K-FAC's step": 1, "elsewhere": 9})
+    assert kills._too_few(job, 10, hits) == ""
+    assert kills._too_few(job, 9, hits) == "only 9 of 10 kills took place"
+    assert kills._too_few(job, 10, Counter(elsewhere=10)) == "no kill in K-FAC's step"
+    assert kills._too_few(saves, 10, hits) == "no kill in a save"
+    monkeypatch.setattr(kills, "DEADLINE", 0.0)
+    assert kills._too_few(job, 9, hits) == ""
+
+
 def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
     good = [
         Result(Case("usage", f"something: z{stage}", ""), Counter({SURVIVED: 1}))
@@ -67,7 +137,7 @@ def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
     ]
     bad = Result(Case("usage", "something: z3", ""), Counter({SILENT: 1}), "other | weights")
     unrun = Result(Case("numerics", "more: z3", ""), Counter(), "not run: out of time")
-    page = table.report([*good, bad, unrun], command="x", minutes=15, seconds=60.0)
+    page = table.report([*good, bad, unrun], command="x", seconds=60.0)
     assert "| usage | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 0 |" in page
     assert "| numerics | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page
     assert "| all | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 1 |" in page
@@ -82,7 +152,7 @@ def test_the_page_has_one_row_for_what_ended_alike():
         Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing")
         for n in range(9)
     ]
-    page = table.report(refused, command="x", minutes=15, seconds=60.0)
+    page = table.report(refused, command="x", seconds=60.0)
     assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))
 
 
