@@ -1,9 +1,9 @@
-"""GPT-2, BERT, Llama, GPT-OSS and Qwen3-MoE as far as K-FAC sees them: every layer at its published shape, in plain
-torch.
+"""GPT-2, BERT, Llama, GPT-OSS and Qwen3-MoE at their published shapes, in plain torch.
 
     python -m ds_kfac estimate --model benchmarks.models:gpt2_xl --world 64
 
-For estimates on the meta device, not for training: no dropout, no rotary positions, no initialisation.
+For estimates on the meta device, not for training: they have no dropout, rotary positions
+or initialisation.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Mixture(Shape):
-    """Of a transformer with mixtures of experts; ``inner`` is an expert's. ``head`` is the width of one, ``heads`` are
-    those of queries, ``grouped`` those of keys and values; each token takes ``top`` of the ``experts``."""
+    """Shape of a transformer with mixtures of experts.
+
+    Attributes:
+        inner: width between the layers of an expert.
+        head: width of a head; ``heads`` counts those of queries.
+        grouped: number of heads of keys and values.
+        top: number of the ``experts`` that a token takes.
+    """
 
     head: int
     grouped: int
@@ -62,10 +68,14 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, *, bias: bool, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = shape.heads, causal
-        self.query, self.key, self.value, self.out = (nn.Linear(shape.width, shape.width, bias) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(shape.width, shape.width, bias) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(attend(self.query(x), self.key(x), self.value(x), self.heads, causal=self.causal))
+        return self.out(
+            attend(self.query(x), self.key(x), self.value(x), self.heads, causal=self.causal)
+        )
 
 
 class FusedAttention(nn.Module):
@@ -74,7 +84,10 @@ class FusedAttention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv, self.out = nn.Linear(shape.width, 3 * shape.width), nn.Linear(shape.width, shape.width)
+        self.qkv, self.out = (
+            nn.Linear(shape.width, 3 * shape.width),
+            nn.Linear(shape.width, shape.width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -84,7 +97,10 @@ class FusedAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(shape.width, shape.inner), nn.Linear(shape.inner, shape.width)
+        self.up, self.down = (
+            nn.Linear(shape.width, shape.inner),
+            nn.Linear(shape.inner, shape.width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -101,9 +117,16 @@ class SwiGLU(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    def __init__(self, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
-        self.norm_attention, self.attention, self.norm_mlp, self.mlp = norms[0], attention, norms[1], mlp
+        self.norm_attention, self.attention, self.norm_mlp, self.mlp = (
+            norms[0],
+            attention,
+            norms[1],
+            mlp,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))
@@ -119,7 +142,9 @@ class GPT2(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocabulary, width)
         self.embed_positions = nn.Embedding(shape.context, width)
         self.blocks = nn.ModuleList(
-            PreNormBlock((nn.LayerNorm(width), nn.LayerNorm(width)), FusedAttention(shape), MLP(shape))
+            PreNormBlock(
+                (nn.LayerNorm(width), nn.LayerNorm(width)), FusedAttention(shape), MLP(shape)
+            )
             for _ in range(shape.blocks)
         )
         self.norm = nn.LayerNorm(width)
@@ -127,7 +152,9 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens) + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed_tokens(tokens) + self.embed_positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.lm_head(self.norm(x))
@@ -142,7 +169,9 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocabulary, width)
         self.layers = nn.ModuleList(
             PreNormBlock(
-                (nn.RMSNorm(width), nn.RMSNorm(width)), Attention(shape, bias=False, causal=True), SwiGLU(shape)
+                (nn.RMSNorm(width), nn.RMSNorm(width)),
+                Attention(shape, bias=False, causal=True),
+                SwiGLU(shape),
             )
             for _ in range(shape.blocks)
         )
@@ -159,7 +188,10 @@ class Llama(nn.Module):
 class PostNormBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention, self.norm_attention = Attention(shape, bias=True, causal=False), nn.LayerNorm(shape.width)
+        self.attention, self.norm_attention = (
+            Attention(shape, bias=True, causal=False),
+            nn.LayerNorm(shape.width),
+        )
         self.mlp, self.norm_mlp = MLP(shape), nn.LayerNorm(shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +200,10 @@ class PostNormBlock(nn.Module):
 
 
 class BERT(nn.Module):
-    """Tokens [B, T] -> logits of masked tokens and of the next sentence; one head has the embedding's weight."""
+    """Tokens [B, T] -> logits of masked tokens and of the next sentence;
+
+    one head has the embedding's weight.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -184,7 +219,9 @@ class BERT(nn.Module):
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embed_tokens(tokens) + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed_tokens(tokens) + self.embed_positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         x = self.norm_embedding(x + self.embed_segments(torch.zeros_like(tokens)))
         for block in self.blocks:
             x = block(x)
@@ -199,10 +236,15 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.heads, self.each = shape.heads, shape.heads // shape.grouped
         wide, narrow = shape.heads * shape.head, shape.grouped * shape.head
-        self.query, self.out = nn.Linear(shape.width, wide, bias), nn.Linear(wide, shape.width, bias)
+        self.query, self.out = (
+            nn.Linear(shape.width, wide, bias),
+            nn.Linear(wide, shape.width, bias),
+        )
         self.key, self.value = (nn.Linear(shape.width, narrow, bias) for _ in range(2))
         self.sinks = nn.Parameter(torch.empty(shape.heads)) if bias else None
-        self.norm_query, self.norm_key = (nn.Identity() if bias else nn.RMSNorm(shape.head) for _ in range(2))
+        self.norm_query, self.norm_key = (
+            nn.Identity() if bias else nn.RMSNorm(shape.head) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         head = self.out.in_features // self.heads
@@ -237,7 +279,10 @@ class LyingExperts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(shape.experts, shape.width))
 
     def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        rows = torch.bmm(rows.unsqueeze(1), self.gate_up_proj[chosen]).squeeze(1) + self.gate_up_proj_bias[chosen]
+        rows = (
+            torch.bmm(rows.unsqueeze(1), self.gate_up_proj[chosen]).squeeze(1)
+            + self.gate_up_proj_bias[chosen]
+        )
         gate, up = rows[:, ::2], rows[:, 1::2]
         rows = torch.bmm((F.silu(gate) * (up + 1)).unsqueeze(1), self.down_proj[chosen]).squeeze(1)
         return rows + self.down_proj_bias[chosen]
@@ -267,7 +312,9 @@ class MixtureOfExperts(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocabulary, width)
         self.layers = nn.ModuleList(
             PreNormBlock(
-                (nn.RMSNorm(width), nn.RMSNorm(width)), GroupedAttention(shape, bias=bias), Routed(shape, bias=bias)
+                (nn.RMSNorm(width), nn.RMSNorm(width)),
+                GroupedAttention(shape, bias=bias),
+                Routed(shape, bias=bias),
             )
             for _ in range(shape.blocks)
         )

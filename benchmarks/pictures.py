@@ -16,5 +16,7 @@ def save(figure: Figure, path: Path, *, tight: bool = True) -> Path:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight" if tight else None)
     plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
     return path
