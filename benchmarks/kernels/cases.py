@@ -1,6 +1,7 @@
-"""What is timed: an op on a model's shapes, what it must give, what the library offers instead, and its cost.
+"""What is timed: an op on a model's shapes, its result, the library's way, and the least cost.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
+Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a
+layer's matrix.
 """
 
 import math
@@ -21,8 +22,8 @@ class Case:
     """Attributes:
     nbytes, flops: the least that any implementation must move and compute.
     run: calls an implementation on prepared tensors.
-    error: (largest relative error of an implementation, largest allowed), against float64; outputs start as NaN.
-    baselines: name -> the same with the library's functions.
+    error: (largest relative error of an implementation, largest allowed), against float64; outputs
+    start as NaN. baselines: name -> the same with the library's functions.
     """
 
     op: str
@@ -57,7 +58,9 @@ class Settings:
 
 def worst(found: Tensor, wanted: Tensor) -> float:
     """Largest difference relative to the largest value; infinite where something is not finite."""
-    difference = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+    difference = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(
+        min=1e-30
+    )
     return float(difference.nan_to_num(nan=float("inf")))
 
 
@@ -86,8 +89,11 @@ def product_tf32(x_ND: Tensor) -> Tensor:
 
 
 def rounding(rows: int, dtype: torch.dtype) -> float:
-    """Relative error allowed of a second moment. Tensor cores add in fp32 but round toward zero, at every 16 rows of a
-    16-bit product, by less than 2**-23 of the sum each and in one direction: an H100 is off by up to 3.6e-5 at 8192."""
+    """Return the relative error that a second moment may have.
+
+    Tensor cores add in fp32 but round toward zero at every 16 rows of a 16-bit product, each time
+    by less than 2**-23 of the sum: an H100 is off by up to 3.6e-5 at 8192 rows.
+    """
     return 1e-5 if dtype == torch.float32 else max(1e-5, rows / 16 * 2**-23)
 
 
@@ -95,7 +101,8 @@ def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
     """Rows to a packed sum; a side such as 769 is 768 and a bias, whose column of ones no op reads.
 
     Args:
-        masked: whether every fourth row does not count. The library's way is then to multiply a masked copy.
+        masked: whether every fourth row does not count. The library's way is then to multiply a
+        masked copy.
     """
     x_ND = settings.normal(settings.rows, dim, dtype=settings.dtype)
     options: dict[str, Any] = {}
@@ -109,7 +116,9 @@ def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
         kept = torch.arange(settings.rows, device=settings.device) % 4 > 0
         count = int(kept.sum())
         options["kept"] = kept
-    sum_P, average_DD = (torch.zeros(shape, device=settings.device) for shape in (packed_numel(dim), (dim, dim)))
+    sum_P, average_DD = (
+        torch.zeros(shape, device=settings.device) for shape in (packed_numel(dim), (dim, dim))
+    )
     index = torch.tril_indices(dim, dim, device=settings.device)
 
     def error(op: Op) -> tuple[float, float]:
@@ -117,7 +126,9 @@ def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
         op(found_P, rows_ND, **options)
         x = (x_ND if kept is None else x_ND[kept]).double()
         probes = settings.normal(dim, 2).double()  # Freivalds' check: no product in float64
-        return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), rounding(settings.rows, x_ND.dtype)
+        return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), rounding(
+            settings.rows, x_ND.dtype
+        )
 
     def masked_ND() -> Tensor:  # a copy if some rows do not count
         return x_ND if kept is None else torch.where(kept[:, None], x_ND, 0.0)
@@ -133,7 +144,15 @@ def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
         baselines["mm in TF32"] = lambda: product_tf32(masked_ND())
     size = f"N {f'{count} of ' if masked else ''}{settings.rows}, D {dim}"
     flops = count * dim * (dim + 1)
-    return Case("syrk_accumulate_", size, nbytes, flops, lambda op: op(sum_P, rows_ND, **options), error, baselines)
+    return Case(
+        "syrk_accumulate_",
+        size,
+        nbytes,
+        flops,
+        lambda op: op(sum_P, rows_ND, **options),
+        error,
+        baselines,
+    )
 
 
 def layout(dims: Sequence[int]) -> tuple[list[int], int]:
@@ -149,7 +168,9 @@ def packing(settings: Settings, name: str, dims: Sequence[int]) -> Iterator[Case
     """Many layers to a flat buffer and back, for each dtype of the buffer."""
     matrices = [(x := settings.normal(dim, dim)) + x.T for dim in dims]
     starts, end = layout(dims)
-    spans = [slice(start, start + packed_numel(dim)) for start, dim in zip(starts, dims, strict=True)]
+    spans = [
+        slice(start, start + packed_numel(dim)) for start, dim in zip(starts, dims, strict=True)
+    ]
     index = {dim: torch.tril_indices(dim, dim, device=settings.device) for dim in set(dims)}
     elements, squares = sum(map(packed_numel, dims)), sum(dim * dim for dim in dims)
     for wire in settings.wires:
@@ -183,13 +204,23 @@ def packing(settings: Settings, name: str, dims: Sequence[int]) -> Iterator[Case
 
         size = f"{name}, {len(dims)} factors, {str(wire).removeprefix('torch.')}"
         yield Case(
-            "symmetric_pack_into_", size, (4 + wire.itemsize) * elements, 0,
-            lambda op, out=out: op(out, starts, matrices), pack_error, {"indexing": indexed_pack},
-        )  # fmt: skip
+            "symmetric_pack_into_",
+            size,
+            (4 + wire.itemsize) * elements,
+            0,
+            lambda op, out=out: op(out, starts, matrices),
+            pack_error,
+            {"indexing": indexed_pack},
+        )
         yield Case(
-            "symmetric_unpack_from", size, wire.itemsize * elements + 4 * squares, 0,
-            lambda op, packed=packed: op(packed, starts, dims), unpack_error, {"indexing": indexed_unpack},
-        )  # fmt: skip
+            "symmetric_unpack_from",
+            size,
+            wire.itemsize * elements + 4 * squares,
+            0,
+            lambda op, packed=packed: op(packed, starts, dims),
+            unpack_error,
+            {"indexing": indexed_unpack},
+        )
 
 
 def averages(settings: Settings, name: str, dims: Sequence[int]) -> Case:
@@ -203,7 +234,10 @@ def averages(settings: Settings, name: str, dims: Sequence[int]) -> Case:
         found = [x.clone() for x in old]
         used = op(found, sums, counts, [x.clone() for x in updates], decays)
         pairs = zip(found, old, sums, strict=True)
-        errors = [worst(x, 0.75 * y.double() + 0.25 * total.double() / settings.rows) for x, y, total in pairs]
+        errors = [
+            worst(x, 0.75 * y.double() + 0.25 * total.double() / settings.rows)
+            for x, y, total in pairs
+        ]
         return max(errors) if bool(used.all()) else float("inf"), 1e-6
 
     state = [x.clone() for x in old]
@@ -214,9 +248,14 @@ def averages(settings: Settings, name: str, dims: Sequence[int]) -> Case:
     elements = sum(map(packed_numel, dims))
     counted = [x.clone() for x in updates]
     return Case(
-        "ema_update_", f"{name}, {len(dims)} factors", 12 * elements, 4 * elements,
-        lambda op: op(state, sums, counts, counted, decays), error, {"foreach": foreach},
-    )  # fmt: skip
+        "ema_update_",
+        f"{name}, {len(dims)} factors",
+        12 * elements,
+        4 * elements,
+        lambda op: op(state, sums, counts, counted, decays),
+        error,
+        {"foreach": foreach},
+    )
 
 
 def adam_step(settings: Settings, outputs: int, inputs: int, matrices: int = 1) -> Case:
@@ -234,7 +273,12 @@ def adam_step(settings: Settings, outputs: int, inputs: int, matrices: int = 1) 
         first, second = beta1 * first + (1 - beta1) * x, beta2 * second + (1 - beta2) * x.square()
         ahead = beta1 * first / (1 - beta1**12) + (1 - beta1) * x / (1 - beta1**11)
         direction = ahead / ((second / (1 - beta2**11)).sqrt() + options["eps"])
-        found = torch.full_like(x_nOI, math.nan), first_nOI.clone(), second_nOI.clone(), updates.clone()
+        found = (
+            torch.full_like(x_nOI, math.nan),
+            first_nOI.clone(),
+            second_nOI.clone(),
+            updates.clone(),
+        )
         op(found[0], x_nOI, *found[1:], usable, **options)
         return max(map(worst, found, (direction, first, second, updates + 1))), 1e-5
 

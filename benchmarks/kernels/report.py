@@ -8,14 +8,16 @@ from typing import Any
 from benchmarks.kernels.timing import Roofline
 
 Row = Mapping[str, Any]
-COLUMNS = (
-    "op", "size", "implementation", "kind", "median_ms", "low_ms", "high_ms", "calls", "gb_per_s", "gflop_per_s",
-    "of_roofline", "error", "allowed", "bytes", "flops", "problem",
-)  # fmt: skip
+COLUMNS = tuple(
+    """
+    op size implementation kind median_ms low_ms high_ms calls gb_per_s gflop_per_s
+    of_roofline error allowed bytes flops problem
+    """.split()
+)
 
 
 class CsvFile:
-    """A table whose rows are in the file as soon as they are added: a run that is killed keeps what it measured.
+    """A table whose rows are in the file as soon as they are added, so a killed run keeps them.
 
     Args:
         columns: others of a row are left out.
@@ -24,12 +26,16 @@ class CsvFile:
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, columns, restval="", extrasaction="ignore", lineterminator="\n")
+        self._writer = csv.DictWriter(
+            self._file, columns, restval="", extrasaction="ignore", lineterminator="\n"
+        )
         self._writer.writeheader()
         self._file.flush()
 
     def add(self, rows: Sequence[Row]) -> None:
-        self._writer.writerows({name: _rounded(value) for name, value in row.items()} for row in rows)
+        self._writer.writerows(
+            {name: _rounded(value) for name, value in row.items()} for row in rows
+        )
         self._file.flush()
 
 
@@ -38,9 +44,13 @@ def _rounded(value: Any) -> Any:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a row per op, size and implementation, with its speed over each baseline of the same run."""
+    """Markdown:
+
+    a row per op, size and implementation, with its speed over each baseline of the same run.
+    """
     lines = [
-        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline | speed over the library |",
+        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline "
+        "| speed over the library |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -53,11 +63,13 @@ def table(rows: Sequence[Row]) -> str:
             continue
         others = [x for x in rows if x["kind"] == "baseline" and "median_ms" in x]
         others = [x for x in others if (x["op"], x["size"]) == (row["op"], row["size"])]
-        faster = ", ".join(f"{x['median_ms'] / row['median_ms']:.2f} {x['implementation']}" for x in others)
+        faster = ", ".join(
+            f"{x['median_ms'] / row['median_ms']:.2f} {x['implementation']}" for x in others
+        )
         flops = f"{row['gflop_per_s']:.3g}" if row["flops"] else ""
         lines.append(
-            f"{start} {row['median_ms']:.3g} | {row['low_ms']:.3g}..{row['high_ms']:.3g} | {row['gb_per_s']:.3g} | "
-            f"{flops} | {row['of_roofline']:.0%} | {faster} |"
+            f"{start} {row['median_ms']:.3g} | {row['low_ms']:.3g}..{row['high_ms']:.3g} | "
+            f"{row['gb_per_s']:.3g} | {flops} | {row['of_roofline']:.0%} | {faster} |"
         )
     return "\n".join(lines)
 
@@ -68,12 +80,14 @@ def document(rows: Sequence[Row], roofline: Roofline, about: Mapping[str, str], 
     return f"""# Kernels on {name}
 
 {facts}
-- roofline of the same run: copy {roofline.bytes_per_second / 1e9:.1f} GB/s (read and write counted), product
+- roofline of the same run: copy {roofline.bytes_per_second / 1e9:.1f} GB/s (read and write
+counted), product
   {roofline.flops_per_second / 1e9:.0f} GFLOP/s in {roofline.dtype}
 
-Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any implementation needs: half of
-X^T X, every input read and every output written once. "Of the roofline" is the time the machine needs for those over
-the time taken; over 100 % the data was still in a cache. A result that is not equal to float64's has no speed.
+Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any
+implementation needs: half of X^T X, every input read and every output written once. "Of the
+roofline" is the time the machine needs for those over the time taken; over 100 % the data was still
+in a cache. A result that is not equal to float64's has no speed.
 
 ![roofline]({name}.png)
 
@@ -82,7 +96,10 @@ the time taken; over 100 % the data was still in a cache. A result that is not e
 
 
 def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
-    """FLOP/s over FLOPs per byte, filled our ops, hollow the library; ops without FLOPs as if one per element moved."""
+    """FLOP/s over FLOPs per byte, filled our ops, hollow the library;
+
+    ops without FLOPs as if one per element moved.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,16 +118,25 @@ def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
         ours = row["kind"] == "op"
         color = colors[row["op"]]
         axis.plot(
-            intensities[-1], flops / row["median_ms"] / 1e6, ls="", marker="o" if ours else "s", color=color,
-            markerfacecolor=color if ours else "none", ms=5 if ours else 6, alpha=0.8,
-        )  # fmt: skip
+            intensities[-1],
+            flops / row["median_ms"] / 1e6,
+            ls="",
+            marker="o" if ours else "s",
+            color=color,
+            markerfacecolor=color if ours else "none",
+            ms=5 if ours else 6,
+            alpha=0.8,
+        )
     if intensities:
         low, high = (
             min(intensities) / 2,
             max(max(intensities), roofline.flops_per_second / roofline.bytes_per_second) * 2,
         )
         places = [low, roofline.flops_per_second / roofline.bytes_per_second, high]
-        heights = [min(place * roofline.bytes_per_second, roofline.flops_per_second) / 1e9 for place in places]
+        heights = [
+            min(place * roofline.bytes_per_second, roofline.flops_per_second) / 1e9
+            for place in places
+        ]
         axis.plot(places, heights, color="black", lw=1.2)
     handles = [plt.Line2D([], [], ls="", marker="o", color=color) for color in colors.values()]
     handles.append(plt.Line2D([], [], ls="", marker="s", color="gray", markerfacecolor="none"))

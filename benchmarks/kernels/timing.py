@@ -1,4 +1,4 @@
-"""Medians and spread of functions called in turn, and the roofline of the machine measured in the same run."""
+"""Medians and spread of functions called in turn, and the machine's roofline in the same run."""
 
 import statistics
 import time
@@ -11,7 +11,8 @@ import torch
 CACHE_BYTES = 1 << 28
 """More than any cache: read between calls on a GPU, and what a copy is measured with."""
 SLOW = 0.5
-"""Seconds of a call from which on a few will do, and from a tenth on of which launching it is nothing."""
+"""Seconds of a call from which on a few will do, and from a tenth on of which launching it is
+nothing."""
 CYCLES_PER_SECOND = 2_000_000_000
 """At least a GPU's clock rate: a wait of so many cycles a second is not shorter than a second."""
 
@@ -45,9 +46,10 @@ class Roofline:
 class Clock:
     """Times calls on one device.
 
-    On a GPU by events, with a cold cache (another buffer was read: writing one would leave the cache full of what must
-    first be written back), and behind a wait that is longer than the host needs to queue the call, so that launches are
-    not timed, unless the call itself waits for the device.
+    On a GPU by events, with a cold cache (another buffer was read: writing one would leave the
+    cache full of what must first be written back), and behind a wait that is longer than the host
+    needs to queue the call, so that launches are not timed, unless the call itself waits for the
+    device.
     """
 
     def __init__(self, device: str):
@@ -75,7 +77,10 @@ class Clock:
         return start_event.elapsed_time(end_event) / 1000
 
     def queueing(self, function: Callable[[], Any]) -> float:
-        """Seconds that the host needs to queue a call: the least of three, with nothing else in the queue."""
+        """Seconds that the host needs to queue a call:
+
+        the least of three, with nothing else in the queue.
+        """
         if not self.cuda:
             return 0.0
         found = []
@@ -87,15 +92,24 @@ class Clock:
         torch.cuda.synchronize()
         return min(found)
 
-    def compare(self, functions: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, Times]:
-        """Each called in turn, so that noise hits all of them, for about ``seconds`` each, at least 5 times; at least
-        twice where one call takes more than :data:`SLOW`."""
+    def compare(
+        self, functions: Mapping[str, Callable[[], Any]], seconds: float
+    ) -> dict[str, Times]:
+        """Call the functions in turn, so that noise hits all of them, for ``seconds`` each.
+
+        Each is called at least 5 times; at least twice if a call takes more than :data:`SLOW`.
+        """
         first = {name: self.once(function) for name, function in functions.items()}
         least = 2 if max(first.values()) > SLOW else 5
-        queueing = {name: self.queueing(functions[name]) if first[name] < SLOW / 10 else 0.0 for name in functions}
+        queueing = {
+            name: self.queueing(functions[name]) if first[name] < SLOW / 10 else 0.0
+            for name in functions
+        }
         found: dict[str, list[float]] = {name: [] for name in functions}
         start = time.perf_counter()
-        while len(next(iter(found.values()))) < least or time.perf_counter() - start < seconds * len(functions):
+        while len(
+            next(iter(found.values()))
+        ) < least or time.perf_counter() - start < seconds * len(functions):
             for name, function in functions.items():
                 found[name].append(self.once(function, queueing[name]))
         return {name: _times(values) for name, values in found.items()}
@@ -106,11 +120,14 @@ class Clock:
         source = torch.zeros(CACHE_BYTES // 4, device=device)
         target, side = torch.empty_like(source), 8192 if self.cuda else 2048
         x = torch.randn(side, side, device=device).to(dtype)
-        times = self.compare({"copy": lambda: target.copy_(source), "product": lambda: x @ x}, seconds)
+        times = self.compare(
+            {"copy": lambda: target.copy_(source), "product": lambda: x @ x}, seconds
+        )
         return Roofline(
-            2 * CACHE_BYTES / times["copy"].median, 2 * side**3 / times["product"].median,
+            2 * CACHE_BYTES / times["copy"].median,
+            2 * side**3 / times["product"].median,
             str(dtype).removeprefix("torch."),
-        )  # fmt: skip
+        )
 
 
 def _times(values: list[float]) -> Times:
