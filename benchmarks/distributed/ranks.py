@@ -1,4 +1,4 @@
-"""Ranks of the distributed benchmark: processes on this machine that talk over gloo, one thread each."""
+"""Ranks of the distributed benchmark: processes that talk over gloo, one thread each."""
 
 import multiprocessing
 import os
@@ -12,11 +12,16 @@ from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = "benchmarks.distributed.preload"
-"""Importing DeepSpeed takes seconds, once is enough. Programs ask for it, not this module: tests have a server, too."""
+"""Importing DeepSpeed takes seconds, once is enough.
+
+Programs ask for it, not this module: tests have a server, too.
+"""
 
 
-def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 3600) -> list[Any]:
-    """Call ``function(*arguments)``, of a module, on ``world`` ranks; returns what it returned, by rank.
+def on_ranks(
+    function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 3600
+) -> list[Any]:
+    """Call ``function(*arguments)`` on ``world`` ranks; return what it returned, by rank.
 
     Raises:
         RuntimeError: a rank died or did not finish in time; what it wrote is on stderr.
@@ -28,7 +33,9 @@ def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pipes = [SERVER.Pipe(duplex=False) for _ in range(world)]
     ranks = [
-        SERVER.Process(target=_rank, args=(rank, world, port, pipe, function, arguments), daemon=True)
+        SERVER.Process(
+            target=_rank, args=(rank, world, port, pipe, function, arguments), daemon=True
+        )
         for rank, (_, pipe) in enumerate(pipes)
     ]
     for process, (_, pipe) in zip(ranks, pipes, strict=True):
@@ -38,18 +45,21 @@ def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout:
     end = time.monotonic() + timeout
     try:
         while len(results) < world:
-            waiting = {receiver: rank for rank, (receiver, _) in enumerate(pipes) if rank not in results}
+            waiting = {
+                receiver: rank for rank, (receiver, _) in enumerate(pipes) if rank not in results
+            }
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                raise RuntimeError(
-                    f"{function.__name__} on {world} ranks: {sorted(waiting.values())} after {timeout} s"
-                )
+                late = f"ranks {sorted(waiting.values())} of {world} after {timeout} s"
+                raise RuntimeError(f"{function.__name__}: {late}")
             for receiver in ready:
                 rank = waiting[receiver]
                 try:
                     results[rank] = receiver.recv()
                 except EOFError:
-                    raise RuntimeError(f"{function.__name__}: rank {rank} of {world} died, see above") from None
+                    raise RuntimeError(
+                        f"{function.__name__}: rank {rank} of {world} died, see above"
+                    ) from None
     finally:
         for process in ranks:
             process.kill()
@@ -57,7 +67,9 @@ def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout:
     return [results[rank] for rank in range(world)]
 
 
-def _rank(rank: int, world: int, port: int, pipe: Connection, function: Callable, arguments: tuple) -> None:
+def _rank(
+    rank: int, world: int, port: int, pipe: Connection, function: Callable, arguments: tuple
+) -> None:
     try:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
@@ -66,7 +78,9 @@ def _rank(rank: int, world: int, port: int, pipe: Connection, function: Callable
         import deepspeed
         import torch
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled in every process
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # it would be compiled in every process
+        )
         deepspeed.utils.logger.setLevel("ERROR")
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo")
@@ -77,4 +91,6 @@ def _rank(rank: int, world: int, port: int, pipe: Connection, function: Callable
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # interpreter shutdown now and then aborts in gloo's threads, after all work is done
+    os._exit(
+        0
+    )  # interpreter shutdown now and then aborts in gloo's threads, after all work is done
