@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.coverage.architectures import TIMM, Architecture, default_config, head_of, with_torchvision
+from tests.integrations.coverage.architectures import TIMM, Architecture, default_config, head_of, with_torchvision
 
 WIDTH, HEADS, VOCABULARY, POSITIONS, IMAGE, LAYERS = 64, 4, 128, 128, 64, 2
 FIRST_TOKEN, LAST_TOKEN = 10, 100

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.coverage.architectures import Architecture
-from benchmarks.coverage.tiny import FIRST_TOKEN, IMAGE, LAST_TOKEN
+from tests.integrations.coverage.architectures import Architecture
+from tests.integrations.coverage.tiny import FIRST_TOKEN, IMAGE, LAST_TOKEN
 
 EXAMPLES, TOKENS, SAMPLES, FRAMES = 2, 16, 4000, 128
 

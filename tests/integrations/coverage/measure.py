@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.coverage.architectures import Architecture, at_full_size
+from tests.integrations.coverage.architectures import Architecture, at_full_size
 from ds_kfac.config.keys import parse
 from ds_kfac.directions.table import rule_in
 from ds_kfac.model.scan import scan
@@ -62,8 +62,8 @@ def trained(row: Architecture) -> dict[str, dict[str, Any]]:
 def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
     """Loss before and after :data:`STEPS` steps of the tiny model, and layers that moved without curvature; or an
     error, with where it happened."""
-    from benchmarks.coverage.batches import batch_of, loss_of
-    from benchmarks.coverage.tiny import tiny
+    from tests.integrations.coverage.batches import batch_of, loss_of
+    from tests.integrations.coverage.tiny import tiny
 
     where = "build"
     try:
