@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer; ``inner`` is the width between the two (Llama: three) layers of its MLP."""
+    """Shape of a transformer; ``inner`` is the width inside its MLP."""
 
     blocks: int
     width: int
@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, *, causal: bool) -> Tens
 
 
 class Attention(nn.Module):
-    """With separate projections."""
+    """Attention with separate projections."""
 
     def __init__(self, shape: Shape, *, bias: bool, causal: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """With one projection for q, k and v."""
+    """Attention with one projection for q, k and v."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -200,10 +200,7 @@ class PostNormBlock(nn.Module):
 
 
 class BERT(nn.Module):
-    """Tokens [B, T] -> logits of masked tokens and of the next sentence;
-
-    one head has the embedding's weight.
-    """
+    """Tokens [B, T] -> logits of masked tokens (a tied head) and of the next sentence."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -230,7 +227,7 @@ class BERT(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """With fewer heads of keys and values than of queries."""
+    """Attention with fewer heads of keys and values than of queries."""
 
     def __init__(self, shape: Mixture, *, bias: bool) -> None:
         super().__init__()
@@ -269,7 +266,7 @@ class Experts(nn.Module):
 
 
 class LyingExperts(nn.Module):
-    """The same [E, I, O], with biases, as GPT-OSS's."""
+    """Experts stacked as [E, I, O], with biases, as GPT-OSS has them."""
 
     def __init__(self, shape: Mixture) -> None:
         super().__init__()

@@ -262,10 +262,7 @@ def measure_together(options: argparse.Namespace, methods: Sequence[str], table:
 
 
 def expected_seconds(options: argparse.Namespace, table: Table, method: str) -> float:
-    """Guess how long a method takes from AdamW's step:
-
-    up to twice that, and half a minute to start.
-    """
+    """Guess how long a method takes: a start, and steps of up to twice AdamW's seconds."""
     steps = (options.periods + 1) * REFRESH + UPDATE
     return options.start_seconds + 2 * steps * (table.mean("AdamW") or 0.0)
 

@@ -1,7 +1,4 @@
-"""GPT-2's shape in plain torch, for training;
-
-``benchmarks.models`` has published shapes for estimates.
-"""
+"""GPT-2 in plain torch, for training. ``benchmarks.models`` has shapes for estimates."""
 
 import re
 from dataclasses import dataclass

@@ -28,10 +28,7 @@ JOB_OF_ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "
 
 
 def join() -> None:
-    """Start DeepSpeed in this process:
-
-    the launcher's job if there is one, else a job of one rank.
-    """
+    """Start DeepSpeed in this process, as a rank of the launcher's job or as the only rank."""
     warnings.simplefilter("ignore", FutureWarning)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

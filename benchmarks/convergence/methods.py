@@ -87,10 +87,7 @@ def kfacadamw(rate: float) -> Config:
 
 
 def kfacadamw_unrotated(rate: float) -> Config:
-    """KFACAdamW without curvature:
-
-    Adam's direction orthogonalized in the layer's own coordinates.
-    """
+    """KFACAdamW without curvature: orthogonalizes Adam's direction in the layer's coordinates."""
     return {**kfacadamw(rate), "kfac": {**INTERVALS, "adam": {"rotate": False}}}
 
 

@@ -97,10 +97,7 @@ class Run:
         return [{**row, "error": 1 - row["held_out_accuracy"]} for row in evaluated]
 
     def packed(self) -> list[Row]:
-        """Rows that are kept:
-
-        all of a final run; of the sweep the first, first evaluated, best, last.
-        """
+        """Return the rows to keep: of a sweep the first, first evaluated, best and last."""
         if self.job.final:
             return self.rows
         evaluated = [row for row in self.rows if math.isfinite(row["held_out_loss"])]

@@ -280,10 +280,7 @@ METHODS_OF = {
         for name in ("cifar_resnet32", "cifar_resnet8")
     },
 }
-"""Methods that a task is trained by unless others are named, in order of worth;
-
-others: TEXT_METHODS.
-"""
+"""Methods of a task unless others are named, in order of worth; of other tasks TEXT_METHODS."""
 RATES_OF = {
     "digits": {"adamw": [5e-3, 1e-2, 2e-2, 4e-2], "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2]},
     "cifar_resnet32": {"kfacadamw": [1.25e-3, 2.5e-3, 5e-3]},

@@ -1,7 +1,4 @@
-"""What is measured on several ranks:
-
-models, strategies and wire formats; and kfac-pytorch's figures.
-"""
+"""Models, strategies and wire formats that are measured, and kfac-pytorch's figures."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -167,7 +167,8 @@ class Measuring:
             made = make()
         except Exception as problem:
             print(f"a case could not be made: {first_line(problem)}", flush=True)
-            self.add([{"op": "not made", "size": "", "kind": "op", "problem": first_line(problem)}])
+            row = {"op": "not made", "size": "", "kind": "op", "implementation": ""}
+            self.add([row | {"problem": first_line(problem)}])
             return
         for case in made:
             if (case.op, case.size) not in self.known:  # models share shapes

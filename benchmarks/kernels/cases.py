@@ -79,7 +79,7 @@ def product(x_ND: Tensor) -> Tensor:
 
 
 def product_tf32(x_ND: Tensor) -> Tensor:
-    """The same of fp32 rows, rounded to TF32."""
+    """X^T X of fp32 rows by the library, rounded to TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

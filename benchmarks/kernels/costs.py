@@ -31,7 +31,7 @@ FIELDS = tuple(
     """.split()
 )
 ROWS, SIDE = 4096, 1024
-"""Of the second moment that is timed."""
+"""Rows and side of the second moment that is timed."""
 
 
 def measured(settings: Settings, seconds: float) -> dict[str, Any]:

@@ -44,10 +44,7 @@ def _rounded(value: Any) -> Any:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown:
-
-    a row per op, size and implementation, with its speed over each baseline of the same run.
-    """
+    """Return markdown: implementations with their speed over each baseline of the same run."""
     lines = [
         "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline "
         "| speed over the library |",
@@ -96,9 +93,9 @@ in a cache. A result that is not equal to float64's has no speed.
 
 
 def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
-    """FLOP/s over FLOPs per byte, filled our ops, hollow the library;
+    """Draw FLOP/s over FLOPs per byte: our ops filled, the library hollow.
 
-    ops without FLOPs as if one per element moved.
+    Ops without FLOPs count as one for each element moved.
     """
     import matplotlib
 

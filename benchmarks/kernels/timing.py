@@ -57,7 +57,7 @@ class Clock:
         self.flush = torch.zeros(CACHE_BYTES // 4, device=device) if self.cuda else None
 
     def once(self, function: Callable[[], Any], queueing: float = 0.0) -> float:
-        """Seconds of one call.
+        """Return the seconds of one call.
 
         Args:
             queueing: seconds that the host needs to queue it.
@@ -77,10 +77,7 @@ class Clock:
         return start_event.elapsed_time(end_event) / 1000
 
     def queueing(self, function: Callable[[], Any]) -> float:
-        """Seconds that the host needs to queue a call:
-
-        the least of three, with nothing else in the queue.
-        """
+        """Return the seconds that the host needs to queue a call, the least of three tries."""
         if not self.cuda:
             return 0.0
         found = []
