@@ -52,7 +52,7 @@ LONGEST = (
     "examples/test_train_gpt.py", "deepspeed/test_stacks.py", "deepspeed/test_features.py", "deepspeed/test_memory.py",
     "deepspeed/test_inverse.py", "integrations/test_startup.py", "deepspeed/test_autoep.py", "deepspeed/test_spikes.py",
     "deepspeed/test_seam.py", "deepspeed/test_communication.py", "benchmarks/test_gpu_script.py",
-    "campaign/test_processors.py", "campaign/test_mutant_runs.py", "benchmarks/test_gpu_lm.py", "gpu/test_shared.py",
+    "campaign/test_processors.py", "campaign/test_mutant_runs.py", "benchmarks/test_step.py", "gpu/test_shared.py",
     "zero/test_seam.py",
 )  # fmt: skip
 """Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of them last works on

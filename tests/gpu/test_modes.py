@@ -18,9 +18,7 @@ def test_no_mode_is_left_out_and_equal_references_share_a_process():
     hands = modes.dealt(modes.all_cases(), processes=3)
     cases = [case for hand in hands for case in hand]
     assert len(cases) == len(set(cases))
-    assert {name for name, _ in cases} == {
-        mode.name for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST
-    }
+    assert {name for name, _ in cases} == {mode.name for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}
     owner: dict[tuple[str, int], int] = {}
     for number, hand in enumerate(hands[:3]):
         for name, accumulation in hand:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.integrations.coverage.architectures import Architecture, at_full_size
 from ds_kfac.config.keys import parse
 from ds_kfac.directions.table import rule_in
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share_of
+from tests.integrations.coverage.architectures import Architecture, at_full_size
 
 STEPS = 8
 STAGES = (0, 2)
