@@ -78,7 +78,7 @@ main() {
     images)
         if [ -n "$rehearse" ]; then
             convergence final --tasks digits --steps 4 --seeds 0 --methods sgd kfac_nesterov kfacadamw \
-                --rates sgd=0.4 kfac_nesterov=0.8 kfacadamw=5e-3 "$@"
+                --rates sgd=0.1 kfac_nesterov=0.1 kfacadamw=2e-3 "$@"
         elif [ -z "${DATA:-}" ]; then
             echo "left out: all of it, as DATA names no data set" && return 2
         else

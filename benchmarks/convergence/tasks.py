@@ -282,7 +282,13 @@ METHODS_OF = {
 }
 """Methods of a task unless others are named, in order of worth; of other tasks TEXT_METHODS."""
 RATES_OF = {
-    "digits": {"adamw": [5e-3, 1e-2, 2e-2, 4e-2], "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2]},
+    "digits": {
+        "sgd": [0.1, 0.2, 0.4, 0.8],
+        "adamw": [5e-3, 1e-2, 2e-2, 4e-2],
+        "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
+        "kfac_relative": [0.25, 0.5, 1.0, 2.0],
+        "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
+    },
     "cifar_resnet32": {"kfacadamw": [1.25e-3, 2.5e-3, 5e-3]},
     "gpt2_small": {"adamw_decay_0.1": [1e-3, 2e-3, 4e-3], "kfacadamw_decay_1": [2e-3, 4e-3, 8e-3]},
 }
