@@ -134,5 +134,7 @@ def test_a_spike_does_not_stall_the_kfac_gradient():
             # each layer's G, on whichever rank it is averaged, and EKFAC's second moment, which is
             # of clipped gradients
             assert limited == expected, (name, eigenvalues)
-            ratios = [after / before for before, after in zip(usual, spiked, strict=True)]
-            assert all(0.5 < ratio < 2 for ratio in ratios), (name, eigenvalues, ratios)
+            # Without the limit the weights move 0.01 to 0.07 as far in these ten steps; with it 0.9
+            # to 1.7.
+            ratio = sum(spiked) / sum(usual)
+            assert 1 / 3 < ratio < 3, (name, eigenvalues, ratio)
