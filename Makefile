@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 RANKS ?= 2
 STEPS ?= 300
-PARTS ?= A B C D E
+CALLS ?= modes step lm kernels
 WORKERS ?= 2
 
 # The environment's programs first (ninja among them), builds inside it, one thread a rank.
@@ -64,7 +64,7 @@ scale: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed $(ARGS)
 
 gpu: $(STAMP)
-	for part in $(PARTS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$part || failed=1; done; exit $$failed
+	for call in $(CALLS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$call || failed=1; done; exit $$failed
 
 # tests of what lies around the package, and the campaign's: a target of their own. That every mutant can still be made is
 # known in seconds, and stays with the others.

@@ -1,4 +1,4 @@
-"""What K-FAC keeps on a rank, measured."""
+"""Measure the state that K-FAC keeps on a rank."""
 
 from dataclasses import is_dataclass
 from typing import Any
@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def bytes_in(*kept: Any) -> int:
-    """Of the tensors in dataclasses and sequences, each once: a history's last value may be the
-    average itself."""
+    """Return the bytes of the tensors in dataclasses and sequences, each tensor once.
+
+    A history's last value may be the average itself.
+    """
     found, left = dict[int, int](), list(kept)
     while left:
         x = left.pop()

@@ -1,10 +1,9 @@
-"""GPT-2, BERT, Llama, GPT-OSS and Qwen3-MoE as far as K-FAC sees them: every layer at its published
-shape, in plain torch.
+"""GPT-2, BERT, Llama, GPT-OSS and Qwen3-MoE at their published shapes, in plain torch.
 
     python -m ds_kfac estimate --model benchmarks.models:gpt2_xl --world 64
 
-For estimates on the meta device, not for training: no dropout, no rotary positions, no
-initialisation.
+For estimates on the meta device, not for training: they have no dropout, rotary positions
+or initialisation.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer; ``inner`` is the width between the two (Llama: three) layers of its MLP."""
+    """Shape of a transformer; ``inner`` is the width inside its MLP."""
 
     blocks: int
     width: int
@@ -28,9 +27,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Mixture(Shape):
-    """Of a transformer with mixtures of experts; ``inner`` is an expert's. ``head`` is the width of
-    one, ``heads`` are those of queries, ``grouped`` those of keys and values; each token takes
-    ``top`` of the ``experts``."""
+    """Shape of a transformer with mixtures of experts.
+
+    Attributes:
+        inner: width between the layers of an expert.
+        head: width of a head; ``heads`` counts those of queries.
+        grouped: number of heads of keys and values.
+        top: number of the ``experts`` that a token takes.
+    """
 
     head: int
     grouped: int
@@ -59,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, *, causal: bool) -> Tens
 
 
 class Attention(nn.Module):
-    """With separate projections."""
+    """Attention with separate projections."""
 
     def __init__(self, shape: Shape, *, bias: bool, causal: bool) -> None:
         super().__init__()
@@ -75,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """With one projection for q, k and v."""
+    """Attention with one projection for q, k and v."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -196,8 +200,7 @@ class PostNormBlock(nn.Module):
 
 
 class BERT(nn.Module):
-    """Tokens [B, T] -> logits of masked tokens and of the next sentence; one head has the
-    embedding's weight."""
+    """Tokens [B, T] -> logits of masked tokens (a tied head) and of the next sentence."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class BERT(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """With fewer heads of keys and values than of queries."""
+    """Attention with fewer heads of keys and values than of queries."""
 
     def __init__(self, shape: Mixture, *, bias: bool) -> None:
         super().__init__()
@@ -263,7 +266,7 @@ class Experts(nn.Module):
 
 
 class LyingExperts(nn.Module):
-    """The same [E, I, O], with biases, as GPT-OSS's."""
+    """Experts stacked as [E, I, O], with biases, as GPT-OSS has them."""
 
     def __init__(self, shape: Mixture) -> None:
         super().__init__()

@@ -10,6 +10,4 @@ DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --w
 "$PYTHON" -m pip download --quiet --dest "$folder" --only-binary=:all: --python-version "$version" --implementation cp \
     --abi "cp$version" --abi abi3 --abi none --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform any \
     "pydantic>=2.7" hjson msgpack py-cpuinfo einops psutil tqdm packaging pytest ninja
-# SOAP, of gpu.sh F; by itself, or torch would come with it
-"$PYTHON" -m pip download --quiet --dest "$folder" --only-binary=:all: --no-deps "pytorch-optimizer>=4.1,<5"
 du -sh "$folder"

@@ -66,7 +66,7 @@ LONGEST = (
     "benchmarks/test_gpu_script.py",
     "campaign/test_processors.py",
     "campaign/test_mutant_runs.py",
-    "benchmarks/test_gpu_lm.py",
+    "benchmarks/test_step.py",
     "gpu/test_shared.py",
     "zero/test_seam.py",
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moving
 from ds_kfac.config.keys import parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.table import rule_in
@@ -144,12 +143,3 @@ def test_what_is_far_from_every_recipe_is_said(kind, given, title, values):
 @pytest.mark.parametrize("given", [("AdamW", 10.0, 0.0), ("KFACAdamW", 0.0, 0.0)])
 def test_without_a_recipe_or_a_rate_nothing_is_said(given):
     assert said(WORDS, *given) == said(None, "KFACAdamW", 10.0, 0.0) == []
-
-
-def test_the_runs_that_move_have_the_settings_of_the_page_that_shows_them():
-    page = (ROOT / "docs/howto/resume_and_move.md").read_text()
-    shown = re.findall(r'"optimizer": (\{"type": "\w+",\s+"params": \{.*?\}\})', page)
-    own = [moving.config_of(kind, moves=False)["optimizer"] for kind in moving.KINDS]
-    assert [{**each, "params": {k: each["params"][k] for k in SHARED}} for each in own] == list(
-        map(json.loads, shown)
-    )

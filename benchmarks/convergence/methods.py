@@ -1,88 +1,40 @@
-"""The optimizers of the convergence benchmark: name -> learning rate -> their part of a DeepSpeed
-config.
+"""The optimizers that the training benchmarks compare.
 
-A method is a function, a line in ``METHODS`` and a line in ``RATES``. The learning rate is the peak
-of one schedule that all share: 7 % linear warmup, then a cosine down to a hundredth.
+A method is a function from a learning rate to its part of a DeepSpeed config. To add one, write the
+function and add a line to ``METHODS`` and to ``RATES``. All methods share one schedule, whose peak
+is the learning rate: 7 % linear warmup, then a cosine down to a hundredth.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+Config = dict[str, Any]
+Method = Callable[[float], Config]
+
+TABLE_RATIO = "table ratio"
+"""Config key: learning rate of the token table divided by that of the other parameters."""
+
+ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+MUON_ADAM_RATIO = 0.5
+"""``adam_lr`` / ``muon_lr`` of Muon: better than 0.2 on gpt_small."""
+WARMUP_PART, LAST_RATIO = 0.07, 0.01
 INTERVALS = {
     "factor": {"update_interval": 10},
     "eigenbasis": {"refresh_interval": 50},
     "burn_in": {"steps": 50},
 }
-KFAC_FOR_SGD = {**INTERVALS}
-KFAC_FOR_ADAMW = {**INTERVALS}
-KFAC_FOR_KFACADAMW = {**INTERVALS}
-KFAC_FOR_IMAGES = {
-    **INTERVALS,
-    "damping": {"kind": "tikhonov", "value": 1e-3},
-    "preconditioner": {"kl_clip": 0.01},
-}
-VARIATIONS = {
-    "plain": {
-        "factor": {"update_interval": 10, "fisher": "empirical"},
-        "adam": {"except_layers": [".*"]},
-    },
-    "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
-    "unrotated": {"adam": {"rotate": False}},
-    "unwhitened": {"adam": {"whiten": 0.0}},
-    "fused": {"adam": {"blocks": {".*": 1}}},
-    "heads": {"adam": {"blocks": {"qkv": 12}}},
-    "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
-    "no_burn_in": {"burn_in": {"steps": 0}},
-    "i20": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 100}},
-    "i20_40": {"factor": {"update_interval": 20}, "eigenbasis": {"refresh_interval": 40}},
-}
-"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and
-G (with Nesterov's momentum). unrotated: no curvature at all, orthogonalized Adam in the layers' own
-coordinates. fused: queries, keys and values are one matrix, as is a gate with what it gates. heads:
-each head's queries, keys and values by themselves. i20, i20_40: factors every 20 and eigenbases
-every 100 or 40 steps."""
-KFAC_ADAMW_VARIATIONS = {
-    "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
-}
-"""K-FAC's gradient into AdamW, with one thing changed."""
-
-DECAYS = 0.1, 0.3, 1.0, 3.0
-"""Weight decays of the methods ``<method>_decay_<number>``; all others have 0.01."""
-DECAYED = ["adamw", "muon", "kfacadamw", "kfacadamw_unrotated"]
-
-RAMP = "ramp"
-"""Key for the parts of the bytes after which a batch doubles."""
-RAMPED = ["adamw", "kfacadamw", "kfacadamw_decay_1", "kfacadamw_unrotated_decay_1"]
-RAMP_AT = 0.2, 0.4
-"""Those of the methods ``<method>_ramp``, to 4 times the batch."""
-
-ADAM_RATIOS = 1, 2
-"""adam_lr / lr of the methods ``<method>_adam_<number>``; all others have 8, the default."""
-TRAINED = ["kfacadamw", "kfacadamw_unrotated"]
-
-CLIENT = "client"
-"""Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is
-given as an object."""
-TABLE_RATE = "rate of the bytes' table"
-"""Key for the rate of the embedding of bytes, as a part of what it would be."""
-ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
-MUON_ADAM_RATIO = 0.5
-"""Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on
-gpt_small."""
-WARMUP_PART, LAST_RATIO = 0.07, 0.01
 
 
-def adamw(rate: float) -> dict:
-    # torch's: DeepSpeed's own is compiled on a CPU, which takes minutes
-    return {
-        "optimizer": {"type": "AdamW", "params": {"lr": rate, **ADAM, "torch_adam": True}},
-        "gradient_clipping": 1.0,
-    }
+def adamw(rate: float) -> Config:
+    # torch_adam: DeepSpeed compiles its own AdamW on a CPU, which takes minutes.
+    params = {"lr": rate, **ADAM, "torch_adam": True}
+    return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 1.0}
 
 
-def muon(rate: float) -> dict:
+def muon(rate: float, adam_rate: float | None = None) -> Config:
     params = {
         "muon_lr": rate,
-        "adam_lr": MUON_ADAM_RATIO * rate,
+        "adam_lr": MUON_ADAM_RATIO * rate if adam_rate is None else adam_rate,
         "momentum": 0.95,
         **ADAM,
         "torch_adam": True,
@@ -90,223 +42,133 @@ def muon(rate: float) -> dict:
     return {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 1.0}
 
 
-def kfac_sgd(rate: float) -> dict:
-    # no weight decay: at SGD's rates the same number would decay a hundred times as much; no
-    # clipping (DeepSpeed's default is 1): kl-clip bounds
-    params = {"lr": rate, "momentum": 0.9, "weight_decay": 0.0}
-    return {
-        "optimizer": {"type": "SGD", "params": params},
-        "gradient_clipping": 0.0,
-        "kfac": KFAC_FOR_SGD,
-    }
+def muon_gpt2(rate: float) -> Config:
+    """Muon with the rate of heads and tables that was tuned in public for GPT-2 small."""
+    return muon(rate, adam_rate=0.004)
 
 
-def sgd(rate: float) -> dict:
-    params = {"lr": rate, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+def sgd(rate: float, nesterov: bool = True) -> Config:
+    params = {"lr": rate, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 5e-4}
     return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0}
 
 
-def kfac_nesterov(rate: float) -> dict:
-    return {**sgd(rate), "kfac": KFAC_FOR_IMAGES}
+def kfac_into_sgd(damping: Config) -> Method:
+    kfac = {**INTERVALS, "damping": damping, "preconditioner": {"kl_clip": 0.01}}
+    return lambda rate: {**sgd(rate), "kfac": kfac}
 
 
-def kfac_relative(rate: float) -> dict:
-    return {**sgd(rate), "kfac": {**KFAC_FOR_IMAGES, "damping": {"kind": "relative", "value": 1.0}}}
+def kfac_cnn(rate: float) -> Config:
+    """K-FAC into SGD with the settings of docs/howto/recipes.md for a ResNet."""
+    kfac = {"damping": {"kind": "tikhonov", "value": 3e-2}, "preconditioner": {"kl_clip": 1e-2}}
+    return {**sgd(rate), "kfac": kfac}
 
 
-def kfac_adamw(rate: float) -> dict:
-    return {**adamw(rate), "kfac": KFAC_FOR_ADAMW}
-
-
-def kfacadamw(rate: float) -> dict:
-    optimizer = {"type": "KFACAdamW", "params": {"lr": rate, **ADAM, "torch_adam": True}}
-    return {"optimizer": optimizer, "gradient_clipping": 1.0, "kfac": KFAC_FOR_KFACADAMW}
-
-
-def soap(rate: float) -> dict:
-    params = {"lr": rate, "betas": [0.95, 0.95], "precondition_frequency": 10, "weight_decay": 0.01}
-    return {CLIENT: ("SOAP", params), "gradient_clipping": 1.0}
-
-
-def shampoo(rate: float) -> dict:
-    # norms grafted from RMSProp, as in the AlgoPerf submission: its own are of no use to a rate
-    # that suits Adam
-    params = {
-        "lr": rate,
-        "betas": [0.9, 0.95],
-        "weight_decay": 0.01,
-        "decoupled_weight_decay": True,
-        "graft_type": 3,
-        "preconditioning_compute_steps": 10,
-        "start_preconditioning_step": 10,
-        "moving_average_for_momentum": True,
+def kfac_kaisa(rate: float) -> Config:
+    """K-FAC into SGD as kfac-pytorch's examples have it, with the intervals of KAISA's ImageNet."""
+    kfac = {
+        "factor": {"update_interval": 10, "decay": 0.95, "fisher": "empirical", "rows": "all"},
+        "eigenbasis": {"refresh_interval": 100},
+        "burn_in": {"steps": 0},
+        "damping": {"kind": "tikhonov", "value": 1e-3},
+        "preconditioner": {"kl_clip": 1e-3, "eigenvalues": "kronecker"},
     }
-    return {CLIENT: ("ScalableShampoo", params), "gradient_clipping": 1.0}
+    return {**sgd(rate, nesterov=False), "kfac": kfac}
 
 
-def muon_filters(rate: float) -> dict:
-    """A package's: DeepSpeed's Muon fails at filters. Theirs are matrices [O, I k k]; sizes as in
-    Moonlight."""
-    params = {
-        "lr": rate,
-        "adamw_lr": MUON_ADAM_RATIO * rate,
-        "weight_decay": 0.01,
-        "use_adjusted_lr": True,
-    }
-    return {CLIENT: ("Muon", params), "gradient_clipping": 1.0}
+def kfac_adamw(rate: float) -> Config:
+    """K-FAC's gradient into AdamW."""
+    return {**adamw(rate), "kfac": INTERVALS}
 
 
-def varied(name: str) -> Callable[[float], dict]:
-    """A method ``kfacadamw_<name>``."""
-    return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
+def kfacadamw(rate: float) -> Config:
+    params = {"lr": rate, **ADAM, "torch_adam": True}
+    optimizer = {"type": "KFACAdamW", "params": params}
+    return {"optimizer": optimizer, "gradient_clipping": 1.0, "kfac": INTERVALS}
 
 
-def table_at(method: str, ratio: float) -> Callable[[float], dict]:
-    """A method whose bytes' embeddings have ``ratio`` times the rate that they would have.
-    ``<method>_slow_table``: a quarter of adam_lr, so 2 lr."""
-    return lambda rate: {**METHODS[method](rate), TABLE_RATE: ratio}
+def kfacadamw_unrotated(rate: float) -> Config:
+    """KFACAdamW without curvature: orthogonalizes Adam's direction in the layer's coordinates."""
+    return {**kfacadamw(rate), "kfac": {**INTERVALS, "adam": {"rotate": False}}}
 
 
-def decayed(method: str, decay: float) -> Callable[[float], dict]:
-    """A method ``<method>_decay_<number>``."""
-
-    def config(rate: float) -> dict:
-        found = METHODS[method](rate)
-        optimizer = found["optimizer"]
-        return {
-            **found,
-            "optimizer": {**optimizer, "params": {**optimizer["params"], "weight_decay": decay}},
-        }
-
-    return config
-
-
-def slow_adam(method: str, ratio: float) -> Callable[[float], dict]:
-    """A method ``<method>_adam_<number>``."""
-
-    def config(rate: float) -> dict:
-        found = METHODS[method](rate)
-        params = {**found["optimizer"]["params"], "adam_lr": ratio * rate}
+def with_decay(method: Method, decay: float) -> Method:
+    def config(rate: float) -> Config:
+        found = method(rate)
+        params = {**found["optimizer"]["params"], "weight_decay": decay}
         return {**found, "optimizer": {**found["optimizer"], "params": params}}
 
     return config
 
 
-def ramped(method: str) -> Callable[[float], dict]:
-    """A method ``<method>_ramp``."""
-    return lambda rate: {**METHODS[method](rate), RAMP: list(RAMP_AT)}
-
-
-def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
-    """K-FAC's gradient into AdamW, with one thing changed."""
-    return lambda rate: {**adamw(rate), "kfac": {**KFAC_FOR_ADAMW, **blocks}}
-
-
-METHODS: dict[str, Callable[[float], dict]] = {
+DECAYS = 0.1, 1.0, 3.0
+"""Weight decays of the methods ``<method>_decay_<number>``; the others have 0.01."""
+DECAYED = {
     "adamw": adamw,
     "muon": muon,
-    "kfac_sgd": kfac_sgd,
+    "kfacadamw": kfacadamw,
+    "kfacadamw_unrotated": kfacadamw_unrotated,
+}
+METHODS: dict[str, Method] = {
+    "adamw": adamw,
+    "adamw_table8": lambda rate: {**adamw(rate), TABLE_RATIO: 8.0},
+    "muon": muon,
+    "muon_gpt2": with_decay(muon_gpt2, 0.05),
+    "sgd": sgd,
+    "kfac_nesterov": kfac_into_sgd({"kind": "tikhonov", "value": 1e-3}),
+    "kfac_relative": kfac_into_sgd({"kind": "relative", "value": 1.0}),
+    "kfac_cnn": kfac_cnn,
+    "kfac_kaisa": kfac_kaisa,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
-    "muon_filters": muon_filters,
-    "soap": soap,
-    "shampoo": shampoo,
-    "sgd": sgd,
-    "kfac_nesterov": kfac_nesterov,
-    "kfac_relative": kfac_relative,
-    **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
+    "kfacadamw_unrotated": kfacadamw_unrotated,
     **{
-        f"kfac_adamw_{name}": kfac_adamw_varied(**blocks)
-        for name, blocks in KFAC_ADAMW_VARIATIONS.items()
+        f"{name}_decay_{decay:g}": with_decay(method, decay)
+        for name, method in DECAYED.items()
+        for decay in DECAYS
     },
-    **{f"{name}_slow_table": table_at(name, 0.25) for name in ("kfacadamw", "kfacadamw_unrotated")},
-    "adamw_table8": table_at("adamw", 8.0),
-    **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
-    **{f"{name}_ramp": ramped(name) for name in RAMPED},
-    **{f"{name}_adam_{ratio}": slow_adam(name, ratio) for name in TRAINED for ratio in ADAM_RATIOS},
 }
 
-DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
-"""For texts; the others show what a part of KFACAdamW is worth."""
-IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative", "kfacadamw"]
-
-REWARD_METHODS = [
-    "adamw",
-    "muon",
-    "soap",
-    "kfac_sgd",
-    "kfac_adamw",
-    "kfacadamw",
-    "kfacadamw_unrotated",
-]
-"""Those with adam_lr at lr were worse in brackets."""
-AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
-
+ADAM_RATES = [5e-4, 1e-3, 2e-3, 4e-3]
+SGD_RATES = [0.4, 0.8, 1.6]
 RATES: dict[str, list[float]] = {
     "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3],
+    "adamw_table8": ADAM_RATES,
     "muon": [0.01, 0.02, 0.04, 0.08],
-    "kfac_sgd": [0.1, 0.2, 0.4, 0.8],
-    "kfac_adamw": [5e-4, 1e-3, 2e-3, 4e-3],
-    "kfacadamw": [5e-4, 1e-3, 2e-3, 4e-3],
-    "muon_filters": [0.02, 0.04, 0.08, 0.16],
-    "soap": [2e-3, 4e-3, 8e-3, 1.6e-2],
-    "shampoo": [2e-3, 4e-3, 8e-3, 1.6e-2],
-    "sgd": [0.1, 0.2, 0.4, 0.8],
-    "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
-    "kfac_relative": [0.25, 0.5, 1.0, 2.0],
-    **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
-    **{
-        f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3]
-        for name in ("kfacadamw", "kfacadamw_unrotated")
-    },
-    "adamw_table8": [5e-4, 1e-3, 2e-3, 4e-3],
-    **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
+    "muon_gpt2": [0.00625, 0.0125, 0.025],
+    "sgd": SGD_RATES,
+    "kfac_nesterov": SGD_RATES,
+    "kfac_relative": SGD_RATES,
+    "kfac_cnn": SGD_RATES,
+    "kfac_kaisa": SGD_RATES,
+    "kfac_adamw": ADAM_RATES,
+    "kfacadamw": ADAM_RATES,
+    "kfacadamw_unrotated": ADAM_RATES,
 }
-"""Where a sweep starts; it extends itself while the best is at an edge."""
+"""Where a sweep starts; it goes on while the best rate is at an edge."""
 RATES |= {f"{name}_decay_{decay:g}": RATES[name] for name in DECAYED for decay in DECAYS}
-RATES |= {f"{name}_ramp": RATES[name] for name in RAMPED}
-RATES |= {f"{name}_adam_{ratio}": RATES[name] for name in TRAINED for ratio in ADAM_RATIOS}
-IMAGE_RATES = {
-    **RATES,
-    "adamw": [5e-3, 1e-2, 2e-2, 4e-2],
-    "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
-}
-AUTOENCODER_RATES = {
-    **RATES,
-    "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
-    "sgd": [0.01, 0.02, 0.04, 0.08],
-    "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
-}
-REWARD_RATES = {
-    **RATES,
-    "adamw": [3e-4, 5e-4, 1e-3, 2e-3, 3e-3],
-    "muon": [1e-3, 2e-3, 3e-3, 5e-3, 1e-2],
-    "soap": [3e-4, 1e-3, 3e-3],
-    "kfac_sgd": [0.003, 0.01, 0.03],
-    "kfac_adamw": [3e-4, 1e-3, 3e-3],
-    **{name: [1e-4, 2e-4, 3e-4, 5e-4, 1e-3] for name in TRAINED},
-    **{f"{name}_adam_{ratio}": [3e-4, 1e-3, 3e-3] for name in TRAINED for ratio in ADAM_RATIOS},
-}
 
 
-def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: int) -> dict:
-    """The whole config of a run: fp32, one micro-batch a step."""
+def deepspeed_config(method: str, rate: float, task: Any, steps: int) -> Config:
+    """Return the config of a run, in which ``TABLE_RATIO`` is not for DeepSpeed."""
     schedule = {
         "total_num_steps": steps,
         "warmup_num_steps": max(2, round(WARMUP_PART * steps)),
-        # DeepSpeed's default is a logarithm, nearly at the peak after a few steps
-        "warmup_type": "linear",
+        "warmup_type": "linear",  # DeepSpeed's default is nearly at the peak after a few steps
         "warmup_min_ratio": LAST_RATIO,
         "cos_min_ratio": LAST_RATIO,
     }
-    own = METHODS[method](rate)
-    if stage and own.get("optimizer", {}).get("type") == "Muon":
-        # DeepSpeed would clip orthogonalized updates, see docs/howto/switch.md
-        own["gradient_clipping"] = 0.0
-    return {
-        "train_micro_batch_size_per_gpu": rows,
+    config = {
+        "train_micro_batch_size_per_gpu": task.rows,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": 0},
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
-        **own,
+        **task.engine,
+        **METHODS[method](rate),
     }
+    if task.micro_batches > 1:
+        config["gradient_accumulation_steps"] = task.micro_batches
+    is_muon = config.get("optimizer", {}).get("type") == "Muon"
+    if is_muon and config["zero_optimization"]["stage"]:
+        # At stages 1 to 3 DeepSpeed clips Muon's updates, not its gradients (docs/howto/switch.md).
+        config["gradient_clipping"] = 0.0
+    return config

@@ -1,9 +1,7 @@
-"""Bytes, collectives and state of one case, measured on every rank: of a plain, an update and a
-refresh step."""
+"""Bytes, collectives and K-FAC state of a case, measured on every rank."""
 
 import contextlib
 import gc
-import io
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,41 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.distributed.cases import MODELS, UPDATE, Case
-from benchmarks.distributed.plan import planned_traffic
+from benchmarks.convergence import loop
+from benchmarks.distributed.cases import UPDATE, Case, gelu_gpt
 from benchmarks.held import nbytes_of
 from examples.gpt import VOCABULARY, GPTConfig
 
 STEPS = {"refresh": 0, "plain": 1, "update": UPDATE}
-"""Which step is measured as what: step 0 does all that a refresh step does."""
+"""Kind of step -> the step that is measured: step 0 does all that a refreshing step does."""
 TOKENS = 16
-"""Of a rank and step; bytes do not depend on them."""
-COLLECTIVES = (
-    "all_to_all_single",
-    "all_reduce",
-    "all_gather_into_tensor",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "all_gather",
-    "reduce",
-    "all_to_all",
+"""Tokens of a rank in a step; bytes do not depend on them."""
+COLLECTIVES = tuple(
+    """
+    all_to_all_single all_reduce all_gather_into_tensor broadcast reduce_scatter_tensor
+    all_gather reduce all_to_all
+    """.split()
 )
 
 
 def build(case: Case, model: GPTConfig, rows: int) -> Any:
-    """An engine of the case, silently; the same weights on every rank."""
-    import ds_kfac
-
+    """Return an engine of the case, with the same weights on every rank."""
     torch.manual_seed(0)
-    module = MODELS[case.model](model)
-    with contextlib.redirect_stdout(io.StringIO()), case.chosen():
-        return ds_kfac.initialize(
-            model=module, model_parameters=module.parameters(), config=case.config(rows)
-        )[0]
+    with case.chosen():
+        return loop.build(gelu_gpt(model), case.config(rows))
 
 
 def train_step(engine: Any, rows: int, tokens: int, step: int) -> None:
-    """On random bytes [rows, tokens], others on every rank."""
+    """Train on random bytes [rows, tokens], other ones on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     x = torch.randint(VOCABULARY, (rows, tokens), generator=generator)
     engine.backward(engine(x, x.roll(-1, 1)))
@@ -53,8 +42,12 @@ def train_step(engine: Any, rows: int, tokens: int, step: int) -> None:
 
 
 class Wrapped:
-    """What torch.distributed is asked to do in one group: calls, and bytes that leave and reach
-    this rank."""
+    """Counts what torch.distributed is asked to do in a group.
+
+    Attributes:
+        calls: number of calls of each collective.
+        bytes: bytes that leave this rank, and that reach it.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -87,40 +80,33 @@ class Wrapped:
         self, output, input, output_split_sizes=None, input_split_sizes=None, **_: Any
     ) -> None:
         rank = dist.get_rank(self.group)
-        for place, (tensor, sizes) in enumerate(
-            ((input, input_split_sizes), (output, output_split_sizes))
-        ):
+        both = ((input, input_split_sizes), (output, output_split_sizes))
+        for place, (tensor, sizes) in enumerate(both):
             self.bytes[place] += tensor.element_size() * (sum(sizes) - sizes[rank])
 
 
 def measure_bytes(cases: list[Case], model: GPTConfig) -> list[dict[str, Any]]:
-    """Of each case, this rank's row; runs on every rank."""
+    """Return this rank's row of each case; runs on every rank."""
     return [_measure(case, model) for case in cases]
 
 
 def _measure(case: Case, model: GPTConfig) -> dict[str, Any]:
     engine = build(case, model, 1)
     kfac = engine.kfac.preconditioner
-    row: dict[str, Any] = {
-        "parameters": sum(p.ds_numel if case.stage == 3 else p.numel() for p in engine.parameters())
-    }
+    sizes = (p.ds_numel if case.stage == 3 else p.numel() for p in engine.parameters())
+    row: dict[str, Any] = {"parameters": sum(sizes)}
     row["gradient"] = sum(layer.numel for layer in kfac.layers)
     for step in range(max(STEPS.values()) + 1):
         wrapped, before = Wrapped(kfac.channel.group), snapshot(kfac.channel)
         with wrapped.counting():
             train_step(engine, 1, TOKENS, step)
-        for name, at in STEPS.items():
+        for kind, at in STEPS.items():
             if at == step:
-                row[name] = difference(snapshot(kfac.channel), before)
-                row[name]["wire"] = wrapped.bytes
-                row[name]["wrapped_calls"] = dict(wrapped.calls)
+                row[kind] = difference(snapshot(kfac.channel), before)
+                row[kind]["wire"] = wrapped.bytes
+                row[kind]["wrapped_calls"] = dict(wrapped.calls)
     row["state"], row["adam"] = nbytes_of(kfac)
     row["planned_state"] = kfac.plan.assignment.memory[kfac.rank]
-    flows = planned_traffic(kfac.plan, kfac.layout.shards)
-    row["planned"] = {
-        kind: (flow.sent[kfac.rank], flow.received[kfac.rank]) for kind, flow in flows.items()
-    }
-    row["imbalance"] = kfac.plan.assignment.imbalance
     kfac.close()
     engine.destroy()
     gc.collect()

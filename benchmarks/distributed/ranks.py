@@ -1,5 +1,4 @@
-"""Ranks of the distributed benchmark: processes on this machine that talk over gloo, one thread
-each."""
+"""Ranks of the distributed benchmark: processes that talk over gloo, one thread each."""
 
 import multiprocessing
 import os
@@ -13,15 +12,16 @@ from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = "benchmarks.distributed.preload"
-"""Importing DeepSpeed takes seconds, once is enough. Programs ask for it, not this module: tests
-have a server, too."""
+"""Importing DeepSpeed takes seconds, once is enough.
+
+Programs ask for it, not this module: tests have a server, too.
+"""
 
 
 def on_ranks(
     function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 3600
 ) -> list[Any]:
-    """Call ``function(*arguments)``, of a module, on ``world`` ranks; returns what it returned, by
-    rank.
+    """Call ``function(*arguments)`` on ``world`` ranks; return what it returned, by rank.
 
     Raises:
         RuntimeError: a rank died or did not finish in time; what it wrote is on stderr.
@@ -50,10 +50,8 @@ def on_ranks(
             }
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                raise RuntimeError(
-                    f"{function.__name__} on {world} ranks: {sorted(waiting.values())} after "
-                    f"{timeout} s"
-                )
+                late = f"ranks {sorted(waiting.values())} of {world} after {timeout} s"
+                raise RuntimeError(f"{function.__name__}: {late}")
             for receiver in ready:
                 rank = waiting[receiver]
                 try:
@@ -84,8 +82,9 @@ def _rank(
         import deepspeed
         import torch
 
-        # it would be compiled in every process
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # it would be compiled in every process
+        )
         deepspeed.utils.logger.setLevel("ERROR")
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo")
@@ -96,5 +95,6 @@ def _rank(
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # interpreter shutdown now and then aborts in gloo's threads, after all work is done
-    os._exit(0)
+    os._exit(
+        0
+    )  # interpreter shutdown now and then aborts in gloo's threads, after all work is done

@@ -1,5 +1,4 @@
-"""What is timed: an op on a model's shapes, what it must give, what the library offers instead, and
-its cost.
+"""What is timed: an op on a model's shapes, its result, the library's way, and the least cost.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a
 layer's matrix.
@@ -20,10 +19,11 @@ Op = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Attributes: nbytes, flops: the least that any implementation must move and compute. run:
-    calls an implementation on prepared tensors. error: (largest relative error of an
-    implementation, largest allowed), against float64; outputs start as NaN. baselines: name -> the
-    same with the library's functions.
+    """Attributes:
+    nbytes, flops: the least that any implementation must move and compute.
+    run: calls an implementation on prepared tensors.
+    error: (largest relative error of an implementation, largest allowed), against float64; outputs
+    start as NaN. baselines: name -> the same with the library's functions.
     """
 
     op: str
@@ -79,7 +79,7 @@ def product(x_ND: Tensor) -> Tensor:
 
 
 def product_tf32(x_ND: Tensor) -> Tensor:
-    """The same of fp32 rows, rounded to TF32."""
+    """X^T X of fp32 rows by the library, rounded to TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -89,9 +89,11 @@ def product_tf32(x_ND: Tensor) -> Tensor:
 
 
 def rounding(rows: int, dtype: torch.dtype) -> float:
-    """Relative error allowed of a second moment. Tensor cores add in fp32 but round toward zero, at
-    every 16 rows of a 16-bit product, by less than 2**-23 of the sum each and in one direction: an
-    H100 is off by up to 3.6e-5 at 8192."""
+    """Return the relative error that a second moment may have.
+
+    Tensor cores add in fp32 but round toward zero at every 16 rows of a 16-bit product, each time
+    by less than 2**-23 of the sum: an H100 is off by up to 3.6e-5 at 8192 rows.
+    """
     return 1e-5 if dtype == torch.float32 else max(1e-5, rows / 16 * 2**-23)
 
 
@@ -100,7 +102,7 @@ def syrk(settings: Settings, dim: int, *, masked: bool = False) -> Case:
 
     Args:
         masked: whether every fourth row does not count. The library's way is then to multiply a
-            masked copy.
+        masked copy.
     """
     x_ND = settings.normal(settings.rows, dim, dtype=settings.dtype)
     options: dict[str, Any] = {}

@@ -1,11 +1,9 @@
-"""Seconds of decompositions and products by size on this machine, for ``python -m ds_kfac estimate
---costs``.
+"""Measure the seconds of decompositions and products on this machine, by size.
 
-    python -m benchmarks.kernels.costs [--device cuda] [--max-dim 8192] [--seconds 0.2] --out
-    costs.json
+    python -m benchmarks.kernels.costs [--device cuda] [--max-dim 8192] --out costs.json
 
-Plans, and ``python -m ds_kfac estimate``, are then made from them. On a CPU with as many threads as
-it is started with.
+Plans, and ``python -m ds_kfac estimate --costs costs.json``, are then made from them. On a CPU it
+uses as many threads as it is started with.
 """
 
 import argparse
@@ -26,17 +24,14 @@ from ds_kfac.ops.functional import packed_numel
 
 DIMS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 PRODUCT_DIMS = (64, 128, 256, 512, 1024, 2048, 4096)
-FIELDS = (
-    "eigh_seconds",
-    "cholesky_seconds",
-    "product_flops",
-    "gemm_flops",
-    "syrk_flops",
-    "copy_bytes",
-    "call_seconds",
+FIELDS = tuple(
+    """
+    eigh_seconds cholesky_seconds product_flops gemm_flops syrk_flops copy_bytes
+    call_seconds
+    """.split()
 )
 ROWS, SIDE = 4096, 1024
-"""Of the second moment that is timed."""
+"""Rows and side of the second moment that is timed."""
 
 
 def measured(settings: Settings, seconds: float) -> dict[str, Any]:
@@ -66,8 +61,9 @@ def measured(settings: Settings, seconds: float) -> dict[str, Any]:
     )
     found["syrk_flops"] = ROWS * side * (side + 1) / time(lambda: syrk_accumulate_(sum_P, rows))
     x, one = torch.zeros(CACHE_BYTES // 4, device=device), torch.zeros(1, device=device)
-    # into new memory, as most of our passes
-    found["copy_bytes"] = 2 * x.nbytes / time(lambda: x * 0.5)
+    found["copy_bytes"] = (
+        2 * x.nbytes / time(lambda: x * 0.5)
+    )  # into new memory, as most of our passes
     found["call_seconds"] = time(lambda: one.mul_(0.5))
     return {name: found[name] for name in FIELDS}
 

@@ -8,29 +8,16 @@ from typing import Any
 from benchmarks.kernels.timing import Roofline
 
 Row = Mapping[str, Any]
-COLUMNS = (
-    "op",
-    "size",
-    "implementation",
-    "kind",
-    "median_ms",
-    "low_ms",
-    "high_ms",
-    "calls",
-    "gb_per_s",
-    "gflop_per_s",
-    "of_roofline",
-    "error",
-    "allowed",
-    "bytes",
-    "flops",
-    "problem",
+COLUMNS = tuple(
+    """
+    op size implementation kind median_ms low_ms high_ms calls gb_per_s gflop_per_s
+    of_roofline error allowed bytes flops problem
+    """.split()
 )
 
 
 class CsvFile:
-    """A table whose rows are in the file as soon as they are added: a run that is killed keeps what
-    it measured.
+    """A table whose rows are in the file as soon as they are added, so a killed run keeps them.
 
     Args:
         columns: others of a row are left out.
@@ -57,11 +44,10 @@ def _rounded(value: Any) -> Any:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a row per op, size and implementation, with its speed over each baseline of the
-    same run."""
+    """Return markdown: implementations with their speed over each baseline of the same run."""
     lines = [
-        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline | speed "
-        "over the library |",
+        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline "
+        "| speed over the library |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -80,8 +66,7 @@ def table(rows: Sequence[Row]) -> str:
         flops = f"{row['gflop_per_s']:.3g}" if row["flops"] else ""
         lines.append(
             f"{start} {row['median_ms']:.3g} | {row['low_ms']:.3g}..{row['high_ms']:.3g} | "
-            f"{row['gb_per_s']:.3g} | "
-            f"{flops} | {row['of_roofline']:.0%} | {faster} |"
+            f"{row['gb_per_s']:.3g} | {flops} | {row['of_roofline']:.0%} | {faster} |"
         )
     return "\n".join(lines)
 
@@ -92,12 +77,14 @@ def document(rows: Sequence[Row], roofline: Roofline, about: Mapping[str, str], 
     return f"""# Kernels on {name}
 
 {facts}
-- roofline of the same run: copy {roofline.bytes_per_second / 1e9:.1f} GB/s (read and write counted), product
+- roofline of the same run: copy {roofline.bytes_per_second / 1e9:.1f} GB/s (read and write
+counted), product
   {roofline.flops_per_second / 1e9:.0f} GFLOP/s in {roofline.dtype}
 
-Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any implementation needs: half of
-X^T X, every input read and every output written once. "Of the roofline" is the time the machine needs for those over
-the time taken; over 100 % the data was still in a cache. A result that is not equal to float64's has no speed.
+Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any
+implementation needs: half of X^T X, every input read and every output written once. "Of the
+roofline" is the time the machine needs for those over the time taken; over 100 % the data was still
+in a cache. A result that is not equal to float64's has no speed.
 
 ![roofline]({name}.png)
 
@@ -106,8 +93,10 @@ the time taken; over 100 % the data was still in a cache. A result that is not e
 
 
 def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
-    """FLOP/s over FLOPs per byte, filled our ops, hollow the library; ops without FLOPs as if one
-    per element moved."""
+    """Draw FLOP/s over FLOPs per byte: our ops filled, the library hollow.
+
+    Ops without FLOPs count as one for each element moved.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

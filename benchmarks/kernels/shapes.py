@@ -15,8 +15,7 @@ class Model:
     blocks: int
 
     def factors(self, blocks: int, max_dim: int) -> list[int]:
-        """Sides of all factors of the first blocks, as far as they are not larger than
-        ``max_dim``."""
+        """Sides of all factors of the first blocks, up to ``max_dim``."""
         return [dim for shape in self.gradients for dim in shape if dim <= max_dim] * min(
             blocks, self.blocks
         )
@@ -43,61 +42,8 @@ def _bert(name: str, width: int, blocks: int) -> Model:
 
 _LLAMA = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)
 _RESNET = (
-    *(
-        (64, 147),
-        (64, 64),
-        (64, 576),
-        (256, 64),
-        (64, 256),
-        (128, 256),
-        (128, 1152),
-        (512, 128),
-        (128, 512),
-    ),
-    *(
-        (256, 512),
-        (256, 2304),
-        (1024, 256),
-        (256, 1024),
-        (512, 1024),
-        (512, 4608),
-        (2048, 512),
-        (512, 2048),
-    ),
-    (1000, 2049),
-)
-# The U-Net of KAISA's experiments, 32 features; of a transposed convolution O counts the output's
-# patches.
-_UNET = (
-    *(
-        (32, 27),
-        (32, 288),
-        (64, 288),
-        (64, 576),
-        (128, 576),
-        (128, 1152),
-        (256, 1152),
-        (256, 2304),
-        (512, 2304),
-    ),
-    *(
-        (512, 4608),
-        (1024, 513),
-        (256, 4608),
-        (256, 2304),
-        (512, 257),
-        (128, 2304),
-        (128, 1152),
-        (256, 129),
-        (64, 1152),
-    ),
-    *((64, 576), (128, 65), (32, 576), (32, 288), (1, 33)),
-)
-# What RetinaNet has above its ResNet-50: the pyramid, two towers and their heads for 91 classes and
-# 9 anchors.
-_RETINANET = (
-    *((256, 513), (256, 1025), (256, 2049), *((256, 2305),) * 3, (256, 18433), (256, 2305)),
-    *(*((256, 2305),) * 8, (819, 2305), (36, 2305)),
+    *((64, 147), (64, 576), (256, 64), (128, 1152), (512, 128), (256, 2304), (1024, 256)),
+    *((512, 4608), (2048, 512), (1000, 2049)),
 )
 
 MODELS = {
@@ -108,6 +54,4 @@ MODELS = {
         "squares", tuple((dim, dim) for dim in (768, 1024, 1600, 2048, 4096, 6400, 8192)), 1
     ),
     "resnet50": Model("ResNet-50", _RESNET, 1),
-    "unet": Model("U-Net", _UNET, 1),
-    "retinanet": Model("RetinaNet's pyramid and heads", _RETINANET, 1),
 }

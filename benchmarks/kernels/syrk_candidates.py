@@ -1,5 +1,4 @@
-"""Configurations of the Triton SYRK that a sweep tries: those in use, and more for devices that
-have not been asked."""
+"""Configurations of the Triton SYRK: those in use, and more for devices that were not measured."""
 
 from dataclasses import replace
 

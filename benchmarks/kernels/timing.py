@@ -1,5 +1,4 @@
-"""Medians and spread of functions called in turn, and the roofline of the machine measured in the
-same run."""
+"""Medians and spread of functions called in turn, and the machine's roofline in the same run."""
 
 import statistics
 import time
@@ -58,7 +57,7 @@ class Clock:
         self.flush = torch.zeros(CACHE_BYTES // 4, device=device) if self.cuda else None
 
     def once(self, function: Callable[[], Any], queueing: float = 0.0) -> float:
-        """Seconds of one call.
+        """Return the seconds of one call.
 
         Args:
             queueing: seconds that the host needs to queue it.
@@ -78,8 +77,7 @@ class Clock:
         return start_event.elapsed_time(end_event) / 1000
 
     def queueing(self, function: Callable[[], Any]) -> float:
-        """Seconds that the host needs to queue a call: the least of three, with nothing else in the
-        queue."""
+        """Return the seconds that the host needs to queue a call, the least of three tries."""
         if not self.cuda:
             return 0.0
         found = []
@@ -94,8 +92,10 @@ class Clock:
     def compare(
         self, functions: Mapping[str, Callable[[], Any]], seconds: float
     ) -> dict[str, Times]:
-        """Each called in turn, so that noise hits all of them, for about ``seconds`` each, at least
-        5 times; at least twice where one call takes more than :data:`SLOW`."""
+        """Call the functions in turn, so that noise hits all of them, for ``seconds`` each.
+
+        Each is called at least 5 times; at least twice if a call takes more than :data:`SLOW`.
+        """
         first = {name: self.once(function) for name, function in functions.items()}
         least = 2 if max(first.values()) > SLOW else 5
         queueing = {

@@ -187,7 +187,7 @@ _CPU = CostModel(
     link_seconds=50e-6,
 )
 # measured: an H100 80GB HBM3, torch 2.11, TF32 products, by benchmarks/kernels/costs.py, and a
-# GPT-2-small step by benchmarks/step_gpu.py; not so the links, 200 Gbit/s between nodes and 1600
+# GPT-2-small step by benchmarks/step.py; not so the links, 200 Gbit/s between nodes and 1600
 # within
 _CUDA = CostModel(
     eigh_seconds=(

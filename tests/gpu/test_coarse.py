@@ -1,13 +1,15 @@
 """Every engine mode at a GPU's default precision, TF32 and fp16, within a bound that follows from
 these roundings."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from tests import oracle
 from tests.deepspeed.test_modes import check
 from tests.gpu.coarse import in_tf32, rounded_oracle
-from tests.gpu.test_modes import on_the_gpu
+from tests.gpu.modes import PROCESSES, all_cases, dealt
 from tests.ranks import run_alone
 
 TARGET = "tests.gpu.coarse:compare"
@@ -60,7 +62,11 @@ def test_fp32_is_within_the_bound_and_the_bound_holds_something():
 @pytest.mark.gpu
 @pytest.mark.distributed
 def test_every_engine_mode_is_within_the_bound_of_the_default_precision():
-    results = on_the_gpu(TARGET)
+    hands = dealt(all_cases(), PROCESSES)
+    results: dict = {}
+    with ThreadPoolExecutor(len(hands)) as pool:
+        for found in pool.map(lambda cases: run_alone(TARGET, device="cuda", payload=cases), hands):
+            results |= found
     for (name, accumulation), result in sorted(results.items()):
         print(
             f"{name} accumulation {accumulation}: {result['difference']:.2e} of "

@@ -64,9 +64,9 @@ def without(parameter, layer, block):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_blocks_of_known_models_are_those_of_their_code(name):
-    from benchmarks.coverage.architectures import architectures
-    from benchmarks.coverage.batches import batch_of
-    from benchmarks.coverage.tiny import tiny
+    from tests.integrations.coverage.architectures import architectures
+    from tests.integrations.coverage.batches import batch_of
+    from tests.integrations.coverage.tiny import tiny
 
     row = architectures()[name]
     torch.manual_seed(0)

@@ -1,15 +1,17 @@
-"""docs/reference/models.md says what benchmarks/results/coverage has, that meets its goals, and
-some rows are counted again."""
+"""The architectures of benchmarks/results/coverage are covered, and some of its rows are counted
+again."""
 
 import json
 
 import pytest
 
-from benchmarks.coverage.__main__ import train_phase
-from benchmarks.coverage.architectures import TIMM, Architecture
-from benchmarks.coverage.measure import STAGES, shares
-from benchmarks.coverage.report import CURVED, STEPPED, all_rows, report
-from tests.ranks import ROOT
+from tests.integrations.coverage.architectures import TIMM, Architecture
+from tests.integrations.coverage.measure import STAGES, shares
+from tests.ranks import ROOT, run_alone
+
+STEPPED, CURVED = 0.95, 0.9
+"""Least shares of a language model's matrix parameters: preconditioned, and preconditioned with
+curvature."""
 
 AGAIN = (
     "llama",
@@ -35,11 +37,6 @@ def found():
 @pytest.fixture
 def rows(found):
     return found["models"]
-
-
-def test_the_pages_are_those_of_the_results(found):
-    assert (ROOT / "docs/reference/models.md").read_text() == report(found)
-    assert (ROOT / "benchmarks/results/coverage/models.md").read_text() == all_rows(found)
 
 
 def test_every_kind_of_model_is_there(rows):
@@ -80,8 +77,9 @@ def test_a_row_is_what_is_counted_now(rows, name):
 def test_a_tiny_model_trains_as_its_row_says(rows, name):
     pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
     row = rows[name]
-    now = train_phase(Architecture(name, row["task"], row["head"]), 300)
-    for stage, run in now.items():
+    architecture = Architecture(name, row["task"], row["head"])
+    target = "tests.integrations.coverage.measure:trained"
+    for stage, run in run_alone(target, device="cpu", payload=architecture, timeout=300).items():
         assert "error" not in run, run
         assert {key: run[key] for key in ("layers", "moved", "silent")} == {
             key: row["train"][stage][key] for key in ("layers", "moved", "silent")

@@ -1,1 +1,0 @@
-"""SGD, K-FAC into SGD and KFACAdamW on CIFAR-10."""
