@@ -144,9 +144,10 @@ class AdamConfig(Block):
     ]
     """Layers that keep Adam's direction, as heads do with Muon; the directions of all others are
     replaced by their orthogonal factor (Newton-Schulz) at a fixed size. Regexes for the end of a
-    layer's name, after a dot or from its beginning; ".*" is all layers. The default matches the
-    heads of transformers and timm, and without a list of yours a language model's head is found by
-    its shape, too: the last layer, with the shape of an embedding. Norms always keep Adam's."""
+    layer's name, after a dot or from its beginning; ".*" is all layers. What PEFT or torch.compile
+    put behind a name may be left out. The default matches the heads of transformers and timm, and
+    without a list of yours a language model's head is found by its shape, too: the last layer, with
+    the shape of an embedding. Norms always keep Adam's."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex
     for the end of the weight's name -> how many equal ones follow each other, or their rows,
