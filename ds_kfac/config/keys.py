@@ -169,7 +169,8 @@ class AdamConfig(Block):
     Norms always keep Adam's direction.
 
     Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
-    ``".*"`` is all layers. The default matches the heads of transformers and timm. Without a
+    ``".*"`` is all layers. What PEFT or torch.compile put behind a name may be left out. The
+    default matches the heads of transformers and timm. Without a
     list of yours a language model's head is also found by its shape: the last layer, if it has
     the shape of an embedding. Orthogonalizing replaces a direction by its orthogonal factor
     (Newton-Schulz) at a fixed size."""

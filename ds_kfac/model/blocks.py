@@ -44,6 +44,16 @@ BY_NAME = "by its name (kfac.adam.blocks)"
 IN_TURN = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 """Modules whose gates and values take turns."""
 ONE_MAP = "as one map: nothing shows its parts (kfac.adam.blocks)"
+WRAPPERS = (
+    r"modules_to_save\.[^.]+",
+    "original_module",
+    "base_layer",
+    "_orig_mod",
+    "_checkpoint_wrapped_module",
+)
+"""What PEFT, torch.compile and torch's checkpoint_wrapper put behind the name of a module that they
+hold; regexes."""
+WRAPPED = re.compile(rf"(\.({'|'.join(WRAPPERS)}))+$")
 Sizes = tuple[int, ...]
 SizesOf = Callable[[nn.Module | None, int], Sizes]
 """From a weight's module and number of rows to its blocks."""
@@ -82,7 +92,7 @@ def with_blocks(
                 layer, blocks=block_sizes(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}")
             )
     # an entry of a ModuleList has the list's name
-    holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")
+    holder, _, last = re.sub(r"(\.\d+)+$", "", unwrapped(name)).rpartition(".")
     module, guessed = modules.get(holder), ""
     try:
         sizes = known_sizes(last, module, rows)
@@ -96,8 +106,16 @@ def with_blocks(
 
 def named(pattern: str, name: str) -> bool:
     """Whether a pattern matches the end of a name, from a dot or from its beginning: "head" matches
-    "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense"."""
-    return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None
+    "head" and "vit.head", but neither "lm_head" nor "heads.0.key" nor "head.dense". What wrappers
+    have put behind the name may be left out: "score" also matches
+    "score.modules_to_save.default"."""
+    ends_with = re.compile(rf"(?:^|\.)(?:{pattern})$")
+    return any(ends_with.search(candidate) for candidate in (name, unwrapped(name)))
+
+
+def unwrapped(name: str) -> str:
+    """A module's name as its model has it, without what wrappers have put behind it."""
+    return WRAPPED.sub("", name)
 
 
 def weight_name(layer: LayerSpec) -> str:

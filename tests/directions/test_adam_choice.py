@@ -82,6 +82,8 @@ HEADS = {
     "timm": ["head", "head_dist", "head.fc"],
     "nanoGPT": ["lm_head"],
     "torch": ["heads.head", "decoder"],
+    "PEFT": ["score.modules_to_save.default", "lm_head.base_layer"],
+    "torch.compile": ["lm_head._orig_mod"],
 }
 
 
