@@ -68,9 +68,14 @@ class LayerChoice:
 
 
 def embedding_shapes(model: nn.Module) -> set[tuple[int, int]]:
-    """Return (words, width) of every embedding in a model."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return {(table.num_embeddings, table.embedding_dim) for table in tables}
+    """Return (words, width) of every embedding in a model. The words of a tensor-parallel one are its shard's."""
+    shapes = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            shapes.add((module.num_embeddings, module.embedding_dim))
+        elif type(module).__name__ == "VocabParallelEmbedding" and "weight" in module._parameters:
+            shapes.add(parameter_shape(module._parameters["weight"]))
+    return shapes
 
 
 def scan(
@@ -129,7 +134,7 @@ def _with_head(layers: Sequence[LayerSpec], shapes: Collection[tuple[int, int]])
     an embedding. A layer between, as wide as there are positions, is none, nor is the last one of a tied model."""
     head = layers[-1]
     shape = (head.G.dim, head.A.dim - (head.bias is not None))
-    if head.kind not in ("Linear", "Conv1D") or shape not in shapes:
+    if head.kind not in ("Linear", "Conv1D", "ColumnParallelLinear") or shape not in shapes:
         return layers
     return [*layers[:-1], replace(head, makes_words=True)]
 
