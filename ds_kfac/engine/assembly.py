@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel, basis_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
@@ -20,7 +21,7 @@ from ds_kfac.engine.refusals import check_model
 from ds_kfac.log import warn
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.model.scan import Scan, scan
+from ds_kfac.model.scan import Scan, embedding_shapes, scan
 from ds_kfac.ops import dispatch
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.step.job import Job
@@ -44,12 +45,15 @@ def assembled(
     several, seam = bool(parts[0].name), Seam(engine)
     _choose_backend(engine, config)
     costs, sequence = _costs(torch.device(engine.device)), _sequence(engine)
+    head_shapes = _head_shapes(engine)
     # a single pipeline stage may have no layers, or too little memory: all ranks must fail together
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if several else nullcontext
     with agreeing():
-        scanned = scan(engine.module, rule.scanned(config), optimized=optimized)
+        scanned = scan(
+            engine.module, rule.scanned(config), optimized=optimized, head_shapes=head_shapes
+        )
         of_domains = _by_domain(rule.cut(config, scanned.layers), parts)
         views = [_engine_view(engine, domain, layers, rule, seam) for domain, layers in of_domains]
         plans = [
@@ -130,6 +134,20 @@ def _engine_facts(view: EngineView, config: KFACConfig, sequence: int) -> Engine
         sequence=sequence,
         rotates=view.rule.rotates(config),
     )
+
+
+def _head_shapes(engine: Any) -> set[tuple[int, int]] | None:
+    """Return the shapes by which this rank's last layer is a language model's head; None: those of
+    its embeddings.
+
+    In a pipeline the embeddings are in the first stage and the head is in the last one. The last
+    layer of any other stage is no head, even if it has an embedding's shape. Collective in a
+    pipeline.
+    """
+    if not isinstance(engine, PipelineEngine):
+        return None
+    of_all_stages = set[tuple[int, int]]().union(*gathered(embedding_shapes(engine.module)))
+    return of_all_stages if engine.is_last_stage() else set()
 
 
 def _sequence(engine: Any) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -79,16 +79,32 @@ class LayerChoice:
     blocks: tuple[tuple[str, Blocks], ...] = ()
 
 
+def embedding_shapes(model: nn.Module) -> set[tuple[int, int]]:
+    """Return (words, width) of every embedding in a model. The words of a tensor-parallel one are
+    its shard's."""
+    shapes = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            shapes.add((module.num_embeddings, module.embedding_dim))
+        elif type(module).__name__ == "VocabParallelEmbedding" and "weight" in module._parameters:
+            shapes.add(parameter_shape(module._parameters["weight"]))
+    return shapes
+
+
 def scan(
     model: nn.Module,
     choice: LayerChoice | None = None,
     *,
     optimized: Iterable[nn.Parameter] | None = None,
+    head_shapes: Collection[tuple[int, int]] | None = None,
 ) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
     Args:
         optimized: the optimizer's parameters; None: all that require a gradient.
+        head_shapes: shapes (O, I) by which the last layer is a language model's head. None: those
+            of the model's own embeddings. A pipeline stage is a part of a model, and its embedding
+            may be in another stage.
 
     Raises:
         ValueError: a pattern matches no module with parameters, a module is lazy, blocks do not
@@ -127,24 +143,25 @@ def scan(
                 or "no module has parameters"
             )
         )
+    if head_shapes is None:
+        head_shapes = embedding_shapes(model)
     modules = dict(model.named_modules())
-    layers = [with_blocks(layer, modules, choice.blocks) for layer in _with_head(layers, model)]
+    layers = [
+        with_blocks(layer, modules, choice.blocks) for layer in _with_head(layers, head_shapes)
+    ]
     classes_of.cache_clear()  # parsed sources are large, and no longer needed
     return Scan(tuple(layers), tuple(skipped))
 
 
-def _with_head(layers: Sequence[LayerSpec], model: nn.Module) -> Sequence[LayerSpec]:
+def _with_head(
+    layers: Sequence[LayerSpec], shapes: Collection[tuple[int, int]]
+) -> Sequence[LayerSpec]:
     """A language model's head is marked, see :attr:`LayerSpec.makes_words`: the last layer, where
     it has the shape of an embedding. A layer between, as wide as there are positions, is none, nor
     is the last one of a tied model."""
-    head, tables = (
-        layers[-1],
-        [module for module in model.modules() if isinstance(module, nn.Embedding)],
-    )
+    head = layers[-1]
     shape = (head.G.dim, head.A.dim - (head.bias is not None))
-    if head.kind not in ("Linear", "Conv1D") or shape not in [
-        (x.num_embeddings, x.embedding_dim) for x in tables
-    ]:
+    if head.kind not in ("Linear", "Conv1D", "ColumnParallelLinear") or shape not in shapes:
         return layers
     return [*layers[:-1], replace(head, makes_words=True)]
 

@@ -25,6 +25,8 @@ from tests.deepspeed.parallel import (
 from tests.deepspeed.parallel import refusals as refused
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 
+WORDS, WIDTH = 13, 8
+
 
 def make_layers() -> nn.Sequential:
     torch.manual_seed(0)
@@ -227,3 +229,43 @@ def tied_and_saved(kfac: dict) -> dict:
         "files": sorted(path.name for path in Path(folder, "t/kfac").glob("*/*.pt")),
         "same": all(torch.equal(value, after[name]) for name, value in weights(first).items()),
     }
+
+
+def make_words() -> nn.Sequential:
+    """A language model whose head has no name. The first stage's last layer has the shape of an
+    embedding, too."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        nn.Linear(WIDTH, WORDS),
+        nn.Linear(WORDS, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WORDS),
+    )
+
+
+def words_trained(stages: int) -> dict[str, Tensor]:
+    """Weights of this rank after some steps of :func:`make_words` by KFACAdamW; ``stages`` 1:
+    without a pipeline."""
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_ROWS,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "KFACAdamW", "params": {"lr": 1e-3}},
+        "kfac": {"factor": {"rows": "all"}, "report": "none"},
+    }
+    model = make_words()
+    if stages > 1:
+        model = PipelineModule(
+            list(model), num_stages=stages, loss_fn=cross_entropy, partition_method="uniform"
+        )
+    engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step in range(STEPS):
+        tokens = torch.randint(
+            0, WORDS, (MICRO_ROWS, 5), generator=torch.Generator().manual_seed(step)
+        )
+        if stages > 1:
+            engine.train_batch(iter([(tokens, tokens.roll(1, 1))]))
+        else:
+            engine.backward(cross_entropy(engine(tokens), tokens.roll(1, 1)))
+            engine.step()
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -332,3 +332,52 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             )
         )
     return results
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Megatron's: each rank has the rows of some words."""
+
+    def __init__(self, whole: nn.Embedding, mpu: Grid) -> None:
+        super().__init__()
+        self.group, self.num_embeddings = mpu.get_model_parallel_group(), whole.num_embeddings
+        self.weight = nn.Parameter(
+            whole.weight.detach().chunk(2)[mpu.get_model_parallel_rank()].clone()
+        )
+        self.weight.tensor_model_parallel = True
+        self.first = mpu.get_model_parallel_rank() * len(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = tokens - self.first
+        here = (places >= 0) & (places < len(self.weight))
+        rows = nn.functional.embedding(places * here, self.weight) * here[..., None]
+        return _Sum.apply(rows, self.group)
+
+
+class Words(nn.Module):
+    """A language model whose head has no head's name; cut if there is an mpu."""
+
+    def __init__(self, mpu: Grid | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.mix, self.output_layer = (
+            nn.Embedding(20, 12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 20),
+        )
+        if mpu is not None:
+            self.words = VocabParallelEmbedding(self.words, mpu)
+            self.output_layer = ColumnParallelLinear(self.output_layer, mpu)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _first(self.output_layer(torch.tanh(self.mix(self.words(tokens)))))
+
+
+def rules_of_layers(mode: Mode) -> list[str]:
+    """Report of each layer, of the model whole and of its shards."""
+    grid = Grid()
+    reports = []
+    for mpu in (None, grid):
+        engine = build(mode, Words(mpu), mpu=mpu) if mpu else build(mode, Words(None))
+        reports.append(engine.kfac.report)
+        engine.destroy()
+    return reports

@@ -131,6 +131,16 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
         )
 
 
+def test_a_head_that_is_cut_is_found_by_its_shape():
+    mode = Mode("tensor-adam-z1", 1, adam=True, kfac={"adam": {}, "report": "full"})
+    for reports in run_ranks("tests.deepspeed.tensor_runs:rules_of_layers", world=2, payload=mode):
+        for report in reports:
+            heads = [
+                line.split()[0] for line in report.splitlines() if "shape of an embedding" in line
+            ]
+            assert heads == ["output_layer"], report
+
+
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():
     mode = Mode("tp-everything", 1, kfac=EVERYTHING)
     results = run_ranks("tests.deepspeed.tensor_runs:saved", world=2, payload=mode)
