@@ -96,11 +96,11 @@ class Attachment:
         self.sampling = (
             LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         )
-        self._rescalings = [
-            WeightRescaling(k.layout, k.layers)
-            for k in job.preconditioners
-            if config.rescale_weights
-        ]
+        self._rescalings: list[WeightRescaling] = []
+        if config.rescale_weights:
+            rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
+            # a domain may have none, as experts in stacks, or a pipeline stage of norms
+            self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = groups_of(engine, job)
         self._captured = False

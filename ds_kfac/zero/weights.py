@@ -47,6 +47,8 @@ class WeightRescaling:
         """Rescale, after an applied step. Collective at stage 3."""
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
         for piece, factor in zip(self.weights, factors.unbind(), strict=True):
+            if not self.layout.param_of(piece).requires_grad:
+                continue  # frozen since attach: no step moves it
             for part in (*self._computed_with(piece), *self._masters(piece)):
                 part.mul_(factor.to(part.device))
 
