@@ -37,6 +37,12 @@ CLOSURE = (
     "there, so it takes "
     "no closure"
 )
+BYPASSED = (
+    "ds_kfac: the inner optimizer was stepped outside of the step of the optimizer around it, "
+    "which K-FAC watches, so it would train without K-FAC. A program that kept engine.optimizer.step "
+    "from before attach, and calls it or puts it back, must take it after attach; to train without "
+    "K-FAC call engine.kfac.detach()"
+)
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
 """A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes
@@ -180,7 +186,9 @@ class Seam:
         if any(x is not None for x in (*arguments[1:], *keywords.values())):
             raise ValueError(CLOSURE)
         if self.outer is not None:
-            if self._inside and not self._ran:
+            if not self._inside:
+                raise RuntimeError(BYPASSED)
+            if not self._ran:
                 self._run()
             return
         self._depth += 1

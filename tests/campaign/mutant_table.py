@@ -1266,8 +1266,8 @@ _ROWS = {
         ),
         (
             "seam: each group's step is a step",
-            "if self._inside and not self._ran:",
-            "if self._inside:",
+            "if not self._ran:",
+            "if True:",
         ),
         (
             "seam: hooks that torch runs twice are two steps",

@@ -267,6 +267,33 @@ def test_a_second_step_after_one_backward_changes_nothing_at_stage_0():
     exact(*of_weights), exact(*factors)
 
 
+def bypass_worker(names: list[str]) -> dict:
+    """A program puts back the step of the optimizer that it kept from before attach."""
+    found = {}
+    for name in names:
+        engine = build(BY_NAME[name], 1)
+        train(engine, 1, steps=1)
+        before = weights(engine)
+        engine.optimizer.step = type(engine.optimizer).step.__get__(engine.optimizer)
+        try:
+            train(engine, 1, steps=1, first=1)
+            error = "none"
+        except RuntimeError as problem:
+            error = str(problem)
+        found[name] = error, (before, weights(engine))
+        engine.destroy()
+    return found
+
+
+def test_a_step_past_the_wrapped_one_is_an_error_and_moves_nothing():
+    (found,) = run_ranks(
+        "tests.zero.test_seam:bypass_worker", world=1, payload=["adam-z2", "z2", "z0-bf16"]
+    )
+    for name, (error, unmoved) in found.items():
+        assert "engine.kfac.detach()" in error, name
+        exact(*unmoved, what=name)
+
+
 RAISING = ["z0-groups", "z2-groups", "z3-sub_groups", "adam-z2", "z2-fp16", "z1-bf16-accum32"]
 
 
