@@ -19,11 +19,11 @@ from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import Channel, deliver
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.direction import StepContext
-from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.rows import RowSums
 from ds_kfac.model.shared import SharedInputs
+from ds_kfac.model.proof import Proof
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -101,7 +101,6 @@ class KFACPreconditioner:
         self.judged = False
         self._numbers: Tensor | None = None
         self.totals = Totals(self.rule, plan, self.direction, self.channel, self.device)
-        self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
 
     def _factor_updates(self) -> FactorUpdates:
@@ -124,8 +123,15 @@ class KFACPreconditioner:
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
             gradients = self._gather()
-            verdict = self._judge(gradients)
-            context = StepContext(self.steps, self.seam.groups, self._peak_rates())
+            verdict = None
+            if self.capture.proof is not None:
+                verdict = self._judge(self.capture.proof, gradients)
+            factor = self.seam.factor
+            context = StepContext(
+                self.steps,
+                self.seam.groups,
+                factor_is_zero=None if factor is None else factor == 0,
+            )
             with self.metrics.stage("precondition"):
                 outcome = self.direction.step(context, gradients)
             return Running(context, outcome, update, verdict)
@@ -187,12 +193,12 @@ class KFACPreconditioner:
             (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
             return self.exchange.gathered(arrived)
 
-    def _judge(self, gradients: Gradients) -> Verdict | None:
-        """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on
-        without curvature. Collective."""
-        proof, numbers, self._numbers = self.capture.proof, self._numbers, None
-        if proof is None or numbers is None:
-            return None
+    def _judge(self, proof: Proof, gradients: Gradients) -> Verdict:
+        """Compare the captured rows with the gradients. Layers that fail go on without curvature.
+        Collective."""
+        numbers = self._numbers
+        assert numbers is not None, "what is proven is captured, so _update_factors() has run"
+        self._numbers = None
         verdict = self.proving.verdict(
             proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor
         )
@@ -219,12 +225,6 @@ class KFACPreconditioner:
             if bases and name not in self.proving.unfit:
                 group.rebase(index, **bases)
         update.bases.clear()
-
-    def _peak_rates(self) -> dict[int, Tensor | float]:
-        # now: DeepSpeed's scheduler steps before the next step
-        if self.rule.optimizer_type is None:
-            self.peak_lr = peak_rates(self.seam.groups, self.peak_lr)
-        return self.peak_lr
 
     def _record(self, running: Running, summary: Tensor) -> None:
         """Note what the step has done, for schedules, counters and warnings."""
@@ -302,7 +302,7 @@ class KFACPreconditioner:
         :meth:`FactorUpdates.state_dict`. Tensors change with the next step."""
         return {
             "steps": self.steps,
-            "peak_lr": dict(self.peak_lr),
+            **self.direction.state(),
             "observations": self.observations,
             "layers": self.state,
             "factors": self.curvature.state_dict(),
@@ -320,10 +320,10 @@ class KFACPreconditioner:
         layers = state.get("layers", {})
         for name, (group, index) in self.places.items():
             group.load(index, layers.get(name))
-        self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
+        self.steps = state.get("steps", 0)
         self.proving.restart(resumed=self.steps > 0)
-        self.direction.loaded()
-        self.sharing.updates = None
+        self.direction.load_state(state)
+        self._unsettled.clear()
         self._numbers = None
         if decompose:
             self._decompose_all()

@@ -1142,8 +1142,8 @@ _ROWS = {
     ("directions/kfac_gradient.py", f"{_TRAPS}::test_kl_clip_respects_a_learning_rate_schedule"): [
         (
             "kl-clip: by the current rate",
-            "context.peak_lr[group]",
-            'context.param_groups[group]["lr"]',
+            "[self.peak_lr[group] for group in",
+            '[context.groups[group]["lr"] for group in',
         )
     ],
     (

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -633,6 +634,50 @@ def test_our_own_nan_is_never_applied():
 # a learning rate schedule, and a failing decomposition
 
 
+def infinite_norm_worker(names: list[str]) -> dict:
+    """DeepSpeed is told to apply gradients in bf16 that are not finite, and clips them: it
+    multiplies all by 0."""
+    found = {}
+    for name in names:
+        mode = BY_NAME[name]
+        bf16 = {"enabled": True}
+        # versions without the key never check
+        if "check_grad_overflow" in DeepSpeedBF16Config.model_fields:
+            bf16["check_grad_overflow"] = False
+        no_refresh = {"eigenbasis": {"refresh_interval": 50}, "burn_in": {"steps": 0}}
+        engine = build(mode, 1, kfac={**mode.kfac_block, **no_refresh}, bf16=bf16)
+        with patched(mode):
+            train(engine, 1, steps=3)
+            kfac, before = engine.kfac.preconditioner, weights(engine)
+            moments = {
+                (layer, part): value.clone()
+                for layer, state in kfac.state.items()
+                for part, value in vars(state.moments).items()
+            }
+            hook = engine.module.norm.bias.register_hook(lambda gradient: gradient * torch.inf)
+            train(engine, 1, steps=1, first=3)
+            hook.remove()
+        kept = {
+            (layer, part): bool(value.equal(moments[layer, part]))
+            for layer, state in kfac.state.items()
+            for part, value in vars(state.moments).items()
+        }
+        moved = {n: float((w - before[n]).norm()) for n, w in weights(engine).items()}
+        counted = engine.kfac.counters()["not_finite_layers"]
+        found[name] = kept, moved, (counted, len(kfac.layers)), kfac.steps
+        engine.destroy()
+    return found
+
+
+def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all_are_counted():
+    names = ["z2-bf16-corrected", "adam-z2-bf16"]
+    (found,) = run_ranks("tests.deepspeed.test_traps:infinite_norm_worker", world=1, payload=names)
+    for name, (kept, moved, counted, steps) in found.items():
+        assert all(kept.values()) and steps == 4, (name, kept)
+        assert counted[0] == counted[1], (name, counted)
+        assert name == "z2-bf16-corrected" or not any(moved.values()), (name, moved)
+
+
 def schedule_worker(_) -> dict:
     """kl-clip goes by the largest rate so far, whoever sets it: halving lr halves the step."""
     engine = build(
@@ -651,7 +696,7 @@ def schedule_worker(_) -> dict:
             sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n)
             ** 0.5
         )
-    peaks = engine.kfac.preconditioner.peak_lr.values()
+    peaks = engine.kfac.preconditioner.direction.peak_lr.values()
     found = {"halved": moved[1] / moved[0], "by hand": max(peaks)}
     engine.destroy()
     engine = build(Mode("decay", 2, clip=0.0), 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
@@ -659,7 +704,7 @@ def schedule_worker(_) -> dict:
     for step in range(2):
         train(engine, 1, steps=1, first=step)
         decaying.step()  # by the program, as Accelerate does
-    found["by a scheduler"] = max(engine.kfac.preconditioner.peak_lr.values())
+    found["by a scheduler"] = max(engine.kfac.preconditioner.direction.peak_lr.values())
     engine.destroy()
     return found
 
