@@ -167,7 +167,7 @@ class Attachment:
     def counters(self) -> dict[str, float]:
         """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the
         device."""
-        return {**counters(self.job), **health(self.preconditioner), **self._constants()}
+        return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
         """A layer's state in words: its factors' updates, the basis in use or why it has none, what

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_kfac.comm.message import Channel
+from ds_kfac.comm.message import Channel, gathered
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
@@ -21,6 +21,7 @@ class Job:
     Attributes:
         everywhere: whether the job has more than one domain.
         channel: connects all ranks that train the model.
+        numel: number of elements of the layers of all domains of all ranks, each layer once.
     """
 
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
@@ -31,6 +32,13 @@ class Job:
             if self.everywhere
             else self.preconditioners[0].channel
         )
+        # each rank's part of the number of elements, so that all ranks' parts add up to it
+        numel = sum(
+            layer.numel / layer.copies / kfac.layout.world
+            for kfac in self.preconditioners
+            for layer in kfac.layers
+        )
+        self.numel: float = sum(gathered(numel, self.channel.group))
 
     @property
     def steps(self) -> int:
