@@ -8,7 +8,9 @@ scatter         Results are sent to the ranks that hold slices of them. DeepSpee
 A step runs when it is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
 """
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,21 @@ from ds_kfac.step.view import EngineView
 from ds_kfac.step.warner import LayerWarner
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, Gradients
+
+
+@dataclass
+class UnsettledUpdate:
+    """An update of factors, of which the counts are on their way to the host.
+
+    Attributes:
+        step: number of the step that made it.
+        plan: the plan by which it was made.
+        seen: see :attr:`Sharing.updates`.
+    """
+
+    step: int
+    plan: Plan
+    seen: Any
 
 
 class KFACPreconditioner:
@@ -80,6 +97,7 @@ class KFACPreconditioner:
             for index, name in enumerate(group.names)
         }
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
+        self._unsettled: deque[UnsettledUpdate] = deque()
         self.curvature = self._factor_updates()
         self.warner = LayerWarner(self.direction.names)
         self.left_out: Tensor | float = 0.0
@@ -251,7 +269,8 @@ class KFACPreconditioner:
         frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
         self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
         if self.plan.contributors.counts:
-            self.sharing.updates = HostCopy(summary[-1:]), update.missed, self.capture.seen
+            seen = HostCopy(summary[-1:]), update.missed, self.capture.seen
+            self._unsettled.append(UnsettledUpdate(self.steps, self.plan, seen))
         self.metrics.counts["factor_updates"] += 1
         elements = sum(self.curvature.specs[key].side.numel for key in due.capture)
         self.metrics.counts["captured_elements"] += elements
@@ -267,14 +286,18 @@ class KFACPreconditioner:
         After a step that raised (``whole`` False) it is local, and drops what that step's hooks
         have seen."""
         self._numbers = None
+        if not whole:
+            # the next try needs the memory
+            self.exchange.gradients = {}
+            self.exchange.sent_off()
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
         if self.due.capture and whole:
-            self.settle()
-        self.seam.measuring.discard(self.engine_view.domain.name)
+            # the counts of the step that has just ended would make the host wait
+            self.settle(before=self.steps - 1)
         if self.due.capture or self.capture.active:
             keys = (
                 self.curvature.reducer.begin(self.due.capture, self.steps)
@@ -291,11 +314,20 @@ class KFACPreconditioner:
             if proof is not None:
                 self.seam.measuring.add(self.engine_view.domain.name)
 
-    def settle(self) -> None:
-        """Observe what the last applied updates have shown, see :meth:`Sharing.settled`.
-        Collective."""
-        if (observations := self.sharing.settled(self.observations, self.plan)) is not None:
-            self.observe(observations)
+    def settle(self, before: int | None = None) -> None:
+        """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.
+
+        Args:
+            before: look at updates of earlier steps than this one; None: at all.
+        """
+        while self._unsettled and (before is None or self._unsettled[0].step < before):
+            update = self._unsettled.popleft()
+            # what was made before the plan changed shows nothing new
+            if update.plan is self.plan:
+                self.sharing.updates = update.seen
+                observations = self.sharing.settled(self.observations, self.plan)
+                if observations is not None:
+                    self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of what a resumed run needs; factors: see
