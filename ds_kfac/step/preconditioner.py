@@ -23,9 +23,9 @@ from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.direction import StepContext
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.capture import Capture
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import RowSums
 from ds_kfac.model.shared import SharedInputs
-from ds_kfac.model.proof import Proof
 from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.plan.plan import Observations, Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -311,8 +311,6 @@ class KFACPreconditioner:
             )
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
-            if proof is not None:
-                self.seam.measuring.add(self.engine_view.domain.name)
 
     def settle(self, before: int | None = None) -> None:
         """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.

@@ -7,8 +7,9 @@ proves where a version keeps gradients.
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,39 @@ def restore(holder: Any, name: str, before: Any) -> None:
         delattr(holder, name)
     else:
         setattr(holder, name, before)
+
+
+def wrap_attribute(
+    holder: Any, name: str, wrapper: Callable[..., Any], is_active: Callable[[], bool]
+) -> Callable[[], None]:
+    """Replace a method of an instance by ``wrapper(original, *arguments, **keywords)``. Returns a
+    function that takes the wrapper away.
+
+    If someone has wrapped ours since, it stays in their chain. So calls go straight to the original
+    where ``is_active`` returns False.
+    """
+    original = getattr(holder, name)
+
+    @wraps(original)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if not is_active():
+            return original(*arguments, **keywords)
+        return wrapper(original, *arguments, **keywords)
+
+    return put_attribute(holder, name, wrapped)
+
+
+def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an instance. Returns a function that restores it, unless someone else has
+    set it since."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+
+    def remove() -> None:
+        if vars(holder).get(name) is value:
+            restore(holder, name, before)
+
+    return remove
 
 
 # faults that some versions have, for the attach report

@@ -100,6 +100,8 @@ class Doubling:
         self.inner = self.seam.inner
         self.inner.register_step_pre_hook(self._look)
 
+    proves = False
+
     def begin(self) -> None:
         self.told.append("begin")
         self.layout.begin()
@@ -323,9 +325,9 @@ def raising_worker(_) -> dict:
                 error = "none"
             except FloatingPointError as problem:
                 error = str(problem)
+        kept = len(kfac.exchange.gradients) + len(kfac.exchange._outbox)
         stopped, whole = weights(engine), shown(engine) == groups
         engine.optimizer.zero_grad()
-        kept = len(kfac.exchange.gradients) + len(kfac.exchange._outbox)
         train(engine, 1, steps=2, first=2)
         found[name] = (error, whole, kept), (before, stopped), weights(engine), kfac.steps
         engine.destroy()
