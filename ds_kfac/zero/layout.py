@@ -5,6 +5,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial, reduce
+from itertools import accumulate
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -44,8 +45,6 @@ class ShardLayout(ABC):
 
     replicated = False
     """Whether every rank holds every averaged gradient."""
-    faults: tuple[str, ...] = ()
-    """Known upstream faults of this mode, for the attach report."""
 
     def __init__(
         self,
@@ -62,16 +61,6 @@ class ShardLayout(ABC):
         self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
-        if engine.sequence_parallel_size > 1 and not averages_sequence:
-            self.faults += (
-                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence "
-                f"instead of averaging: "
-                "right for a loss that is a mean over the whole sequence, that many times too "
-                "large for one over a "
-                "rank's own tokens",
-            )
-        if engine.pipeline_parallelism:
-            self.faults += deepspeed_versions.pipeline_faults(engine.gradient_accumulation_steps())
         summed = 1 if averages_sequence else engine.sequence_parallel_size
         # also for experts' gradients, which fewer ranks have
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
@@ -256,17 +245,6 @@ class Replicated(ShardLayout):
         super().__init__(engine, *values, **named)
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
         self._before: list[Tensor | None] = []
-        if engine.pipeline_parallelism and engine.gradient_clipping():
-            self.faults += (
-                "at stage 0 it clips every pipeline stage by the norm of the first one's "
-                "gradients alone",
-            )
-        if engine.gradient_clipping() and any(
-            getattr(m, "sparse", None) is True for m in engine.module.modules()
-        ):
-            self.faults += (
-                "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
-            )
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -300,23 +278,22 @@ class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat
     ones of a group each, or one for each parameter."""
 
-    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
-        super().__init__(engine, *values, **named)
-        if deepspeed_versions.lacks_loss_scale(self.optimizer):
-            self.faults += (
-                "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by "
-                "(deepspeed PR 8393): "
-                "steps of SGD are too small by it, and clipping sees a norm that is",
-            )
-
     @property
     def _flat(self) -> Sequence[Tensor] | None:
         """FP16_Optimizer's masters; the other one has none."""
         return getattr(self.optimizer, "fp32_groups_flat", None)
 
+    @cached_property
+    def _offsets(self) -> dict[int, int]:
+        """Id of a parameter -> its first element in FP16_Optimizer's flat master of its group."""
+        offsets = {}
+        for params in self.groups:
+            starts = accumulate((param.numel() for param in params), initial=0)
+            offsets |= {id(param): start for param, start in zip(params, starts, strict=False)}
+        return offsets
+
     def _offset(self, param: nn.Parameter) -> int:
-        group, place = self.position[id(param)]
-        return sum(other.numel() for other in self.groups[group][:place]) if self._flat else 0
+        return self._offsets[id(param)] if self._flat else 0
 
     def master(self, shard: Shard) -> Any:
         group, place = self.position[id(self.params[self.pieces[shard.param].param])]

@@ -33,10 +33,6 @@ class BF16(ShardLayout):
     """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient,
     but steps its slice."""
 
-    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
-        super().__init__(engine, *values, **named)
-        self.faults += deepspeed_versions.bf16_optimizer_faults()
-
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.optimizer.grad_acc_dtype
@@ -94,36 +90,12 @@ class ZeroLayout(ShardLayout):
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self.offloads = self.offloaded(self.optimizer)
-        inner, scheduler = engine.basic_optimizer, engine.lr_scheduler
-        if (
-            isinstance(inner, torch.optim.Adagrad)
-            and getattr(scheduler, "optimizer", None) is inner
-        ):
-            self.faults += (
-                "it steps with an Adagrad of its own, whose rate your scheduler does not change: "
-                "name a scheduler in "
-                "the config, or use ZeRO stage 0 or another optimizer",
-            )
-        if deepspeed_versions.has_dynamic_scale(self.optimizer):
-            self.faults += (
-                "in a step in which the loss scale grows it divides by the new scale: that step "
-                "is half as long, "
-                "unless it is clipped",
-            )
-        if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults += (
-                "with torch_autocast fp16 it clips the gradient while it carries the GradScaler's "
-                "scale",
-            )
+        self.sends_raw = self.dtype.itemsize == 2 and not self.offloads
 
     @classmethod
     def offloaded(cls, optimizer: Any) -> bool:
         """Whether DeepSpeed keeps gradients and masters on the host."""
         return bool(getattr(optimizer, cls.OFFLOADS))
-
-    @property
-    def masters(self) -> list[Any]:
-        return getattr(self.optimizer, self.MASTERS)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -152,7 +124,7 @@ class ZeroLayout(ShardLayout):
                 self._gradient(shard).zero_()
 
     def master(self, shard: Shard) -> Any:
-        return self.masters[shard.group]
+        return getattr(self.optimizer, self.MASTERS)[shard.group]
 
     def raw(self, shard: Shard) -> bool:
         return self.seam.factor is not None and shard.group >= self.seam.prepared
@@ -169,10 +141,6 @@ class ZeroLayout(ShardLayout):
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         """Where a raw gradient lies: a list, the place in it, and the first element there."""
 
-    @cached_property
-    def sends_raw(self) -> bool:  # type: ignore[override]
-        return self.dtype.itemsize == 2 and not self.offloads
-
     # self-test: filled by DeepSpeed's own functions
 
     def _note_norm(self, param: Any, known: KnownGradient) -> None:
@@ -187,7 +155,7 @@ class ZeroLayout(ShardLayout):
             self.optimizer.averaged_gradients.clear()
             return
         self.optimizer.norm_for_param_grads.clear()
-        for flat in self.masters:
+        for flat in getattr(self.optimizer, self.MASTERS):
             flat.grad.zero_()
 
 
@@ -199,26 +167,8 @@ class Stage12(ZeroLayout):
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        optimizer = self.optimizer
-        self._linked = deepspeed_versions.states_are_linked(optimizer)
+        self._linked = deepspeed_versions.states_are_linked(self.optimizer)
         self._starts: dict[int, list[int]] = {}
-        if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
-            self.faults += (
-                "with round_robin_gradients safe_get_full_* and universal checkpoints read other "
-                "parameters",
-            )
-        micro_batches = engine.gradient_accumulation_steps()
-        if self.averaged_over > 1:
-            self.faults += deepspeed_versions.reduction_faults(optimizer)
-        if self.offloads:
-            self.faults += deepspeed_versions.offload_faults(micro_batches)
-        else:
-            self.faults += deepspeed_versions.accumulation_faults(optimizer, micro_batches)
-        if deepspeed_versions.applies_nonfinite(optimizer):
-            self.faults += (
-                "in bf16 it applies gradients that are not finite, unless "
-                "bf16.check_grad_overflow is set",
-            )
 
     def _shards(self) -> list[Shard]:
         optimizer, shards = self.optimizer, list[Shard]()
@@ -325,13 +275,11 @@ class Stage3(ZeroLayout):
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._chunks: list[Tensor] = []
-        self.faults += deepspeed_versions.gather_faults(torch.distributed.get_backend(self.group))
-        if not self.offloads:
-            self.faults += (
-                "a parameter outside of K-FAC layers that a step does not use is stepped with its "
-                "last gradient again",
-            )
+        self._chunks: list[Tensor] = []  # of the current step
+        # where each of them lies in averaged_gradients
+        self._places = [
+            self.position[id(self.params[shard.param])] for shard in self.whole.on(self.rank)
+        ]
 
     def _shards(self) -> list[Shard]:
         shards = []
@@ -351,9 +299,10 @@ class Stage3(ZeroLayout):
 
     def begin(self) -> None:
         super().begin()
-        own = [self.position[id(self.params[shard.param])] for shard in self.whole.on(self.rank)]
-        gradients = self.optimizer.averaged_gradients
-        self._chunks = [] if self.offloads else [gradients[group][place] for group, place in own]
+        self._chunks = []
+        if not self.offloads:
+            gradients = self.optimizer.averaged_gradients
+            self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
         """Clear gradients: DeepSpeed would step a parameter that the next step does not use with
@@ -383,6 +332,7 @@ class Stage3(ZeroLayout):
                 if self.offloads:
                     self._note_norm(param, known)
             if self.offloads:
-                self.masters[group].grad.copy_(optimizer.flatten(chunks))
+                master = optimizer.fp32_partitioned_groups_flat[group]
+                master.grad.copy_(optimizer.flatten(chunks))
             else:
                 optimizer.averaged_gradients[group] = chunks
