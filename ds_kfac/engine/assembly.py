@@ -107,9 +107,7 @@ def _engine_view(
         model=engine.module,
         layers=layers,
         layout=shard_layout(engine, ours, domain.group, pieces_of(layers), seam),
-        other_params=shard_layout(
-            engine, [p for p in domain.params if id(p) not in our_ids], domain.group, seam=seam
-        ),
+        other_params=tuple(p for p in domain.params if id(p) not in our_ids),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,

@@ -169,8 +169,11 @@ def _memory(kfac: KFACPreconditioner) -> str:
     )
     text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.rule.optimizer_type is not None:
-        rest = kfac.engine_view.other_params
-        held = rest.shards.held(range(len(rest.params)))[kfac.rank]
+        view = kfac.engine_view
+        rest = shard_layout(
+            kfac.layout.engine, view.other_params, view.domain.group, seam=view.seam
+        )
+        held = sum(shard.numel for shard in rest.own)
         others = 8 * held
         moments = sum(
             state.moments.nbytes for state in kfac.state.values() if state.moments is not None

@@ -18,7 +18,7 @@ class EngineView:
 
     Attributes:
         layout: where the engine keeps the gradients of the layers' parameters.
-        other_params: where it keeps those of all other parameters.
+        other_params: all other trained parameters of the domain.
         inner: the innermost optimizer, which DeepSpeed wraps.
         domain: the part of the job that is preconditioned, such as one expert-parallel group's
             experts.
@@ -28,7 +28,7 @@ class EngineView:
     model: nn.Module
     layers: tuple[LayerSpec, ...]
     layout: ShardLayout
-    other_params: ShardLayout
+    other_params: tuple[nn.Parameter, ...]
     inner: Any
     rule: UpdateRule
     domain: Domain

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.registry import shard_layout
 from tests.close import close, near
 from tests.covering import covering
 from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
@@ -466,7 +467,9 @@ def norms_of(kfac) -> tuple[float, float]:
     and before DeepSpeed multiplied them."""
     factor = 1.0 if kfac.seam.factor is None else float(kfac.seam.factor)
     square = 0.0
-    for layout in (kfac.layout, kfac.engine_view.other_params):
+    view = kfac.engine_view
+    others = shard_layout(kfac.layout.engine, view.other_params, view.domain.group, seam=kfac.seam)
+    for layout in (kfac.layout, others):
         for shard, gradient in layout.gradients().items():
             applied = gradient.double() * (factor if layout.raw(shard) else 1.0)
             square += float(applied.square().sum())
@@ -631,9 +634,6 @@ def test_our_own_nan_is_never_applied():
         )
 
 
-# a learning rate schedule, and a failing decomposition
-
-
 def infinite_norm_worker(names: list[str]) -> dict:
     """DeepSpeed is told to apply gradients in bf16 that are not finite, and clips them: it
     multiplies all by 0."""
@@ -676,6 +676,9 @@ def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all
         assert all(kept.values()) and steps == 4, (name, kept)
         assert counted[0] == counted[1], (name, counted)
         assert name == "z2-bf16-corrected" or not any(moved.values()), (name, moved)
+
+
+# a learning rate schedule, and a failing decomposition
 
 
 def schedule_worker(_) -> dict:
