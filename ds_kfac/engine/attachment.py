@@ -340,7 +340,7 @@ class Attachment:
     def raised(self, *, begun: bool) -> None:
         """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those
         of no step."""
-        self.job.raised()
+        self.job.drop_step()
         for kfac in self.job.preconditioners:
             # to gradients that ZeRO has not taken it would add those of the next backward
             kfac.layout.clear()
@@ -419,14 +419,15 @@ class Attachment:
             self.preconditioner.seam.forget()
             # before K-FAC's step, where the seam knows nothing of it at stage 0
             if self.job.steps == steps:
-                self.job.raised()
+                self.job.drop_step()
             raise
 
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         with ExitStack() as stack:
-            stack.push(self.job.raised)  # as by a batch that is too large
+            # an error, as of a batch that is too large
+            stack.push(lambda kind, *_: self.job.drop_step() if kind is not None else None)
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)

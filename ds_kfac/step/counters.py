@@ -15,7 +15,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 PREFIX = "kfac/"
-"""Begins every name in logs."""
+"""Every name in logs begins with it."""
 FAILURES = (
     "not_finite_layers",
     "unpreconditioned_layers",
@@ -129,7 +129,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """The traffic of a channel, with zeros for those of ``kinds`` that have had none."""
+    """Return the traffic of a channel, with zeros for those of ``kinds`` that had none."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),
@@ -143,8 +143,8 @@ def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """The part of a parameter that a rank holds: all, or at ZeRO-3 its flat chunk without the
-    uninitialised padding."""
+    """Return the part of a parameter that a rank holds: all of it, or at ZeRO-3 its flat chunk
+    without the uninitialised padding."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

@@ -2,7 +2,6 @@
 as one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -62,6 +61,7 @@ class Job:
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
+            # each of a layer's gradient workers has counted it
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]
@@ -78,12 +78,10 @@ class Job:
                 kfac.skipped()
             kfac.resume()
 
-    def raised(self, error: Any = True, *_: Any) -> None:
-        """A step or a backward pass raised: drop what its hooks have seen. Local. Also the exit of
-        a context."""
-        if error is not None:
-            for kfac in self.preconditioners:
-                kfac.resume(whole=False)
+    def drop_step(self) -> None:
+        """A step or a backward pass raised: drop what its hooks have seen. Local."""
+        for kfac in self.preconditioners:
+            kfac.resume(after_error=True)
 
     def reset(self) -> None:
         """Start again at step 0, without factors and eigenbases."""

@@ -66,9 +66,10 @@ class KFACPreconditioner:
         observations: what the first captured batch has shown.
         moments: what is kept of gradients; None: nothing.
         names: layer name -> its name in checkpoints.
-        left_out: see :meth:`LayerWarner.step`.
+        left_out: fp32 [layers on this rank], how often each layer's gradient was too large for its
+            moments; 0.0 if the rule never leaves one out.
         saved: names of layers that this domain writes to checkpoints.
-        judged: whether the last step has proven rows.
+        judged: whether the last step has compared rows with gradients.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
@@ -76,8 +77,9 @@ class KFACPreconditioner:
         self.observations = Observations()
         self.layers, self.layout, self.seam = plan.layers, engine_view.layout, engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        first = engine_view.domain.shard[0] == 0  # of those that have copies of a layer
-        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or first}
+        # tensor-parallel ranks have copies of layers that are not cut: the first rank saves them
+        saves_copies = engine_view.domain.shard[0] == 0
+        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(
@@ -136,7 +138,8 @@ class KFACPreconditioner:
     # a step
 
     def precondition(self) -> Running:
-        """The first half: this rank's results. Collective."""
+        """Return this rank's results. They are in the exchange's outbox, or already in DeepSpeed's
+        memory. Collective."""
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
@@ -155,40 +158,36 @@ class KFACPreconditioner:
             return Running(context, outcome, update, verdict)
 
     def scatter(self, running: Running, sums: Tensor | None = None) -> None:
-        """The second half: results go to whoever holds a slice of them. Collective.
+        """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: of the direction's numbers over the layers of all domains, if there are several.
+            sums: sums of the direction's numbers over the layers of all domains; None: there is one
+                domain, and the sums come with the results.
         """
         context, outcome = running.context, running.outcome
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             parts = self.exchange.scatter_part(), self.totals.part(running)
             results, received = deliver(parts, self.channel, self.device, self.exchange.sent_off)
             numbers, summary, flags = self.totals.read(received, running)
-            scales = self.direction.finish(
-                context, outcome, (numbers if sums is None else sums).unbind(), flags
-            )
+            if sums is not None:
+                numbers = sums
+            scales = self.direction.finish(context, outcome, numbers.unbind(), flags)
             self.exchange.write(results, scales)
         self._record(running, summary)
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
         """Reduce this step's batch sums to the factors' owners, average them in, decompose what is
-        due, and bring layers into the new eigenbases. What the first batch shows may change the
-        plan, before any of its sums are kept. Collective."""
+        due, and bring layers into the new eigenbases. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
         with self.metrics.stage("reduce"):
-            sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
-            measured = self.capture.measured or {}
-            observations = self.sharing.observed(
-                self.observations, self.plan, self.curvature.ready, measured
-            )
-            if observations is not None:
-                self.observe(observations)
+            sums = self.curvature.reducer.reduce(self.capture.sums)
+            self.capture.sums = {}
+            self._observe_first_batch()
             update = self.curvature.update(self.steps, self.due, sums)
-        sums.clear()  # before new eigenbases are there
+        sums.clear()  # frees memory: new eigenbases are allocated next
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
@@ -197,15 +196,25 @@ class KFACPreconditioner:
         self._rebase(update)
         return update
 
+    def _observe_first_batch(self) -> None:
+        """Agree on what the first captured batch shows. This may replace ``self.curvature``, whose
+        factors are still empty. Collective, if there is something left to observe."""
+        observations = self.sharing.observed(
+            self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
+        )
+        if observations is not None:
+            self.observe(observations)
+
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """The decomposition of a factor that is in use. An eigen worker has it: it is a gradient
-        worker of one of the factor's layers, not always of the first."""
+        """Return the decomposition of a factor that is in use; None if there is none. An eigen
+        worker has it: it is a gradient worker of one of the factor's layers, not always of the
+        first."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
     def _gather(self) -> Gradients:
-        """Whole gradients of this rank's layers. Collective."""
+        """Return whole gradients of this rank's layers. Collective."""
         with self.metrics.stage("relayout"):
             self.exchange.begin()
             (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
@@ -228,12 +237,13 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take in numbers of
-        loss terms. Layers whose rows failed the last proof get none."""
+        """Bring layers into their new eigenbases, and moments with them; and take over new numbers
+        of loss terms. Layers whose rows failed the last proof get no eigenbasis."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
-                group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
+                # a batch without loss terms keeps the last number
+                torch.where(terms > 0, terms, group.terms[index], out=group.terms[index])
             keys = self.curvature.of_layer.get(name, {})
             bases = {
                 side: update.bases[spec.key]
@@ -245,7 +255,7 @@ class KFACPreconditioner:
         update.bases.clear()
 
     def _record(self, running: Running, summary: Tensor) -> None:
-        """Note what the step has done, for schedules, counters and warnings."""
+        """Record what the step has done, for schedules, counters and warnings."""
         update, verdict = running.update, running.verdict
         self.metrics.step(summary)
         self.left_out = self.left_out + running.outcome.left_out
@@ -278,15 +288,15 @@ class KFACPreconditioner:
     # between steps
 
     def skipped(self) -> None:
-        """DeepSpeed has skipped a step: what its hooks have seen is dropped."""
+        """Count a step that DeepSpeed has skipped."""
         self.metrics.counts["skipped_steps"] += 1
 
-    def resume(self, *, whole: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective.
-        After a step that raised (``whole`` False) it is local, and drops what that step's hooks
-        have seen."""
+    def resume(self, *, after_error: bool = False) -> None:
+        """Prepare the hooks for the next step, and drop what they have seen. Call it after
+        :attr:`steps` has changed. Collective, but local ``after_error``: after a step or a backward
+        pass that raised."""
         self._numbers = None
-        if not whole:
+        if after_error:
             # the next try needs the memory
             self.exchange.gradients = {}
             self.exchange.sent_off()
@@ -295,22 +305,16 @@ class KFACPreconditioner:
             self.due = FactorsDue(
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
-        if self.due.capture and whole:
+        if self.due.capture and not after_error:
             # the counts of the step that has just ended would make the host wait
             self.settle(before=self.steps - 1)
-        if self.due.capture or self.capture.active:
-            keys = (
-                self.curvature.reducer.begin(self.due.capture, self.steps)
-                if self.due.capture
-                else None
-            )
-            proof = (
-                self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole)
-                if self.due.capture
-                else None
-            )
+        if self.due.capture:
+            keys = self.curvature.reducer.begin(self.due.capture, self.steps)
+            proof = self.proving.begin(self.steps, self.sharing.inputs.key, after_error=after_error)
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
+        elif self.capture.active:
+            self.capture.begin_step(None, self.steps)
 
     def settle(self, before: int | None = None) -> None:
         """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.
@@ -379,11 +383,9 @@ class KFACPreconditioner:
         factor's rows."""
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
-        self.observations, before, self.plan = (
-            observations,
-            self.plan,
-            self.plan.with_observations(observations),
-        )
+        before = self.plan
+        self.observations = observations
+        self.plan = before.with_observations(observations)
         if self.plan != before:
             # empty, but after a checkpoint that did not know it
             state = self.curvature.state_dict()

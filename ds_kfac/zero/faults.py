@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import Replicated, ReplicatedHalf, ShardLayout
+from ds_kfac.zero.layout import Half, Replicated, ShardLayout
 from ds_kfac.zero.stages import BF16, Stage3, Stage12, ZeroLayout
 
 
@@ -56,7 +56,7 @@ FAULTS = (
         "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
     ),
     Fault(
-        ReplicatedHalf,
+        Half,
         lambda layout: deepspeed_versions.lacks_loss_scale(layout.optimizer),
         "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR "
         "8393): steps of SGD are too small by it, and clipping sees a norm that is",

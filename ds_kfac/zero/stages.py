@@ -109,17 +109,17 @@ class ZeroLayout(ShardLayout):
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """With offload DeepSpeed does not clear the buffer of a parameter that this step did not
-        use: our last result in it would be preconditioned again. DeepSpeed's cached norms show
-        which parameters had a gradient. Without offload nothing is there after a step, until the
-        next backward: ranks without layers would wait for others."""
+        """Raise if no backward pass came since the last step: ranks without layers would wait for
+        others. With offload: zero what DeepSpeed left of the last step in buffers of parameters
+        that had no gradient, else our last result would be preconditioned again."""
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
                 raise RuntimeError(NO_GRADIENTS)
             return
         deepspeed_versions.wait_for_offload(self.optimizer)
         for shard in self.own:
-            param = self.params[self.pieces[shard.param].param]
+            param = self.params[self.parts[shard.param].param]
+            # DeepSpeed's cached norms show which parameters had a gradient
             if self.optimizer.get_param_id(param) not in self.optimizer.norm_for_param_grads:
                 self._gradient(shard).zero_()
 
@@ -278,7 +278,8 @@ class Stage3(ZeroLayout):
         self._chunks: list[Tensor] = []  # of the current step
         # where each of them lies in averaged_gradients
         self._places = [
-            self.position[id(self.params[shard.param])] for shard in self.whole.on(self.rank)
+            self.position[id(self.params[shard.param])]
+            for shard in self.of_parameters.on(self.rank)
         ]
 
     def _shards(self) -> list[Shard]:
@@ -311,7 +312,7 @@ class Stage3(ZeroLayout):
             self._chunks.pop().zero_()
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        param = self.params[self.pieces[shard.param].param]
+        param = self.params[self.parts[shard.param].param]
         entries = self.optimizer.averaged_gradients[shard.group]
         return entries, self.position[id(param)][1], shard.offset - self._chunk_start(param)
 

@@ -150,10 +150,10 @@ def counts_worker(_) -> list[int]:
     block = {**KFAC, "factor": {**KFAC["factor"], "rows": 3}, "report": "none"}
     with patch.object(preconditioner, "HostCopy", Timed):
         engine = build(BY_NAME["z2"], 1, kfac=block)
-        assert engine.kfac.preconditioner.plan.contributors.counts
         for step in range(6):
             Timed.step = step
             train(engine, 1, steps=1, first=step)
+        assert engine.kfac.preconditioner.plan.contributors.counts
     engine.destroy()
     return Timed.ages
 

@@ -662,7 +662,12 @@ def infinite_norm_worker(names: list[str]) -> dict:
             for layer, state in kfac.state.items()
             for part, value in vars(state.moments).items()
         }
-        moved = {n: float((w - before[n]).norm()) for n, w in weights(engine).items()}
+        after = weights(engine)
+        moved = {
+            parameter: float((after[parameter] - before[parameter]).norm())
+            for layer in kfac.layers
+            for parameter in layer.parameters
+        }
         counted = engine.kfac.counters()["not_finite_layers"]
         found[name] = kept, moved, (counted, len(kfac.layers)), kfac.steps
         engine.destroy()
