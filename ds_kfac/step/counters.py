@@ -119,7 +119,8 @@ def health(job: Job) -> dict[str, float]:
 
 
 def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
-    timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
+    timetable = kfac.curvature.timetable
+    counts = kfac.metrics.counts
     kinds = (*KINDS, *(part.kind for part in kfac.plan.method.parts))
     values = dict.fromkeys(COUNTS, 0.0) | kfac.metrics.values() | _of_channel(kfac.channel, kinds)
     values |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}

@@ -73,14 +73,19 @@ class KFACPreconditioner:
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
-        self.engine_view, self.config, self.plan = engine_view, plan.config, plan
+        self.engine_view = engine_view
+        self.config = plan.config
+        self.plan = plan
         self.observations = Observations()
-        self.layers, self.layout, self.seam = plan.layers, engine_view.layout, engine_view.seam
+        self.layers = plan.layers
+        self.layout = engine_view.layout
+        self.seam = engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
         # tensor-parallel ranks have copies of layers that are not cut: the first rank saves them
         saves_copies = engine_view.domain.shard[0] == 0
         self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
-        self.device, self.rank = self.layout.engine.device, self.layout.rank
+        self.device = self.layout.engine.device
+        self.rank = self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(
             self.device, engine.timers if engine.wall_clock_breakdown() else None
@@ -164,7 +169,8 @@ class KFACPreconditioner:
             sums: sums of the direction's numbers over the layers of all domains; None: there is one
                 domain, and the sums come with the results.
         """
-        context, outcome = running.context, running.outcome
+        context = running.context
+        outcome = running.outcome
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             parts = self.exchange.scatter_part(), self.totals.part(running)
             results, received = deliver(parts, self.channel, self.device, self.exchange.sent_off)
@@ -256,7 +262,8 @@ class KFACPreconditioner:
 
     def _record(self, running: Running, summary: Tensor) -> None:
         """Record what the step has done, for schedules, counters and warnings."""
-        update, verdict = running.update, running.verdict
+        update = running.update
+        verdict = running.verdict
         self.metrics.step(summary)
         self.left_out = self.left_out + running.outcome.left_out
         self.judged = verdict is not None

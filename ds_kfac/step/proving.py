@@ -60,7 +60,9 @@ class Proving:
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
-        self.layers, self.layout, self.channel = layers, layout, channel
+        self.layers = layers
+        self.layout = layout
+        self.channel = channel
         names = {id(p): name for name, p in layout.engine.module.named_parameters()}
         self._parameters = {names[id(p)]: p for p in layout.params}
         self.restart()

@@ -309,7 +309,8 @@ class _Probe:
         held = SimpleNamespace(
             grad=torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
         )
-        self.optimizer, self.gradient = optimizer, held.grad
+        self.optimizer = optimizer
+        self.gradient = held.grad
         self.fp32_partitioned_groups_flat = [held]  # of ZeRO-3
         self.fp32_groups = [[held]]  # of FP16_UnfusedOptimizer
 
@@ -393,7 +394,8 @@ def unchanged(optimizer: Any) -> Iterator[None]:
     lists are then those of before, parameters are not linked to states that do not exist, and
     ZeRO-3's are gathered only if they were: of one that is gathered DeepSpeed does not see that a
     module uses another one's."""
-    link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
+    link = "_lazy_init_hp_params_optimizer_state"
+    scaler = "torch_autocast_gradscaler"
     holders = [
         optimizer,
         getattr(optimizer, "loss_scaler", None),
@@ -517,9 +519,11 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
     """ZeRO-1/2's list of gradients in this rank's slice of a group, cut from ``gradients`` of
     ``params_in_partition``. Since 0.17.6 these are in ``all_grad_tensors``, before in the
     parameters."""
-    params, named = optimizer.params_in_partition[group], {}
+    params = optimizer.params_in_partition[group]
+    named = {}
     if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
-        kept[group], named = gradients, {"param_group_idx": group}
+        kept[group] = gradients
+        named = {"param_group_idx": group}
     else:
         for param, gradient in zip(params, gradients, strict=True):
             setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", gradient)

@@ -57,11 +57,14 @@ class ShardLayout(ABC):
         parts: Sequence[ParameterPart] | None = None,
         seam: Seam | None = None,
     ) -> None:
-        self.engine, self.optimizer = engine, engine.optimizer
+        self.engine = engine
+        self.optimizer = engine.optimizer
         self.seam = Seam(engine) if seam is None else seam
         # Any: DeepSpeed adds ds_shape and others to parameters
         self.params: tuple[Any, ...] = tuple(params)
-        self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group = group
+        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         # DeepSpeed divides by the number of data ranks only, except ZeRO-3 with reduce_scatter,
         # which divides by that of sequence ranks, too

@@ -118,7 +118,8 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     name = _dense_name(engine, shard, has_experts=bool(mixtures))
     every_domain = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
     for mixture, experts in mixtures.items():
-        rank, group = expert_parallel_rank(mixture), expert_data_parallel_group(mixture)
+        rank = expert_parallel_rank(mixture)
+        group = expert_data_parallel_group(mixture)
         first = _first_experts(engine.module, {id(p) for p in experts}, rank)
         every_domain.append(
             make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first)
@@ -177,7 +178,8 @@ def shard_layout(
     seam: Seam | None = None,
 ) -> ShardLayout:
     """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
-    optimizer, wrapper = engine.optimizer, type(engine.optimizer)
+    optimizer = engine.optimizer
+    wrapper = type(engine.optimizer)
     is_wrapper = isinstance(optimizer, DeepSpeedOptimizer)
     is_bare = isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper
     layout = SHARD_LAYOUTS.get(wrapper)

@@ -102,7 +102,8 @@ class Seam:
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
-        self.engine, self.scaler = engine, deepspeed_versions.grad_scaler(engine)
+        self.engine = engine
+        self.scaler = deepspeed_versions.grad_scaler(engine)
         self._is_bare = isinstance(optimizer, torch.optim.Optimizer)
         # not always engine.basic_optimizer: in place of an Adagrad ZeRO makes one of its own
         self.inner = optimizer if self._is_bare else optimizer.optimizer

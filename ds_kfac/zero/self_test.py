@@ -103,7 +103,8 @@ class _Test:
     """The values of one test."""
 
     def __init__(self, exchange: GradientExchange) -> None:
-        self.exchange, self.layout = exchange, exchange.layout
+        self.exchange = exchange
+        self.layout = exchange.layout
         self.names = {
             id(param): name for name, param in self.layout.engine.module.named_parameters()
         }
@@ -125,7 +126,8 @@ class _Test:
 
     def exchanged(self, channel: Channel) -> list[str]:
         """Gradients go to their workers and results back. Returns what is wrong. Collective."""
-        exchange, layout = self.exchange, self.layout
+        exchange = self.exchange
+        layout = self.layout
         problems: list[str] = []
         exchange.begin()
         # no rounding on the way, here and back

@@ -106,12 +106,14 @@ class ShardMap:
     def cut(self, parts: Sequence[ParameterPart]) -> "ShardMap":
         """Return the map of some parts, in which ``Shard.param`` is a part's number. A shard of
         several parts is cut."""
-        shards, numels = [], []
+        shards: list[Shard] = []
+        numels = []
         for number, part in enumerate(parts):
             first, numel = part.span(self.numels[part.param])
             numels.append(numel)
             for shard in self.of_param[part.param]:
-                start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
+                start = max(first, shard.start)
+                stop = min(first + numel, shard.start + shard.numel)
                 if start < stop:
                     offset = shard.offset + start - shard.start
                     shards.append(
@@ -125,9 +127,10 @@ def partition_flat(
 ) -> list[Shard]:
     """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a
     rank (ZeRO-1/2)."""
-    shards = []
+    shards: list[Shard] = []
     for rank in range(world):
-        start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        start = max(offset, rank * size)
+        stop = min(offset + numel, (rank + 1) * size)
         if start < stop:
             shards.append(
                 Shard(param, start - offset, stop - start, rank, group, start - rank * size)
@@ -160,7 +163,8 @@ def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
     """Layer name -> indices of its parts in :func:`parts_of`."""
-    indices, start = {}, 0
+    indices: dict[str, tuple[int, ...]] = {}
+    start = 0
     for layer in layers:
         indices[layer.name] = tuple(range(start, start + len(layer.parameters)))
         start += len(layer.parameters)
@@ -224,7 +228,8 @@ def planned_shards(
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    numels, shards = dict(entry for group in groups for entry in group), list[Shard]()
+    numels = dict(entry for group in groups for entry in group)
+    shards: list[Shard] = []
     for index, group in enumerate(groups):
         params = [(place[name], numel) for name, numel in group if name in place]
         if stage == 0:

@@ -38,7 +38,8 @@ class BF16(ShardLayout):
         return self.optimizer.grad_acc_dtype
 
     def _shards(self) -> list[Shard]:
-        shards, index = [], {id(param): number for number, param in enumerate(self.params)}
+        shards: list[Shard] = []
+        index = {id(param): number for number, param in enumerate(self.params)}
         for group, params in enumerate(self.groups):
             size = self.optimizer.fp32_groups_flat_partition[group].numel()
             offsets = accumulate((param.numel() for param in params), initial=0)
@@ -84,8 +85,10 @@ class ZeroLayout(ShardLayout):
         offloads: see :meth:`offloaded`.
     """
 
-    OFFLOADS, MASTERS = "", ""
-    """Names of DeepSpeed's attributes: whether it offloads; its flat fp32 masters by group."""
+    OFFLOADS = ""
+    """Name of DeepSpeed's attribute that says whether it offloads."""
+    MASTERS = ""
+    """Name of DeepSpeed's list of flat fp32 masters, one for each group."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -163,7 +166,8 @@ class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every
     rank."""
 
-    OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
+    OFFLOADS = "cpu_offload"
+    MASTERS = "single_partition_of_fp32_groups"
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -171,7 +175,8 @@ class Stage12(ZeroLayout):
         self._starts: dict[int, list[int]] = {}
 
     def _shards(self) -> list[Shard]:
-        optimizer, shards = self.optimizer, list[Shard]()
+        optimizer = self.optimizer
+        shards: list[Shard] = []
         index = {id(param): number for number, param in enumerate(self.params)}
         # round_robin_bit16_* hold the order in the flat buffer, whether or not
         # round_robin_gradients is on
@@ -196,7 +201,8 @@ class Stage12(ZeroLayout):
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        gradients, group = self.optimizer.averaged_gradients, shard.group
+        gradients = self.optimizer.averaged_gradients
+        group = shard.group
         flat = getattr(gradients[group], "flat_partition", None)
         if flat is not None:  # DeepSpeed reads this buffer, not the list that it is an attribute of
             gradients[group] = [flat]
@@ -271,7 +277,8 @@ class Stage3(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every
     rank."""
 
-    OFFLOADS, MASTERS = "offload_optimizer", "fp32_partitioned_groups_flat"
+    OFFLOADS = "offload_optimizer"
+    MASTERS = "fp32_partitioned_groups_flat"
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
@@ -283,7 +290,7 @@ class Stage3(ZeroLayout):
         ]
 
     def _shards(self) -> list[Shard]:
-        shards = []
+        shards: list[Shard] = []
         for index, param in enumerate(self.params):
             offset = self._chunk_start(param)
             shards += partition_chunks(
@@ -327,7 +334,8 @@ class Stage3(ZeroLayout):
         for group, params in enumerate(self.groups):
             chunks = []
             for param in params:
-                size, full = param.partition_numel(), known(param)
+                size = param.partition_numel()
+                full = known(param)
                 part = full[self.rank * size : (self.rank + 1) * size].to(self.dtype)
                 chunks.append(torch.nn.functional.pad(part, (0, size - len(part))))
                 if self.offloads:
