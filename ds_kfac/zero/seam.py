@@ -248,16 +248,17 @@ class Seam:
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled
-        elif not self._is_bare and self.factor is None and self._proves:
+        elif not self._is_bare and self.factor is None and self._needs_factor:
             self.factor = deepspeed_versions.bf16_clipping(self.engine.optimizer)
         self.inverse = None
         if self.factor is not None:
             self.inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
 
     @property
-    def _proves(self) -> bool:
-        """Whether the factor is needed even if all gradients are multiplied by it already."""
-        return self._steps is not None and self._steps.proves
+    def _needs_factor(self) -> bool:
+        """Whether the factor is needed even if all gradients are multiplied by it already: for a
+        proof of rows, and for the self-test, which runs before :meth:`open`."""
+        return self._steps is None or self._steps.proves
 
     def _watch_factor(self, installed: ExitStack) -> None:
         """Wrap DeepSpeed's own functions that multiply gradients, until ``installed`` is closed."""
@@ -280,7 +281,7 @@ class Seam:
 
     def _clip(self, original: Callable[..., Any]) -> Any:
         # DeepSpeed does not tell how it clips: the norms before and after show it
-        if not self._proves:
+        if not self._needs_factor:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
         # which DeepSpeed does not clip
