@@ -21,7 +21,7 @@ class Fault:
         text: what DeepSpeed does, formatted with ``layout``.
     """
 
-    mode: type[ShardLayout]
+    mode: type
     applies: Callable[[Any], bool]
     text: str
 
@@ -125,7 +125,7 @@ def _pipeline(layout: Any) -> tuple[str, ...]:
     return deepspeed_versions.pipeline_faults(layout.engine.gradient_accumulation_steps())
 
 
-OF_VERSIONS: tuple[tuple[type[ShardLayout], Callable[[Any], tuple[str, ...]]], ...] = (
+OF_VERSIONS: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...] = (
     (ShardLayout, _pipeline),
     (BF16, lambda layout: deepspeed_versions.bf16_optimizer_faults()),
     (Stage12, _stage_1_2),

@@ -298,7 +298,7 @@ class Half(Replicated):
     @cached_property
     def _offsets(self) -> dict[int, int]:
         """Id of a parameter -> its first element in FP16_Optimizer's flat master of its group."""
-        offsets = {}
+        offsets: dict[int, int] = {}
         for params in self.groups:
             starts = accumulate((param.numel() for param in params), initial=0)
             offsets |= {id(param): start for param, start in zip(params, starts, strict=False)}
