@@ -1,10 +1,10 @@
 """A run that goes on with the other optimizer after half of its steps, both ways, beside those that
 stay.
 
-The picture and the table of docs/migrate/adamw.md:
+The picture and the table of docs/howto/resume_and_move.md:
 
     python -m benchmarks.moving --out runs/moving            # 1,800 steps of a small GPT a seed, on one thread
-    python -m benchmarks.moving --out runs/moving --draw docs/migrate/moving.png
+    python -m benchmarks.moving --out runs/moving --draw docs/howto/moving.png
 
 A run that is there already is not made again.
 """
@@ -35,7 +35,7 @@ OPTIMIZERS = {
         "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 1.0, "torch_adam": True},
     },
 }
-"""As docs/migrate/adamw.md has them."""
+"""As docs/howto/resume_and_move.md has them."""
 LABELS = {
     "adamw": "AdamW",
     "kfacadamw": "KFACAdamW",

@@ -1,4 +1,4 @@
-"""Draws docs/how_it_works.png: one step of K-FAC. ``python docs/how_it_works.py``"""
+"""Draws docs/explanation/how_it_works.png: one step of K-FAC. ``python docs/how_it_works.py``"""
 
 from pathlib import Path
 
@@ -131,9 +131,5 @@ def draw() -> pyplot.Figure:
 
 
 if __name__ == "__main__":
-    draw().savefig(
-        Path(__file__).with_suffix(".png"),
-        dpi=110,
-        bbox_inches="tight",
-        metadata={"Software": None},
-    )
+    picture = Path(__file__).parent / "explanation/how_it_works.png"
+    draw().savefig(picture, dpi=110, bbox_inches="tight", metadata={"Software": None})

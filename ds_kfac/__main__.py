@@ -261,6 +261,47 @@ def main(argv: list[str] | None = None) -> int:
     program = "ds_kfac" if script else "python -m ds_kfac"
     if script and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does, so that --model finds modules there
+    parser, names = _parser(program)
+    argv = sys.argv[1:] if argv is None else argv
+    problem = _misspelt(argv, names)
+    if problem:
+        print(fitted(f"{program}: {problem}"), file=sys.stderr)
+        return 2
+    if argv[:1] == ["run"]:  # its arguments go to DeepSpeed's launcher unparsed
+        arguments = parser.parse_args(argv[:1])
+    else:
+        arguments = parser.parse_args(argv)
+    try:
+        return _run(arguments, argv[1:], program)
+    except ValueError as error:
+        print(fitted(f"ds_kfac {arguments.command}: {error}"), file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], program: str) -> int:
+    """Run a command and print its answer. Returns the exit status.
+
+    Args:
+        rest: arguments after the command, for DeepSpeed's launcher.
+    """
+    if arguments.command == "run":
+        if launcher.wants_help(rest):
+            print(launcher.HELP.format(program=program, usage=launcher.USAGE))
+        else:
+            launcher.launch(rest)
+        return 0
+    _check_files(arguments)
+    with only_for_data():
+        module, _, function = COMMANDS[arguments.command].partition(":")
+        answer = getattr(import_module(module), function)(arguments)
+    text, status = answer if isinstance(answer, tuple) else (answer, 0)
+    text = text if arguments.command in FOR_PROGRAMS else fitted(text)
+    print(text, end="\n" if text else "")
+    return status
+
+
+def _parser(program: str) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser of the command line, and the names of the commands."""
     parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
     # passed by DeepSpeed's launcher
@@ -285,7 +326,6 @@ def main(argv: list[str] | None = None) -> int:
     plot.add_arguments(
         commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's")
     )
-    # its arguments go to DeepSpeed's launcher unparsed, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
     commands.add_parser(
@@ -295,30 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser(
         "schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors'
     )
-    argv = sys.argv[1:] if argv is None else argv
-    if problem := _misspelt(argv, list(commands.choices)):
-        print(fitted(f"{program}: {problem}"), file=sys.stderr)
-        return 2
-    launches = argv[:1] == ["run"]
-    status = 0
-    arguments = parser.parse_args(argv[: 1 if launches else None])
-    try:
-        if launches and launcher.wants_help(argv[1:]):
-            print(launcher.HELP.format(program=program, usage=launcher.USAGE))
-        elif launches:
-            launcher.launch(argv[1:])
-        else:
-            _check_files(arguments)
-            with only_for_data():
-                module, _, function = COMMANDS[arguments.command].partition(":")
-                answer = getattr(import_module(module), function)(arguments)
-            text, status = answer if isinstance(answer, tuple) else (answer, 0)
-            text = text if arguments.command in FOR_PROGRAMS else fitted(text)
-            print(text, end="\n" if text else "")
-    except ValueError as error:
-        print(fitted(f"ds_kfac {arguments.command}: {error}"), file=sys.stderr)
-        return 1
-    return status
+    return parser, list(commands.choices)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""The pages a reader opens first: the README's length, and links that lead somewhere."""
+"""The pages that people read: links lead somewhere, named files exist, and code that is shown is
+code that runs."""
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
+from ds_kfac.model import registry
+from ds_kfac.model.scan import LayerChoice, scan
+from tests.model.proven import proven
 from tests.test_architecture import FLOORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+DEVELOPMENT = ROOT / "docs/development"
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,15 +45,47 @@ def test_named_files_exist(page):
         assert (ROOT / name).exists() or (ROOT / "ds_kfac" / name).exists(), f"{page.name}: {name}"
 
 
-def test_how_it_works_is_one_page():
-    assert len((ROOT / "docs/how_it_works.md").read_text().splitlines()) <= 90
-
-
-def test_the_glossary_has_at_most_25_words_of_our_own():
-    _, own = (ROOT / "docs/math.md").read_text().split("Words of this code:")
-    assert len(re.findall(r"^\| ", own.split("## Sources")[0], re.MULTILINE)) - 1 <= 25
-
-
-def test_the_picture_of_the_folders_is_complete_and_in_order():
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+def test_the_table_of_the_folders_is_complete_and_in_order():
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (DEVELOPMENT / "first_change.md").read_text(), re.MULTILINE
+    )
     assert tuple(rows[: len(FLOORS)]) == FLOORS
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_update_rule_that_is_shown_is_the_one_that_is_tested():
+    tested = (ROOT / "tests/deepspeed/toys.py").read_text()
+    *classes, methods = python_blocks(DEVELOPMENT / "update_rule.md")
+    assert len(classes) == 4 and all(
+        block in tested for block in [*classes, methods.partition("\n\n")[2]]
+    )
+
+
+def test_the_layer_type_that_is_shown_proves_its_rows():
+    (block,) = python_blocks(DEVELOPMENT / "layer_type.md")
+    names: dict[str, Any] = dict(vars(registry))
+    exec(block, names)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.PReLU(8),
+        nn.Conv2d(8, 8, 3),
+        nn.PReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+    with patch.dict(registry.LAYERS, PReLU=names["PReLU"]()):
+        found = scan(model, LayerChoice(types=("Conv2d", "Linear", "PReLU")))
+        seen = proven(
+            model,
+            found.layers,
+            [torch.randn(5, 3, 8, 8)],
+            loss=lambda model, x: model(x).square().mean(),
+        )
+    assert [(left.name, left.reason) for left in found.skipped] == [
+        ("3", "all channels have one slope")
+    ]
+    assert list(seen) == ["0", "1", "2", "5"] and all(one.fits for one in seen.values())

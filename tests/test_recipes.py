@@ -1,5 +1,5 @@
 """What a newcomer copies: recipes are whole configs that their rule can follow, and README,
-configs/ and the migration pages say the same."""
+configs/ and the page about switching say the same."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from ds_kfac.engine.recipes import ADAPTERS, BETA2, EXPERTS, IMAGES, WORDS, said
 from ds_kfac.engine.recipes import RECIPES as TABLE
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/recipes.md").read_text()
+PAGE = (ROOT / "docs/howto/recipes.md").read_text()
 RECIPES = {
     title: json.loads(block)
     for title, block in re.findall(
@@ -52,33 +52,23 @@ def test_a_recipe_is_a_config_that_its_rule_can_follow(title):
     } <= config.keys()
 
 
-def blocks(page: Path) -> list[dict]:
-    """The optimizer blocks for KFACAdamW that a page shows."""
-    found = re.findall(
-        r'"optimizer": (\{"type": "KFACAdamW",\s+"params": \{.*?\}\})', page.read_text()
-    )
-    return [json.loads(block) for block in found]
+@pytest.mark.parametrize("page", ["README.md", "docs/howto/switch.md"])
+def test_the_switch_from_adamw_shows_the_recipes_rate_and_keeps_a_weight_decay_of_adamws(page):
+    (shown,) = re.findall(r'"KFACAdamW",\n\s+"params": (\{.*?\})', (ROOT / page).read_text())
+    assert json.loads(shown) == {
+        "lr": DECODER["lr"],
+        "betas": DECODER["betas"],
+        "weight_decay": 0.1,
+    }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/migrate/adamw.md",
-        *(f"configs/{x.name}" for x in (ROOT / "configs").glob("gpt_*.json")),
-    ],
-)
-def test_other_places_say_what_the_recipe_says(page):
-    if page.endswith(".json"):
-        optimizer = json.loads((ROOT / page).read_text())["optimizer"]
-        shown = [optimizer] if optimizer["type"] == "KFACAdamW" else []
-    else:
-        shown = blocks(ROOT / page)
-        assert shown, "there is one"
-    for block in shown:
-        assert {key: block["params"][key] for key in SHARED} == {
+@pytest.mark.parametrize("path", (ROOT / "configs").glob("gpt_*.json"), ids=lambda path: path.name)
+def test_configs_have_the_recipes_settings(path):
+    optimizer = json.loads(path.read_text())["optimizer"]
+    if optimizer["type"] == "KFACAdamW":
+        assert {key: optimizer["params"][key] for key in SHARED} == {
             key: DECODER[key] for key in SHARED
-        }, page
+        }
 
 
 def settings(config: dict) -> tuple[str, float, float, float | None]:
@@ -157,10 +147,8 @@ def test_without_a_recipe_or_a_rate_nothing_is_said(given):
 
 
 def test_the_runs_that_move_have_the_settings_of_the_page_that_shows_them():
-    shown = re.findall(
-        r'"optimizer": (\{"type": "\w+",\s+"params": \{.*?\}\})',
-        (ROOT / "docs/migrate/adamw.md").read_text(),
-    )
+    page = (ROOT / "docs/howto/resume_and_move.md").read_text()
+    shown = re.findall(r'"optimizer": (\{"type": "\w+",\s+"params": \{.*?\}\})', page)
     own = [moving.config_of(kind, moves=False)["optimizer"] for kind in moving.KINDS]
     assert [{**each, "params": {k: each["params"][k] for k in SHARED}} for each in own] == list(
         map(json.loads, shown)

@@ -56,7 +56,7 @@ def _published(rate: float, *, update: int, refresh: int, damping: float) -> dic
 
 
 def _own(rate: float, damping: float) -> dict[str, Any]:
-    """The row for CNNs of docs/tuning.md."""
+    """The row for CNNs of docs/howto/tune.md."""
     kfac = {"damping": {"kind": "tikhonov", "value": damping}, "preconditioner": {"kl_clip": 1e-2}}
     return {**_sgd(rate), "kfac": kfac}
 

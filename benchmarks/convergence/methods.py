@@ -301,7 +301,7 @@ def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: 
     }
     own = METHODS[method](rate)
     if stage and own.get("optimizer", {}).get("type") == "Muon":
-        # DeepSpeed would clip orthogonalized updates, see docs/migrate/muon.md
+        # DeepSpeed would clip orthogonalized updates, see docs/howto/switch.md
         own["gradient_clipping"] = 0.0
     return {
         "train_micro_batch_size_per_gpu": rows,

@@ -5,9 +5,9 @@ timm's models.
 
 Without a phase: all of them. shares builds each model at its default size on the meta device and
 counts; train makes a tiny one and trains it eight steps by KFACAdamW at ZeRO stages 0 and 2; report
-writes docs/models.md, and a page of all rows beside the results. A model is measured in a process
-of its own, with a timeout, so that a crash is a row. Results are kept model by model, and what is
-there is not measured again.
+writes docs/reference/models.md, and a page of all rows beside the results. A model is measured in a
+process of its own, with a timeout, so that a crash is a row. Results are kept model by model, and
+what is there is not measured again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.distributed.ranks import SERVER, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/coverage/models.json"
-PAGE = ROOT / "docs/models.md"
+PAGE = ROOT / "docs/reference/models.md"
 PACKAGES = ("torch", "deepspeed", "transformers", "timm")
 
 

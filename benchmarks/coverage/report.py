@@ -1,4 +1,4 @@
-"""docs/models.md and the page of all rows beside the results, from the results."""
+"""docs/reference/models.md and the page of all rows beside the results, from the results."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -35,20 +35,23 @@ SHORT = {
 
 HEAD = """# Models
 
-{count} architectures: all of transformers that have a causal, masked, sequence-to-sequence, image, speech or detection
-head, and ten of timm's models. For each: which part of its matrices K-FAC steps, and whether a tiny one trains. A row's
-name is the `model_type` in a model's `config.json`; fine-tunes and sizes share it. A model that is not here, or a
-config of your own: `python -m ds_kfac check --model module:factory` prints the same before a run.
+How much of which architecture does K-FAC precondition, and does a tiny model of it train?
 
-A name below alone: all of its matrices are stepped, with curvature. A number is the part that is, in per cent, the
-second one that with curvature where it is another. A row for each, with its size, its losses, what is left to AdamW
-and why, and what did not run, is in [the results](../benchmarks/results/coverage/models.md).
+The page has {count} architectures: all of transformers that have a causal, masked, sequence-to-sequence, image, speech
+or detection head, and ten models of timm. A name is the `model_type` in a model's `config.json`; fine-tunes and sizes
+share it. For other models and configs, `python -m ds_kfac check --model module:factory` prints the same before a run.
+
+A name alone means that all matrices of the model are stepped by K-FAC, with curvature. A number is the share of them in
+per cent; a second number is the share with curvature if it differs. [The
+results](../../benchmarks/results/coverage/models.md) have a row for each
+architecture: its size, its losses, what is left to AdamW and why, and what did not run.
 
 ## In short
 """
 ROWS = """# Models, row by row
 
-What [docs/models.md](../../../docs/models.md) is made from; it says how these {count} architectures fare in short.
+What [docs/reference/models.md](../../../docs/reference/models.md) is made from; it says how these {count}
+architectures fare in short.
 """
 READING = """## How to read a row
 
@@ -78,8 +81,8 @@ MADE = (
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """docs/models.md: the names of those that are stepped whole, and a row for each of the
-    others."""
+    """docs/reference/models.md: the names of those that are stepped whole, and a row for each of
+    the others."""
     models = found["models"]
     lines = [HEAD.format(count=len(models))]
     lines += table(

@@ -99,7 +99,7 @@ def adamw(rate: float) -> dict[str, Any]:
 def muon(rate: float, adam: float = 0.004) -> dict[str, Any]:
     """DeepSpeed's. Decay and ``adam``, the rate of heads and tables, as tuned in public for this
     size and batch. Not clipped: at ZeRO 1 that would divide orthogonalized updates by their norm
-    (docs/migrate/muon.md)."""
+    (docs/howto/switch.md)."""
     params = {"muon_lr": rate, "adam_lr": adam, "momentum": 0.95, "weight_decay": 0.05, **ADAM}
     return {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 0.0}
 

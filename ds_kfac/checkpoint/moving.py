@@ -50,7 +50,7 @@ TO_ADAMW = (
     "eigenbases and begin at zero, "
     "all else goes on: warm up again, unless AdamW counts the steps of each parameter, as it does "
     "at stage 0 in fp32 "
-    "(docs/checkpoints.md#from-another-optimizer)"
+    "(docs/howto/resume_and_move.md)"
 )
 
 
@@ -276,7 +276,7 @@ def give(engine: Any, values: Values, saved: Mapping[str, Any]) -> None:
 def take_adamws(job: Job, values: Values) -> None:
     """Let K-FAC layers begin with AdamW's moments, after a reset. Collective. The other way they
     begin at zero: turned back they were no better after 25 steps in any run
-    (docs/migrate/adamw.md).
+    (docs/howto/resume_and_move.md).
 
     Raises:
         CheckpointError: on every rank; a file cannot be read, or is of another parameter.

@@ -21,7 +21,7 @@ CONVERT = (
     "{folder} --output_folder "
     '{folder}_universal, and load that with "checkpoint": {{"load_universal": true}} in the '
     "DeepSpeed config "
-    "(docs/checkpoints.md#from-another-optimizer)"
+    "(docs/howto/resume_and_move.md)"
 )
 
 

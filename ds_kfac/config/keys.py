@@ -1,6 +1,8 @@
 """The keys of the ``"kfac"`` block, a model for each block inside it, and its check; and the
-parameters of KFACAdamW, which ``directions/kfac_adamw/optimizer.py`` checks. Docstrings are the
-manual."""
+parameters of KFACAdamW, which ``directions/kfac_adamw/optimizer.py`` checks.
+
+Docstrings are the manual, docs/reference/config.md. The first paragraph of a key's docstring is its
+cell in the table, of 25 words at most; the others are the details below the table."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,55 +34,65 @@ class FactorConfig(Block):
     """The factors A and G."""
 
     update_interval: values.Interval = Value.constant(10)
-    """Update the factors with one batch every so many steps."""
+    """Steps between two updates of the factors. Each update uses one batch."""
     decay: values.Decay = Value.constant(0.95)
-    """Weight of the past in the running average; bias-corrected, so early averages are plain
-    means."""
+    """Weight of the past in the running average. The average is bias-corrected, so early
+    averages are plain means."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
-    """Which gradients G is made of. empirical: the training gradients. monte_carlo: gradients of
-    labels drawn from the model's own prediction, at the cost of one extra backward per factor
-    update. activations_only: none, G is the identity. null: activations_only with the optimizer
-    KFACAdamW, empirical with any other."""
+    """Which gradients G is made of. null: ``activations_only`` with the optimizer KFACAdamW,
+    ``empirical`` with any other.
+
+    ``empirical`` takes the training gradients. ``monte_carlo`` takes gradients of labels that
+    are drawn from the model's own prediction, which costs one extra backward pass in each factor
+    update. ``activations_only`` takes none: G is the identity."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
-    """monte_carlo: the distribution that labels are drawn from. mse: a mean over all elements of
-    the output. squared_error: a sum over the outputs, a mean over the rest. Set
-    ``engine.kfac.sampler`` to draw by a function of your own."""
+    """The distribution that ``monte_carlo`` draws labels from.
+
+    ``mse`` is a mean over all elements of the output; ``squared_error`` is a sum over the
+    outputs and a mean over the rest. Set ``engine.kfac.sampler`` to draw labels by a function of
+    your own."""
     prediction: str | None = None
-    """monte_carlo: name of the module whose output is the prediction; null: the model's output, or
-    its ``logits``."""
+    """Name of the module whose output is the prediction for ``monte_carlo``. null: the model's
+    output, or its ``logits``."""
     weight_sharing: Literal["expand", "reduce"] = "expand"
-    """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is
-    a row; use it for a loss per example. reduce is cheaper by the sequence length."""
+    """What a row of the statistics is. ``expand``: a token. ``reduce``: a sequence or an image.
+
+    Use ``expand`` for a loss per token and ``reduce`` for a loss per example. ``reduce`` makes the
+    statistics cheaper by the length of the sequence."""
     rows: values.Rows | None = None
-    """Rows that count, per factor update. They come from as few ranks as have that many, the
-    owner's node first, others at every update. Where one rank has more, every k-th of its rows
-    counts, and k's offset moves from update to update. Positions of a convolution are sampled as
-    well, on a grid that moves: one in 4 along both dimensions, fewer where less than 4 rows would
-    be left for each column. So the cost of statistics is bounded, and falls with the number of
-    ranks. Unbiased. all: every row of all ranks, at every position. null: 4 per column."""
+    """Rows that each factor update uses. null: 4 per column of the factor. ``"all"``: every row of
+    all ranks, at every position.
+
+    The rows come from as few ranks as have that many together, the factor's owner and its node
+    first. If one rank has more, every k-th of its rows counts. Positions of a convolution are
+    sampled on a grid. The samples move from update to update and are unbiased. So the cost of
+    statistics is bounded and falls with the number of ranks."""
     dense_max: int | None = Field(default=None, ge=2)
-    """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long
-    as the layer's other side, at least half of this: a decomposition costs the cube. A side over
-    16384, such as a head's vocabulary (65536 with fisher activations_only, where all sides are
-    inputs), has a diagonal. null: 4096."""
+    """Longest side of a layer whose factor is one dense matrix. null: 4096.
+
+    A longer side is cut into blocks about as long as the layer's other side, but at least half of
+    this value. A side over 16384, such as a head's vocabulary, has a diagonal factor (over 65536
+    with ``fisher`` ``activations_only``, where all sides are inputs)."""
 
 
 class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""
 
     refresh_interval: values.Interval | None = None
-    """Steps between two decompositions, a multiple of factor.update_interval; null: five times that
-    interval. If one of them is a schedule, a refresh waits for the next factor update."""
+    """Steps between two decompositions of a factor, a multiple of ``factor.update_interval``. null:
+    five times that interval.
+
+    If one of the two intervals is a schedule, a refresh waits for the next factor update."""
 
 
 class DampingConfig(Block):
     """What is added to the Fisher's eigenvalues."""
 
     value: values.Positive | None = None
-    """Size of the damping; null: 0.001 with tikhonov, 1 with relative."""
+    """Size of the damping. null: 0.001 with ``tikhonov``, 1 with ``relative``."""
     kind: Literal["tikhonov", "relative"] = "relative"
-    """tikhonov: add the value itself. relative: add the value times the layer's mean eigenvalue,
-    mean(A) mean(G)."""
+    """``tikhonov``: add ``damping.value`` itself. ``relative``: add ``damping.value`` times the
+    layer's mean eigenvalue, mean(A) mean(G)."""
 
     def at(self, step: int) -> float:
         assert self.value is not None
@@ -88,26 +100,34 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """The step in the eigenbasis. Without effect for the optimizer KFACAdamW, whose step is Adam's,
-    except ``precision``."""
+    """The step in the eigenbasis. Of these keys only ``precision`` affects the optimizer
+    KFACAdamW, which needs the method ``eigen``."""
 
     precision: Literal["highest", "tf32"] | None = None
-    """Precision of the products into the eigenbasis and back. highest: fp32, also if the process
-    allows TF32. tf32: TF32 on GPUs, fp32 elsewhere. null: tf32 on GPUs that have it, else highest.
-    Orthogonalization is in fp16 with TF32, else in fp32. With method inverse it applies to the two
-    products with the inverses."""
+    """Precision of the products into the eigenbasis and back. null: ``tf32`` on GPUs that have it,
+    else ``highest``.
+
+    ``highest`` is fp32, even if the process allows TF32. ``tf32`` is TF32 on GPUs and fp32
+    elsewhere. Orthogonalization runs in fp16 with ``tf32`` on a GPU and in fp32 otherwise. With
+    method ``inverse`` the key applies to the two products with the inverses."""
     method: Literal["eigen", "inverse"] = "eigen"
-    """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky,
-    with KAISA's pi-damping: half the products of a step, half the bytes to other workers, refreshes
-    about ten times cheaper; for sides of 4096 and up. The damping of an inverse is that of its last
-    refresh. It needs eigenvalues kronecker."""
+    """What is kept of a factor. ``eigen``: its eigenbasis. ``inverse``: its damped inverse by
+    Cholesky, with KAISA's pi-damping.
+
+    ``inverse`` needs half the products of a step, sends half the bytes to other workers and
+    refreshes about ten times as fast. Use it for sides of 4096 and up. The damping of an inverse
+    is that of its last refresh. ``inverse`` needs ``eigenvalues`` ``kronecker``."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
-    """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues
-    (K-FAC). corrected: the running second moment of the rotated gradient (EKFAC). null: corrected
-    if your optimizer divides by a running second moment too, as Adam does, else kronecker."""
+    """Eigenvalues of the Fisher matrix in the eigenbasis. ``kronecker``: products of the factors'
+    eigenvalues (K-FAC). ``corrected``: the rotated gradient's running second moment (EKFAC).
+
+    null: ``corrected`` if your optimizer divides by a running second moment too, as Adam does,
+    else ``kronecker``."""
     kl_clip: values.NotNegative | None = None
-    """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed
-    runs an lr scheduler, else the current one; 0 switches it off, null chooses 0.001."""
+    """Bound kappa on lr^2 <V, gradient>, summed over layers. 0 switches it off. null: 0.001.
+
+    V is the preconditioned gradient. lr is the largest learning rate of the schedule if
+    DeepSpeed runs a scheduler, else the current one."""
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
@@ -119,18 +139,21 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(default=50, ge=0)
-    """Number of first steps in which factors are updated twice as often as factor.update_interval
-    says at first, and eigenbases refreshed at every second update, if that is more often; the step
-    after them refreshes all. 0: none."""
+    """Number of first steps in which factors are updated and refreshed more often. 0: none.
+
+    In these steps factors are updated twice as often as ``factor.update_interval`` says at
+    first, and eigenbases are refreshed at every second update if that is more often. The step
+    after them refreshes every factor."""
 
 
 class AdamConfig(Block):
-    """The optimizer KFACAdamW; without effect for others. Its lr, betas, .. are in the optimizer's
-    own block."""
+    """The optimizer KFACAdamW. These keys do not affect other optimizers."""
 
     rotate: bool = True
-    """Step in the eigenbasis of A. false: no curvature at all: the step is in the layers' own
-    coordinates, without whitening, and nothing is captured, kept or sent."""
+    """Step in the eigenbasis of A. false: no curvature, in the layers' own coordinates and without
+    whitening.
+
+    With false nothing is captured, kept or sent."""
     except_layers: list[values.NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -142,22 +165,29 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers that keep Adam's direction, as heads do with Muon; the directions of all others are
-    replaced by their orthogonal factor (Newton-Schulz) at a fixed size. Regexes for the end of a
-    layer's name, after a dot or from its beginning; ".*" is all layers. The default matches the
-    heads of transformers and timm, and without a list of yours a language model's head is found by
-    its shape, too: the last layer, with the shape of an embedding. Norms always keep Adam's."""
+    """Layers that keep Adam's direction, as heads do with Muon. All others are orthogonalized.
+    Norms always keep Adam's direction.
+
+    Each entry is a regex for the end of a layer's name, after a dot or from its beginning;
+    ``".*"`` is all layers. The default matches the heads of transformers and timm. Without a
+    list of yours a language model's head is also found by its shape: the last layer, if it has
+    the shape of an embedding. Orthogonalizing replaces a direction by its orthogonal factor
+    (Newton-Schulz) at a fixed size."""
     blocks: dict[values.NameEnd, values.BlockRows] = {}
-    """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex
-    for the end of the weight's name -> how many equal ones follow each other, or their rows,
-    repeated up to the last row. ``{"qkv": 3}``: queries, keys, values; ``{"qkv": [64, 64, 64]}``:
-    the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads by itself; 1: a single map.
-    Goes before what is known by name (``ds_kfac/model/blocks.py``): fused queries, keys and values,
-    gates, latent attention and Mamba. The report has each layer's, and which have none."""
+    """Weights that hold several maps, each orthogonalized by itself: a regex for the end of the
+    weight's name, and the blocks.
+
+    A number is how many equal blocks follow each other; a list gives their rows, repeated up to
+    the last row. ``{"qkv": 3}`` means queries, keys and values. ``{"qkv": [64, 64, 64]}`` means
+    the same for each head of 64. ``{"q_proj": 32}`` treats each of 32 heads by itself, and 1
+    means a single map. The key has precedence over the names that ds_kfac knows
+    (``ds_kfac/model/blocks.py``): fused queries, keys and values, gates, latent attention and
+    Mamba. The full report lists the blocks of each layer."""
     whiten: float = Field(default=0.125, ge=0, le=1)
-    """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each
-    input direction in place of the weights'; 0: none. Worth most with large batches, and lets the
-    rate be higher there."""
+    """Power p of A^-p, applied on both sides of an orthogonalization. 0: no whitening.
+
+    The step then bounds the response to each input direction instead of the change of the
+    weights."""
 
 
 Kind = Literal[
@@ -177,71 +207,81 @@ Kind = Literal[
 
 
 class LayersConfig(Block):
-    """Which layers; Python regexes searched in module names."""
+    """Which layers are preconditioned. Python regexes are searched in module names."""
 
     include: list[values.Pattern] = []
-    """If not empty: precondition only modules that match one of these."""
+    """If not empty, precondition only modules whose names match one of these."""
     exclude: list[values.Pattern] = []
-    """Leave modules that match one of these to the optimizer alone."""
+    """Leave modules whose names match one of these to the optimizer alone."""
     types: list[Kind] | None = None
-    """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d
-    torch's convolution. null: Linear, Conv1D and all convolutions."""
+    """Layer types to precondition. null: Linear, Conv1D and all convolutions.
+
+    Conv1D is the linear layer of GPT-2 in transformers; Conv1d is torch's convolution."""
 
 
 class AssignmentConfig(Block):
-    """Who does what."""
+    """Which ranks work on which layer."""
 
     gradient_worker_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the ranks that hold a layer's eigenbases and precondition its gradient (KAISA),
-    where gradients are replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null: the fastest
-    predicted fraction within memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and a layer
-    always has one worker."""
+    """Fraction of the ranks that precondition a layer (KAISA), at stage 0. null: the fastest
+    predicted fraction within ``memory_budget_gb``.
+
+    These ranks hold the layer's eigenbases and precondition its gradient. 1/world is MEM-OPT and
+    1 is COMM-OPT. Under ZeRO 1 to 3 gradients are partitioned, and a layer always has one
+    worker."""
     memory_budget_gb: float | None = Field(default=None, gt=0)
-    """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch
-    sums, gradients and results while a step lasts; without messages, of 256 MiB at most. null: no
-    limit."""
+    """Most memory that K-FAC may take on a rank, in 10^9 bytes. null: no limit.
+
+    It counts the state (factors, eigenbases, moments) and the batch sums, gradients and results
+    that exist while a step lasts. It does not count messages, which take 256 MiB at most."""
 
 
 class CommunicationConfig(Block):
-    """What travels, and in which dtype."""
+    """What ranks send to each other."""
 
     dtype: Literal["fp32", "bf16"] | None = None
-    """dtype in which batch sums and eigenvectors travel; sums are added in fp32, inverses travel in
-    fp32. null: bf16 if the model is in 16 bits and the traffic is predicted to cost over 2 % of a
+    """Dtype in which batch sums and eigenvectors are sent. Sums are added in fp32, and inverses are
+    sent in fp32.
+
+    null: bf16 if the model is in 16 bits and the traffic is predicted to cost over 2 % of a
     step's K-FAC work, else fp32."""
 
 
 class OffloadConfig(Block):
-    """Where K-FAC state lies between steps."""
+    """Where K-FAC's state is kept between steps."""
 
     device: Literal["none", "cpu"] = "none"
-    """cpu: keep running factors and their history in (pinned) host memory. Eigenbases and moments
-    stay on the device, because every step needs them."""
+    """``cpu``: keep running factors and their history in (pinned) host memory.
+
+    Eigenbases and moments stay on the device, because every step needs them."""
 
 
 class CheckpointConfig(Block):
     """What is saved in addition to DeepSpeed's files."""
 
     grams: bool = False
-    """true: also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``: what
-    merging by RegMean and quantization by GPTQ need beside the weights (docs/factors.md). It takes
-    no part in resuming."""
+    """Also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``.
+
+    Merging by RegMean and quantization by GPTQ need A beside the weights
+    (docs/howto/factors_for_other_tools.md). It takes no part in resuming."""
     on_missing: Literal["error", "fresh"] = "error"
-    """What load_checkpoint does if the K-FAC state that a checkpoint names is missing, damaged or
-    of another model. error: raise on every rank. fresh: warn and start K-FAC afresh. DeepSpeed has
-    loaded weights and optimizer before, in both cases. A checkpoint written without K-FAC always
-    starts K-FAC afresh, with a warning."""
+    """What load_checkpoint does if the K-FAC state is missing, damaged or of another model.
+    ``error``: raise on every rank. ``fresh``: warn, and start K-FAC afresh.
+
+    In both cases DeepSpeed has loaded weights and optimizer before. A checkpoint written without
+    K-FAC always starts K-FAC afresh, with a warning."""
 
 
 class OpsConfig(Block):
-    """Which code computes."""
+    """Which implementation computes."""
 
     backend: Literal["triton", "cuda", "torch"] | None = None
-    """Implementation of the operations. triton, cuda: on NVIDIA GPUs from compute capability 8.0,
-    each for some operations. torch: plain torch, anywhere, and no CUDA graph. An operation that a
-    backend does not have runs in torch. null: the best backend that runs here, per operation; the
-    attach report lists them. All except torch are compiled at first use. The choice holds for the
-    process: the last attach decides."""
+    """Implementation of the operations. null: for each operation, the best one that runs here.
+
+    ``triton`` and ``cuda`` run on NVIDIA GPUs from compute capability 8.0, each for some
+    operations. ``torch`` is plain torch, anywhere, without a CUDA graph. An operation that a
+    backend does not have runs in torch. The attach report lists the choices. All but ``torch``
+    are compiled at first use. The choice holds for the process: the last attach decides."""
 
 
 NAME = "KFACAdamW"
@@ -249,31 +289,38 @@ NAME = "KFACAdamW"
 
 
 class OptimizerParams(BaseModel):
-    """``null`` and ``"auto"`` are the same as leaving a parameter out. A framework may fill in
-    ``"auto"``."""
+    """``null`` and ``"auto"`` are the same as leaving a parameter out. A framework may replace
+    ``"auto"`` by a value."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     lr: float = Field(0.001, ge=0)
-    """Learning rate of the layers' weights and of other matrices. Schedulers change it and adam_lr
-    alike. docs/tuning.md has rates that were measured."""
+    """Learning rate of the layers' weights and of other matrices. Schedulers change it and
+    ``adam_lr`` alike.
+
+    docs/howto/tune.md has learning rates that were measured."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
-    """Decay of the two moments, which a layer has in its eigenbasis. The measured language models
-    have [0.9, 0.95]."""
+    """Decay of the two moments, which a layer keeps in its eigenbasis. The measured language
+    models use [0.9, 0.95]."""
     eps: float = Field(1e-8, ge=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled: a step takes lr * weight_decay of each parameter, also of those that are stepped
-    at adam_lr. A layer that a step did not use does not decay in it."""
+    """Decoupled weight decay: a step takes lr * weight_decay of each parameter.
+
+    This also holds for parameters that are stepped at ``adam_lr``. A layer that a step did not
+    use does not decay in that step."""
     adam_lr: float | None = Field(None, ge=0)
-    """Rate of embeddings, norms and biases that are in no layer; heads have one that follows it
-    (docs/tuning.md). null: 8 lr. 0: they stand still, without weight decay, and heads have lr."""
+    """Learning rate of embeddings, norms and biases that are in no layer. null: 8 lr. 0: they stand
+    still, without weight decay.
+
+    The learning rate of heads follows it (docs/howto/tune.md); with 0 it is lr."""
     torch_adam: bool = False
-    """true: torch's AdamW steps what is in no layer. false: DeepSpeed's fused Adam on a GPU, and
-    its CPU Adam for an offloaded optimizer, which are compiled at first use. On a CPU without
-    offload it is torch's in both cases."""
+    """true: torch's AdamW steps the parameters that are in no layer. false: DeepSpeed's Adam does.
+
+    DeepSpeed's fused Adam runs on a GPU, and its CPU Adam for an offloaded optimizer. Both are
+    compiled at first use. On a CPU without offload it is torch's in both cases."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -293,11 +340,12 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: the engine is left as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach, long lines broken at the terminal's width.
-    summary: at most 12 lines, before they are broken. full: also what was chosen, and every layer
-    with the ranks that work on it. none: nothing, and no numbers in a framework's logs.
-    ``engine.kfac.report`` has the text in any case, with equal layers in one row unless it is
-    full."""
+    """What rank 0 prints to standard error at attach. ``summary``: at most 12 lines, not counting
+    line breaks.
+
+    ``full`` adds what was chosen, and every layer with the ranks that work on it. ``none``
+    prints nothing, and keeps K-FAC's numbers out of a framework's logs. ``engine.kfac.report``
+    has the text in any case; unless the key is ``full``, equal layers share a row there."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()
@@ -311,14 +359,19 @@ class KFACConfig(Block):
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     adaptive: float | None = Field(default=None, gt=0)
-    """SP-NGD's adaptive statistics, a factor that barely changes is captured, reduced and
-    decomposed less often: two values of a factor are similar if their relative difference in the
-    Frobenius norm is below this, such as 0.1. Each factor then has its own interval, in units of
-    factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the factor stays similar to its
-    last two values, and halves when it does not. Starts after the burn-in. null: off."""
+    """SP-NGD's adaptive statistics: tolerance below which two values of a factor are similar, such
+    as 0.1. null: off.
+
+    A factor that barely changes is then updated and decomposed less often. Two values are similar
+    if their relative difference in the Frobenius norm is below this. Each factor has its own
+    interval, in units of ``factor.update_interval``: it grows (1, 2, 3, 5, 8, ...) while the factor
+    stays similar to its last two values, and halves when it does not. The rule starts after the
+    burn-in."""
     rescale_weights: bool = False
-    """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1,
-    sqrt(2 outputs) / its norm), as SP-NGD does: for layers that a norm follows."""
+    """After every step, multiply the weight of each linear and convolutional K-FAC layer by min(1,
+    sqrt(2 outputs) / its norm).
+
+    SP-NGD does so, for layers that a norm follows."""
 
     def having(self, block: str, **new: Any) -> "KFACConfig":
         """With other values in a block."""

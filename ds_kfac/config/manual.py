@@ -1,5 +1,5 @@
-"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it
-docs/config.md."""
+"""All keys of the ``"kfac"`` block and KFACAdamW's optimizer block: a JSON schema, and from it the
+page docs/reference/config.md."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,52 +15,138 @@ from ds_kfac.schedule.timetable import Value
 PARAMS = "optimizer.params"
 OPTIMIZER = """\
 
-# The optimizer block
+## The optimizer block
 
-`"optimizer": {"type": "KFACAdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}`, or an object with the same
-parameters: `ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))`. Groups of parameters may have an `lr`,
-`betas`, `eps` and `weight_decay` of their own ([frameworks](frameworks.md)).
+In a DeepSpeed config:
+
+```json
+"optimizer": {
+  "type": "KFACAdamW",
+  "params": {"lr": 0.002, "betas": [0.9, 0.95]}
+}
+```
+
+As an object with the same parameters:
+
+```python
+ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+```
+
+Parameter groups may have their own `lr`, `betas`, `eps` and `weight_decay` ([frameworks](../howto/frameworks.md)).
 """  # noqa: E501
 HEAD = """\
-# The "kfac" block
+# Config
 
-<!-- Made by `DS_ACCELERATOR=cpu python -m ds_kfac config > docs/config.md` from the docstrings in ds_kfac/config/. -->
+Which keys do the `"kfac"` block and the optimizer block of KFACAdamW have, and when would you change one?
 
-Every key is optional. `null`, or leaving a key out, chooses the default. An unknown key is an error that names the
-nearest valid one; a key without effect is a warning in the attach report. `"auto"` is the same as `null`; Hugging
-Face's Trainer and Accelerate themselves fail on one that they do not fill. `python -m ds_kfac config` prints this page.
+<!-- Made by `DS_ACCELERATOR=cpu python -m ds_kfac config > docs/reference/config.md`, from the docstrings in
+ds_kfac/config/keys.py and the reasons in ds_kfac/config/manual.py. -->
 
-**Those that are changed most.** `{}` is a good block; these are what a task may ask for:
+Every key is optional: `{}` is a good block. `null` and `"auto"` mean the same as leaving a key out. (Hugging Face's
+Trainer and Accelerate fail on an `"auto"` that they do not fill in.) An unknown key is an error that names the nearest
+valid one. A key that has no effect in your run is a warning in the [attach report](attach_report.md).
 
-| key | when |
+These keys are changed most often:
+
+| key | change it when |
 |---|---|
-| `layers.exclude` | a layer that is not to be preconditioned, such as a tiny new head |
-| `factor.update_interval` | statistics cost too much (raise it), or the batch is large and steps are few (lower it) |
-| `eigenbasis.refresh_interval` | decompositions cost too much; a multiple of the one before |
-| `damping` | another optimizer than KFACAdamW: larger if the loss is noisy or diverges |
-| `report` | "full" lists every layer at attach |
+| `layers.exclude` | a layer should not be preconditioned, such as a tiny new head |
+| `factor.update_interval` | statistics cost too much (raise it), or batches are large and steps few (lower it) |
+| `eigenbasis.refresh_interval` | decompositions cost too much (raise it) |
+| `damping` | you use another optimizer than KFACAdamW, and the loss is noisy or diverges (raise it) |
+| `report` | you want to see every layer at attach: `"full"` |
 
-**In an editor.** `python -m ds_kfac schema > kfac.schema.json` writes a JSON schema with all keys, types and schedules.
-In VS Code: `"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./kfac.schema.json"}]`. Whether a config fits a
-model is said by `python -m ds_kfac check --config ds_config.json --model hf:PATH`.
+`python -m ds_kfac schema > kfac.schema.json` writes a JSON schema for editors. In VS Code, add:
 
-**Schedules.** A key of type *schedule* takes a number, or an object that gives its value at each applied step since the
-start of the run. `"linear"`, `"cosine"` and `"exponential"` go from `start` to `end` over `steps` steps, after `delay`
-steps (default 0); `"exponential"` needs positive ends. `"piecewise"` has one value more than steps: here 5, then 20
-from step 100 on, then 50 from step 1000 on. Intervals are rounded.
+```json
+"json.schemas": [
+  {"fileMatch": ["ds_config*.json"], "url": "./kfac.schema.json"}
+]
+```
+
+[`python -m ds_kfac check`](command_line.md#check) tells you whether a config fits a model.
+
+## Schedules
+
+A key of type *schedule* takes a number or an object. The object gives the value for each applied step since the start
+of the run.
+
+| schedule | value |
+|---|---|
+| `"linear"`, `"cosine"`, `"exponential"` | from `start` to `end` in `steps` steps, after `delay` steps (default 0) |
+| `"piecewise"` | `values` has one entry more than `steps`; the value changes at each of `steps` |
+
+`"exponential"` needs positive ends. Intervals are rounded to whole steps. In this example the update interval is 5 at
+first, 20 from step 100 on, and 50 from step 1000 on:
 
 ```json
 "kfac": {
-  "damping": {"value": {"schedule": "cosine", "start": 3, "end": 1, "steps": 200, "delay": 50}},
-  "factor": {"update_interval": {"schedule": "piecewise", "values": [5, 20, 50], "steps": [100, 1000]}}
+  "damping": {
+    "value": {"schedule": "cosine", "start": 3, "end": 1, "steps": 200}
+  },
+  "factor": {
+    "update_interval": {
+      "schedule": "piecewise", "values": [5, 20, 50], "steps": [100, 1000]
+    }
+  }
 }
 ```
+
+## The "kfac" block
+
+In the following tables "why" says what a key is for, with a measurement where one decided it. Losses are held-out
+losses of small models in nats ([benchmarks](../../benchmarks/results/README.md)).
 """  # noqa: E501
+WHY = {
+    "enabled": "run without K-FAC from the same config",
+    "report": "choose how much is printed",
+    "adaptive": "SP-NGD's rule; 0.3 sent 21 % of the statistics "
+    "([measured](../explanation/scaling.md#measured))",
+    "rescale_weights": "SP-NGD's rule for weights that a norm follows",
+    "factor.update_interval": "trades cost against loss",
+    "factor.decay": "0 is SP-NGD's choice: statistics of one batch",
+    "factor.fisher": "memory, or the exact Fisher matrix",
+    "factor.sampler": "must match your loss",
+    "factor.prediction": "must match your model",
+    "factor.weight_sharing": "must match your loss",
+    "factor.rows": "bounds traffic; use all if nodes see different data "
+    "([measured](../explanation/scaling.md#batch-sums-come-from-a-few-ranks))",
+    "factor.dense_max": "memory grows with the square of a side and time with its cube; blocks "
+    "cost no visible loss",
+    "eigenbasis.refresh_interval": "trades cost against loss",
+    "burn_in.steps": "in a prototype the loss was 2.09 to 2.11 with short first intervals and "
+    "2.18 without",
+    "damping.value": "depends on the task: ResNet-20 98.6 % at 0.01, 99.2 % at 0.03; a GPT 2.09 "
+    "at 1, 2.13 at 10",
+    "damping.kind": "tikhonov is KAISA's and was best on deep CNNs",
+    "preconditioner.precision": "fp32 products where TF32's error of 1.3 % is too large",
+    "preconditioner.method": "inverse is KAISA's; cheaper for long sides",
+    "preconditioner.eigenvalues": "into AdamW, corrected reached 2.477 and kronecker 2.676",
+    "preconditioner.kl_clip": "ResNet-8 reached 0.03 at 0.01, and 0.06 to 0.08 at the default",
+    "adam.rotate": "curvature is worth 0.06 to 0.18 in short runs; false is the rule without it",
+    "adam.except_layers": "heads lose 0.026 if orthogonalized; models name their heads differently",
+    "adam.blocks": "needed for fused weights with names that ds_kfac does not know",
+    "adam.whiten": "at 8,192 bytes a step 2.001 with whitening and 2.081 without; 1/4 loses on "
+    "masked models",
+    "layers.include": "choose layers",
+    "layers.exclude": "choose layers",
+    "layers.types": "choose layers; preconditioned norms are SP-NGD's",
+    "assignment.gradient_worker_fraction": "KAISA's trade of memory against traffic",
+    "assignment.memory_budget_gb": "bounds memory",
+    "communication.dtype": "bf16 halves the bytes that are sent",
+    "offload.device": "saves device memory",
+    "ops.backend": "a way around a faulty kernel",
+    "checkpoint.grams": "A beside the weights for [other "
+    "tools](../howto/factors_for_other_tools.md)",
+    "checkpoint.on_missing": "continue without K-FAC's part of a checkpoint",
+}
+"""Key -> why it exists: a value that beats the default beyond the spread of seeds, or what else it
+is for. A key that has no reason is a constant in the code instead."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def manual(_: object = None) -> str:
-    """The page: keys of the top level, then a section for each block."""
+    """Return the page: keys of the top level, then a section for each block."""
     whole = json_of(KFACConfig)
     blocks = {
         name: key["$ref"].rpartition("/")[2]
@@ -68,16 +154,15 @@ def manual(_: object = None) -> str:
         if "$ref" in key
     }
     top = {name: key for name, key in whole["properties"].items() if name not in blocks}
-    parts = [HEAD, *table("", top)]
+    parts = [HEAD, *table("", top), *details("", top)]
     for name, kind in blocks.items():
         block = whole["$defs"][kind]
-        parts += [
-            f"\n## {name}\n",
-            _text(block["description"]) + "\n",
-            *table(f"{name}.", block["properties"]),
-        ]
+        keys = block["properties"]
+        parts += [f"\n### {name}\n", _text(block["description"]) + "\n"]
+        parts += [*table(f"{name}.", keys), *details(f"{name}.", keys)]
     parts += [OPTIMIZER, _text(OptimizerParams.__doc__ or "") + "\n"]
-    return "\n".join([*parts, *table(f"{PARAMS}.", json_of(OptimizerParams)["properties"])])
+    params = json_of(OptimizerParams)["properties"]
+    return "\n".join([*parts, *table(f"{PARAMS}.", params), *details(f"{PARAMS}.", params)])
 
 
 def json_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -86,20 +171,37 @@ def json_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of a Markdown table, from the schemas of keys."""
-    yield "| key | type | default | |\n|---|---|---|---|"
+    """Yield the lines of a Markdown table from the schemas of keys: the first paragraph of each
+    docstring."""
+    reasons = not prefix.startswith(PARAMS)
+    yield "| key | type | default | what it does |" + (" why |" if reasons else "")
+    yield "|---|---|---|---|" + ("---|" if reasons else "")
     for name, key in keys.items():
         if "description" not in key:
             raise ValueError(
                 f"{'' if prefix.startswith(PARAMS) else 'kfac.'}{prefix}{name} has no docstring"
             )
-        row = (
+        row = [
             f"`{prefix}{name}`",
             _type(key),
             f"`{json.dumps(key['default'])}`",
-            _text(key["description"]),
-        )
+            _paragraphs(key)[0],
+        ]
+        if reasons:
+            row.append(WHY.get(prefix + name, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+
+def details(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a list of what the docstrings say after their first paragraphs."""
+    texts = {f"`{prefix}{name}`": _paragraphs(key)[1:] for name, key in keys.items()}
+    said = [f"- {name}: {' '.join(paragraphs)}" for name, paragraphs in texts.items() if paragraphs]
+    yield from ["", *said] if said else []
+
+
+def _paragraphs(key: Mapping[str, Any]) -> list[str]:
+    """A docstring's paragraphs, each on one line."""
+    return [_text(paragraph) for paragraph in key["description"].split("\n\n")]
 
 
 def _text(docstring: str) -> str:

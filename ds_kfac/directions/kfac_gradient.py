@@ -235,8 +235,7 @@ class KFACGradient(Direction):
             return None
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
         self.metrics.kl = torch.where(nu == 0, nu, nu.square() * totals[0] / 2)
-        if flags is None:
-            return None
+        assert flags is not None  # the rule asks for them wherever kl-clip is on
         scales = torch.where(flags, nu, torch.ones_like(nu))
         return dict(zip((layer.name for layer in self.plan.layers), scales.unbind(), strict=True))
 

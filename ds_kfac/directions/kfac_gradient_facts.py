@@ -26,12 +26,7 @@ class KFACGradientFacts(RuleFacts):
         return f"{how}, kl-clip {clip}; then {optimizer}"
 
     def kept(self, plan: Plan, layers: Sequence[LayerSpec], device: str) -> int:
-        """What recorded steps keep: gradients and results, and a second copy of corrected
-        eigenvalues, since those of a layer with a new eigenbasis are there, too."""
-        nbytes = kept_bytes(plan, layers, device)
-        if nbytes and _corrected(plan):
-            nbytes += 4 * sum(layer.numel for layer in layers)
-        return nbytes
+        return kept_bytes(plan, layers, device)
 
     def workspace(
         self, plan: Plan, groups: Sequence[Sequence[LayerSpec]]

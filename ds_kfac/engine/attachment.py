@@ -49,7 +49,7 @@ _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
 NEW = (
     "not stepped by K-FAC, by DeepSpeed at stage 0 in fp32 alone: frozen, or not in the model, at "
     "attach; freeze "
-    "later, add before (docs/frameworks.md): "
+    "later, add before (docs/howto/frameworks.md): "
 )
 BY_HAND = (
     "optimizer.load_state_dict loads nothing of K-FAC's, which stays as it is here; "
@@ -165,7 +165,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """All numbers of docs/troubleshooting.md#counters: what DeepSpeed's monitor has. Reads the
+        """All numbers of docs/reference/counters.md: what DeepSpeed's monitor has. Reads the
         device."""
         return {**counters(self.job), **health(self.job), **self._constants()}
 
@@ -394,7 +394,8 @@ class Attachment:
                 f"until they do "
                 f"{kfacs[0].rule.facts.without_curvature}: {layers}. With curvature are "
                 f"{left:.0%} of the trained "
-                f"matrix parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
+                f"matrix parameters, not {self._share.curved_fraction:.0%} "
+                f"(docs/explanation/capture.md)"
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"

@@ -1,5 +1,5 @@
 """Whether a run's learning rate, weight decay and second beta are near those of a recipe of
-docs/recipes.md.
+docs/howto/recipes.md.
 
 A model does not show at attach what it is trained for: a decoder may be pretrained or fine-tuned,
 its labels masked or not. So a run fits if any recipe that its model may follow has all three within
@@ -22,8 +22,9 @@ from ds_kfac.model.scan import ADAPTER
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 FAR = 10.0
-"""What a value may differ by. Rates that work span a factor of four (docs/tuning.md); other batches
-move them, too."""
+"""What a value may differ by. Rates that work span a factor of four; other batches move them, too
+(docs/howto/tune.md).
+"""
 LIMIT, HIGH = math.log(FAR) + 1e-6, math.log(FAR) - 1e-6
 """HIGH is of rates: just ten times a recipe's is a slip; a weight decay of 0.1 for 1 is not."""
 LITTLE = 0.01
@@ -33,7 +34,7 @@ BETA2 = (0.5, 0.999)
 
 
 class Recipe(NamedTuple):
-    """A heading of docs/recipes.md, and what its config has.
+    """A heading of docs/howto/recipes.md, and what its config has.
 
     Attributes:
         models: kinds of models that may follow it, see :func:`kind_of`.
@@ -124,7 +125,7 @@ def config_far_from_recipes(
             return []
     (peak,) = planned_rates(rates.param_groups, scheduler)
     beta2 = None if betas is None else betas[1]
-    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)  # type: ignore[arg-type]
+    return said(kind_of(layers, model), str(optimizer.get("type")), peak, float(decay), beta2)
 
 
 def kind_of(layers: Sequence[LayerSpec], model: nn.Module) -> str | None:
@@ -172,8 +173,8 @@ def said(
     )
     return [
         f"far from every recipe for a {kind}; from the nearest one, {nearest.title!r} in "
-        f"docs/recipes.md: {values}. If "
-        "it is meant, all is well"
+        f"docs/howto/recipes.md: "
+        f"{values}. If it is meant, all is well"
     ]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DtypeEnum
-from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -17,7 +16,6 @@ from torch import nn
 
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import Block, KFACConfig
-from ds_kfac.config.values import AUTO
 from ds_kfac.model.layers import is_autoep
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.registry import is_waiting, tensor_shard
@@ -51,7 +49,6 @@ class Context:
     parameters: torch.dtype
     autocast: torch.dtype | None
     bf16_optimizer: bool
-    clips: bool
     computes_norms: bool
     deep_compiled: bool
     zenflow: bool
@@ -106,7 +103,6 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
         parameters=engine.get_data_types()[0],
         autocast=deepspeed_versions.autocast(engine),
         bf16_optimizer=isinstance(engine.optimizer, BF16_Optimizer),
-        clips=bool(engine.gradient_clipping()),
         computes_norms=deepspeed_versions.computes_norms(engine),
         deep_compiled=engine.is_deepcompile_enabled(),
         zenflow=deepspeed_versions.zenflow(engine),
@@ -130,8 +126,6 @@ def of_config(
     stage = zero.get("stage", 0) if stage is None else stage
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
-    # the Trainer's "auto" is the default
-    bound = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
     parameters, device, autocast = (
         torch.float32,
         offload.get("device"),
@@ -157,7 +151,6 @@ def of_config(
         bf16_optimizer=(stage, parameters, accumulation(ds_config))
         == (1, torch.bfloat16, torch.float32)
         and device in ("none", None),
-        clips=bool(GRADIENT_CLIPPING_DEFAULT if bound == AUTO else bound),
         computes_norms=zero.get("compute_grad_norm", True) is not False,
         deep_compiled=bool(block(ds_config, "compile").get("deepcompile")),
         zenflow=bool(zero.get("zenflow")),

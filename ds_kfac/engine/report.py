@@ -266,7 +266,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             "each pipeline stage takes the scale of G from the rows of its own last layer: if the "
             "last stage's layers "
             "have fewer (a pooled head), G of the others is larger by that factor "
-            "(docs/model_parallelism.md)"
+            "(docs/reference/supported.md)"
         )
     # knows no absolute size
     relative = "damping" in kfac.rule.blocks and kfac.config.damping.kind == "relative"
@@ -285,7 +285,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             "gradient at first, and relative damping makes full steps of it. If training stands "
             "still use "
             'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one '
-            "(docs/tuning.md)"
+            "(docs/howto/tune.md)"
         )
     texts += far_from_recipes(kfac)
     texts += _of_memory(kfac)

@@ -179,8 +179,9 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
     nbytes = number(max(peak_bytes(plan)), "B")
     return [
         "",
-        f"  A and G of this model by ds_kfac.fit, without training (docs/factors.md): {nbytes} on "
-        f"a rank at most",
+        "  A and G of this model by ds_kfac.fit, without training "
+        "(docs/howto/factors_for_other_tools.md): "
+        f"{nbytes} on a rank at most",
     ]
 
 

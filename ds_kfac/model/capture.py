@@ -1,5 +1,6 @@
-"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives
-(docs/capture.md).
+"""Hooks on the layers: sums of a a^T and g g^T, taken when the gradient of a call's output arrives.
+
+docs/explanation/capture.md has the rule.
 
 In a captured step the forward hook saves the layer's input as autograd does (``calls.py``) and puts
 a prehook on the node of the output. When the gradient arrives there, the rows of a and g are added
@@ -580,55 +581,81 @@ class Capture:
             scale: factor on the gradient.
         """
         self.counted += 1
-        layer, kind = call.layer, call.kind
-        A, G = self.inputs.key(layer), layer.keys[1]
         if gradient is not None:
             gradient = call.gradient_rows(gradient)
             if not self.sampled:  # else the true gradient's rows are proven
                 self._prove(call, x, gradient)
-        x = None if x is None else call.input_rows(x)
-        makes_A = "A" in call.sides and A in self.keys
-        makes_G = "G" in call.sides and G in self.keys
-        counts = (
-            self.measured is not None
-            and ("G" if layer.part[1] > 1 and layer.product else "A") in call.sides
-        )
+        if x is not None:
+            x = call.input_rows(x)
+        makes_A = "A" in call.sides and self.inputs.key(call.layer) in self.keys
+        makes_G = "G" in call.sides and call.layer.keys[1] in self.keys
+        counts = self._counts_rows_of(call)
         if gradient is None:
             every = torch.ones(call.shape[:-1], dtype=torch.bool, device=self._device)
             with_gradient = every if call.mask is None else call.mask
+            alive = with_gradient.any()
         elif makes_A or makes_G or counts or self.counts_rows or self.inputs.searching:
-            with_gradient = have_gradient(kind, gradient)
+            with_gradient = have_gradient(call.kind, gradient)
+            alive = self._gradient_arrived(call, gradient, with_gradient)
+            self._add_gradient(call, x, gradient, alive, scale, makes_A=makes_A, makes_G=makes_G)
         else:
             self.current.reaches(call.rows)
             return
-        if gradient is None:
-            alive = with_gradient.any()
-        else:
-            alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
-            if self.rows.weight_sharing == "reduce":
-                self.current.check_examples(call.rows, gradient)
-            self.inputs.arrived(layer.name, call.input, alive)
-        if makes_G and not kind.needs_gradients and gradient is not None:
-            batch = self._sum(G, self.current.sums)
-            self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
-        if makes_A and kind.needs_gradients and gradient is not None:
-            self.rows.add_gradients(
-                call, x, gradient, alive, self._sum(A, self.current.sums), scale
-            )
         if x is None:
             return
-        arrived = Input(call, x, alive if kind.images else with_gradient, alive)
-        if makes_A and not kind.needs_gradients:
+        if makes_A and not call.kind.needs_gradients:
+            arrived = Input(call, x, alive if call.kind.images else with_gradient, alive)
             complete = self.inputs.complete(arrived)
             if complete is not None:
                 self._add_input(complete)
-        if counts and self.measured is not None:
-            number = (
-                call.rows.number * alive
-                if kind.images
-                else kept_rows(x, with_gradient, call.mask).sum()
-            )
-            self.measured[layer.name] = self.measured.get(layer.name, 0) + number
+        if counts:
+            self._count_rows(call, x, with_gradient, alive)
+
+    def _gradient_arrived(self, call: Call, gradient: Tensor, with_gradient: Tensor) -> Tensor:
+        """Note the rows of a call that have a gradient. Returns the rows that count."""
+        alive = self.current.arrived(call.rows, with_gradient, self.rows.weight_sharing)
+        if self.rows.weight_sharing == "reduce":
+            self.current.check_examples(call.rows, gradient)
+        self.inputs.arrived(call.layer.name, call.input, alive)
+        return alive
+
+    def _add_gradient(
+        self,
+        call: Call,
+        x: Tensor | None,
+        gradient: Tensor,
+        alive: Tensor,
+        scale: Tensor | float,
+        *,
+        makes_A: bool,
+        makes_G: bool,
+    ) -> None:
+        """Add to the sums of G, or to those of the A of a layer whose A needs gradients."""
+        sums = self.current.sums
+        if call.kind.needs_gradients:
+            if makes_A:
+                batch = self._sum(self.inputs.key(call.layer), sums)
+                self.rows.add_gradients(call, x, gradient, alive, batch, scale)
+        elif makes_G:
+            G = call.layer.keys[1]
+            batch = self._sum(G, sums)
+            self.rows.add_gradients(call, x, gradient, alive, batch, scale, stride=self.keys[G])
+
+    def _counts_rows_of(self, call: Call) -> bool:
+        """Whether the rows of a call are counted: once for a layer, whose A may be another's."""
+        if self.measured is None:
+            return False
+        is_entry_of_stack = call.layer.product and call.layer.part[1] > 1
+        return ("G" if is_entry_of_stack else "A") in call.sides
+
+    def _count_rows(self, call: Call, x: Tensor, with_gradient: Tensor, alive: Tensor) -> None:
+        if call.kind.images:
+            number = call.rows.number * alive
+        else:
+            number = kept_rows(x, with_gradient, call.mask).sum()
+        assert self.measured is not None
+        name = call.layer.name
+        self.measured[name] = self.measured.get(name, 0) + number
 
     def _add_input(self, complete: Input) -> None:
         call, x, alive = complete.call, complete.x, complete.alive

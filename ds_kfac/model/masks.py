@@ -1,5 +1,5 @@
 """Which rows are padding. An attention mask says it, and the gradient confirms it
-(docs/capture.md).
+(docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions.
 """

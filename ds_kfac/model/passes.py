@@ -1,5 +1,7 @@
-"""One backward pass: its sums, and R_p, the rows of the layer nearest to the loss (docs/math.md,
-"The scale of G")."""
+"""One backward pass: its sums, and R_p, the rows of the layer nearest to the loss.
+
+See "The scale of G" in docs/explanation/formulas.md.
+"""
 
 from itertools import groupby
 from typing import Any

@@ -215,11 +215,17 @@ class Operand(NamedTuple):
     cut: str | int = ""
 
 
+def _end(node: ast.AST) -> tuple[int, int]:
+    """Where the code of a node ends: that of an inner call ends before that of the outer one, over
+    however many lines they are written."""
+    return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
+
+
 class Code:
     """A function's code.
 
     Attributes:
-        nodes: of its syntax tree, in the order of the code.
+        nodes: of its syntax tree, in the order in which they are evaluated.
         set_here: variable -> how often it is set.
         held: variable -> the parameter that it holds, the last one of several.
     """
@@ -230,10 +236,7 @@ class Code:
             argument.arg for argument in (*function.args.posonlyargs, *function.args.args)
         ]
         self._self = self.arguments[0] if self.arguments else ""
-        nodes = ast.walk(function)
-        self.nodes = sorted(
-            nodes, key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0))
-        )
+        self.nodes = sorted(ast.walk(function), key=_end)
         self.set_here = Counter(
             x.id for x in self.nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
         )
@@ -437,47 +440,68 @@ def _look_ups(kind: Any) -> frozenset[tuple[str, int]]:
 
 
 @cache
-def _products(kind: Any) -> tuple[tuple[Operand, MatrixLayout, str, int], ...]:
+def _products(kind: Any) -> tuple["Product", ...]:
     """Products in a class's code, in its order: (parameter, its layout, the other operand if that
     is a parameter, too, else "", number of its dimensions in an einsum, else 0)."""
     return tuple(product for code in codes_of(kind) for product in _products_in(code))
 
 
-def _products_in(code: Code) -> Iterator[tuple[Operand, MatrixLayout, str, int]]:
-    def other(node: ast.expr | None) -> str:
-        operand = code.operand(node)
-        return "" if operand is None or operand.varies else operand.path
+Product = tuple[Operand, MatrixLayout, str, int]
 
+
+def _products_in(code: Code) -> Iterator[Product]:
     for node in code.nodes:
-        left, right, linear = None, None, False
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            left, right = node.left, node.right
-        elif isinstance(node, ast.Call):
-            name, arguments = name_of(node.func), list(node.args)
-            if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
-                for place, operand in enumerate(arguments[1:]):
-                    weight, sums = (
-                        code.operand(operand),
-                        contraction(str(arguments[0].value), place),
-                    )
-                    if weight is not None and not weight.transposed and sums is not None:
-                        yield weight, sums.layout, other(arguments[2 - place]), sums.dims
-            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:
-                # x.matmul(w)
-                left, right = node.func.value, arguments[0]
-            elif name in LINEAR | RIGHT and len(arguments) > 1:
-                left, right, linear = arguments[0], arguments[1], name in LINEAR
-            elif name in LINEAR:
-                right, linear = (
-                    next((word.value for word in node.keywords if word.arg == "weight"), None),
-                    True,
-                )
-            elif name in ADDED and len(arguments) > 2:
-                left, right = arguments[1:3]
-        if (weight := code.operand(right)) is not None:
-            yield weight, MatrixLayout(weight.transposed == linear), other(left), 0
-        if not linear and (weight := code.operand(left)) is not None:
-            yield weight, MatrixLayout(weight.transposed), other(right), 0
+        if isinstance(node, ast.Call) and _is_einsum(node):
+            yield from _einsum_products(code, node)
+            continue
+        left, right, linear = _factors(node)
+        weight = code.operand(right)
+        if weight is not None:
+            yield weight, MatrixLayout(weight.transposed == linear), _fixed(code, left), 0
+        weight = None if linear else code.operand(left)
+        if weight is not None:
+            yield weight, MatrixLayout(weight.transposed), _fixed(code, right), 0
+
+
+def _fixed(code: Code, node: ast.expr | None) -> str:
+    """Return the name of the parameter that an operand is; "" if it is none, or a changing one."""
+    operand = code.operand(node)
+    return "" if operand is None or operand.varies else operand.path
+
+
+def _is_einsum(node: ast.Call) -> bool:
+    is_of_two = name_of(node.func) == "einsum" and len(node.args) == 3
+    return is_of_two and isinstance(node.args[0], ast.Constant)
+
+
+def _einsum_products(code: Code, node: ast.Call) -> Iterator[Product]:
+    equation, *operands = node.args
+    for place, operand in enumerate(operands):
+        weight = code.operand(operand)
+        sums = contraction(str(equation.value), place)  # type: ignore[attr-defined]
+        if weight is not None and not weight.transposed and sums is not None:
+            yield weight, sums.layout, _fixed(code, operands[1 - place]), sums.dims
+
+
+def _factors(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, bool]:
+    """Return the two operands of a matrix product, None for those that are not in the code, and
+    whether it multiplies by the transposed right one, as ``F.linear`` does."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return node.left, node.right, False
+    if not isinstance(node, ast.Call):
+        return None, None, False
+    name = name_of(node.func)
+    arguments = list(node.args)
+    if name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:
+        return node.func.value, arguments[0], False  # x.matmul(w)
+    if name in LINEAR | RIGHT and len(arguments) > 1:
+        return arguments[0], arguments[1], name in LINEAR
+    if name in LINEAR:
+        by_name = (word.value for word in node.keywords if word.arg == "weight")
+        return None, next(by_name, None), True
+    if name in ADDED and len(arguments) > 2:
+        return arguments[1], arguments[2], False
+    return None, None, False
 
 
 class Contraction(NamedTuple):

@@ -1,5 +1,5 @@
 """A call's tensors -> the rows whose second moments are A and G, and the sums of these
-(docs/capture.md).
+(docs/explanation/capture.md).
 
 Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed
 triangle.

@@ -230,10 +230,8 @@ class _Scanner:
         )
         groups: Any = module.groups if isinstance(layer_type, Convolution) else 1
         A, G = (side.repeated(groups) for side in sides)
-        if (
-            isinstance(layer_type, Convolution)
-            and (method := layer_type.overridden(module)) is not None
-        ):
+        method = layer_type.overridden(module) if isinstance(layer_type, Convolution) else None
+        if method is not None:
             product = convolves(module)
             if not product and choice.gradients:
                 return (
@@ -243,11 +241,10 @@ class _Scanner:
             # without A the direction needs the gradient alone, which is right whatever the module
             # computes
             A = A if product else Side.identity(A.dim)
-        if id(module) in self.borrowed:
-            if isinstance(module, nn.Linear):
-                product = True
-            elif not called:
-                return "its parent module uses its weight without calling it"
+        is_borrowed_linear = id(module) in self.borrowed and isinstance(module, nn.Linear)
+        if not (called or is_borrowed_linear):
+            return "its parent module uses its weight without calling it"
+        product = product or is_borrowed_linear
         bias_name = self.names[id(bias)] if trained_bias else None
         weight_name, also = self.names[id(module.weight)], tuple(members[1:])
         layer = LayerSpec(name, kind, name, weight_name, bias_name, A, G, product, also)

@@ -3,9 +3,8 @@ captured batch.
 
 **Experts of a stack.** The scan gives the experts one A of the tokens that enter, and each its own
 of what it makes of them unless that is wider than the weight. An A for each expert of the rest is
-nearer to its tokens (docs/tuning.md); :func:`own_inputs` says where it is worth its memory. Stacks
-of one mixture that get the same rows, as w1 and w3, share them in either case: expert by expert
-then.
+nearer to its tokens; :func:`own_inputs` says where it is worth its memory. Stacks of one mixture
+that get the same rows, as w1 and w3, share them in either case: expert by expert then.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -211,13 +211,10 @@ class FactorUpdates:
         """Names of the layers that have any of these factors."""
         return {name for key in keys for name in self.specs[key].layers}
 
-    def decompose_soon(self, layers: Collection[str]) -> None:
-        """Decompose the factors of these layers at their next update. A factor that other layers
-        have used all along would come to these at its next refresh only."""
-        self.ready -= {spec.key for name in layers for spec in self.of_layer.get(name, {}).values()}
-
     def forget(self, keys: Collection[str]) -> None:
-        """Restart these factors from zero: rows that failed the proof are in their averages."""
+        """Restart these factors from zero: rows that failed the proof are in their averages. Once
+        their layers fit again they are decomposed at their next update, without waiting for a
+        refresh."""
         for key in keys & self.factors.keys():
             self.factors[key] = self._empty(self.specs[key])
         self.ready.difference_update(keys)

@@ -244,7 +244,10 @@ class KFACPreconditioner:
 
     def _rebase(self, update: FactorStep) -> None:
         """Bring layers into their new eigenbases, and moments with them; and take over new numbers
-        of loss terms. Layers whose rows failed the last proof get no eigenbasis."""
+        of loss terms.
+
+        There are none of layers whose rows failed the last proof: all layers of a factor fail
+        together (:meth:`Proving.verdict`), and their factors are not decomposed."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
@@ -256,7 +259,7 @@ class KFACPreconditioner:
                 for side, spec in keys.items()
                 if spec.key in update.bases
             }
-            if bases and name not in self.proving.unfit:
+            if bases:
                 group.rebase(index, **bases)
         update.bases.clear()
 
@@ -268,7 +271,7 @@ class KFACPreconditioner:
         self.left_out = self.left_out + running.outcome.left_out
         self.judged = verdict is not None
         if verdict is not None:
-            self.curvature.decompose_soon(self.proving.record(verdict))
+            self.proving.record(verdict)
         if update is None:
             self.curvature.timetable.record(self.steps, self.due, {})
             return

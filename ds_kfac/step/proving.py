@@ -172,9 +172,8 @@ class Proving:
             )
         return Verdict(checks, unfit, bool(unfit) or not all(x.is_finite for x in checks.values()))
 
-    def record(self, verdict: Verdict) -> set[str]:
-        """Remember the verdict of an applied step, and decide when the next proof is. Returns the
-        layers that fit now, and did not before."""
+    def record(self, verdict: Verdict) -> None:
+        """Remember the verdict of an applied step, and decide when the next proof is."""
         zero = {name for name, check in verdict.checks.items() if check.is_zero}
         self._number += 1
         self.again = frozenset()
@@ -183,6 +182,4 @@ class Proving:
                 key for layer in self.layers if layer.name in zero for key in layer.keys
             )
         self._wait = 0 if verdict.open or self.again else wait(self._number)
-        fit_again = self.unfit.keys() - verdict.unfit.keys()
         self.unfit = verdict.unfit
-        return set(fit_again)

@@ -53,7 +53,8 @@ WHITEN_DAMPING = 0.01
 """Added to A's eigenvalues for whitening, in units of their mean."""
 LEAST = 8.0
 """In eps, of what is not rounding. Sums over rows and their running average leave of a null
-eigenvalue up to 5 eps of the largest, also where a factor is narrow (docs/math.md)."""
+eigenvalue up to 5 eps of the largest, also where a factor is narrow
+(docs/explanation/formulas.md)."""
 
 
 @dataclass(frozen=True)

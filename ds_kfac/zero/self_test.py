@@ -42,7 +42,7 @@ def self_test(exchange: GradientExchange, channel: Channel) -> None:
         f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients "
         f"elsewhere than "
         "ds_kfac expects; training was not started. Use a DeepSpeed version that "
-        "docs/supported.md names."
+        "docs/reference/supported.md names."
     )
     test = _Test(exchange)
     errors: list[str] = []

@@ -217,7 +217,7 @@ class Stage12(ZeroLayout):
                 f"gradient of "
                 f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients "
                 f"out differently, "
-                "use a version that docs/supported.md names"
+                "use a version that docs/reference/supported.md names"
             )
         return gradients[group], place, shard.offset - starts[place]
 

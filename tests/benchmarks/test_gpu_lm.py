@@ -264,7 +264,7 @@ def test_b_takes_each_familys_best_of_a_or_the_given_rate():
 
 
 def test_no_muon_is_clipped_where_deepspeed_clips_its_updates():
-    """At ZeRO 1 to 3 (docs/migrate/muon.md); it took 0.003 of Muon's rate once."""
+    """At ZeRO 1 to 3 (docs/howto/switch.md); it took 0.003 of Muon's rate once."""
     for name in METHODS:
         settings = config(Job("b", name, 1e-3), SIZES["small"], PARTS["small"]["b"])
         is_muon = settings.get("optimizer", {}).get("type") == "Muon"

@@ -275,8 +275,8 @@ _ROWS = {
     ("step/factors.py", "tests/step/test_unproven.py"): [
         (
             "proof: a layer that fits again waits for a refresh",
-            "self.ready -= {spec.key",
-            "{spec.key",
+            "self.ready.difference_update(keys)",
+            "pass",
         ),
         (
             "proof: what does not fit keeps its factors",
@@ -572,6 +572,18 @@ _ROWS = {
             "False",
         )
     ],
+    (
+        "directions/kfac_adamw/direction.py",
+        f"{_KFAC_ADAMW}::test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero {_KFAC_ADAMW}::"
+        "test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away",
+    ): [
+        (
+            "reset: all layers' moments, whosever state was taken away",
+            "if weight in taken_away or weight not in stepped:",
+            "if True:",
+        ),
+        ("reset: flat parameters are of no layer", " or weight not in stepped:", ":"),
+    ],
     ("zero/layout.py", "tests/deepspeed/test_dtypes.py"): [
         (
             "proof: DeepSpeed's dtype of sums is unknown",
@@ -610,15 +622,10 @@ _ROWS = {
     ],
     ("step/preconditioner.py", "tests/step/test_unproven.py"): [
         (
-            "proof: what does not fit gets new bases",
-            "if bases and name not in self.proving.unfit:",
-            "if bases:",
-        ),
-        (
             "proof: factors of what does not fit stay in use",
             "self.curvature.forget(self.curvature.of_none_but(verdict.unfit))",
             "pass",
-        ),
+        )
     ],
     ("model/products.py", "tests/model/test_calls.py"): [
         (
@@ -898,16 +905,21 @@ _ROWS = {
             "for parts in others:",
             "for parts in others[:0]:",
         ),
-    ],
-    (
-        "step/factors.py",
-        f"{_TRAPS}::test_a_failed_refresh_keeps_the_old_basis_and_is_counted_and_said",
-    ): [
         (
             "messages: zeros of a failed refresh are a basis",
             "in bases.items() if key in fresh}",
             "in bases.items()}",
-        )
+        ),
+        (
+            "messages: of several all are kept",
+            "del arrivals  # which keep the last message",
+            "vars(self).setdefault('kept', []).append(arrivals)",
+        ),
+        (
+            "messages: the last one is kept beside the next",
+            "            del arrivals  # which keep the last message\n",
+            "",
+        ),
     ],
     ("step/messages.py", "tests/comm/test_delivery.py"): [
         (
@@ -1366,11 +1378,13 @@ _ROWS = {
         ),
         ("recorded: loss terms of the step that was recorded", "places[name].copy_(value)", "pass"),
         ("recorded: damping of the step that was recorded", "places[name].fill_(value)", "pass"),
+    ],
+    ("directions/step_tensors.py", "tests/directions/test_direction_scales.py"): [
         (
             "recorded: a first basis is not used",
             "read = [group.rotation for group in self.groups]",
             "read = []",
-        ),
+        )
     ],
     ("step/proving.py", "tests/deepspeed/test_interruptions.py"): [
         (
@@ -1379,7 +1393,11 @@ _ROWS = {
             "        if False:\n            for layer",
         )
     ],
-    ("zero/exchange.py", "tests/deepspeed/test_unused.py"): [
+    (
+        "zero/exchange.py",
+        "tests/deepspeed/test_optimizer_programs.py::"
+        "test_a_layer_one_of_whose_gradients_is_taken_away_stands_still",
+    ): [
         (
             "a layer without one of its gradients is stepped in part",
             "matrix_OI = torch.zeros_like(matrix_OI)",
@@ -1419,20 +1437,15 @@ _ROWS = {
             "parts = [self.gradients[name]",
         )
     ],
-    ("step/factors.py", "tests/deepspeed/test_memory.py"): [
-        (
-            "messages: of several all are kept",
-            "del arrivals  # which keep the last message",
-            "vars(self).setdefault('kept', []).append(arrivals)",
-        )
-    ],
     ("step/preconditioner.py", "tests/deepspeed/test_memory.py"): [
         ("bases are kept where they came", "update.bases.clear()", "pass"),
         ("batch sums are kept beside new bases", "sums.clear()  # frees", "pass  # frees"),
     ],
     ("estimate/estimates.py", "tests/deepspeed/test_memory.py"): [
-        ("estimate: products do not count", "max(taken, left + nbytes, put)", "max(taken, put)"),
-        ("estimate: results that wait do not count", "done + max(taken,", "max(taken,"),
+        ("estimate: products do not count", "max(taken, left + nbytes, put)", "max(taken, put)")
+    ],
+    ("estimate/estimates.py", "tests/estimate/test_mem_needs.py"): [
+        ("estimate: results that wait do not count", "done + max(taken,", "max(taken,")
     ],
     ("model/blocks.py", "tests/model/test_blocks.py"): [
         (

@@ -1,7 +1,6 @@
-"""docs/config.md is made from the models, and has every key."""
+"""docs/reference/config.md is made from the models, and has every key."""
 
 import inspect
-import re
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,14 @@ from ds_kfac.config.values import paths
 from ds_kfac.directions.kfac_adamw.optimizer import checked
 from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 
-PAGE = Path(__file__).parents[2] / "docs/config.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/config.md"
 
 
 def test_the_page_is_what_the_models_say(capsys):
     assert main(["config"]) == 0
     assert capsys.readouterr().out == manual.manual() + "\n"
     assert PAGE.read_text() == manual.manual() + "\n", (
-        "run: DS_ACCELERATOR=cpu python -m ds_kfac config > docs/config.md"
+        "run: DS_ACCELERATOR=cpu python -m ds_kfac config > docs/reference/config.md"
     )
 
 
@@ -53,16 +52,22 @@ def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
 
 
 def test_every_key_has_a_reason():
-    """docs/notes/keys.md: a row that beats the default, or what else it is for; and no more than
-    41."""
-    text = (PAGE.parent / "notes/keys.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    named = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
     blocks = {
         name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)
     }
-    assert sorted(named) == sorted(key for key in paths(KFACConfig) if key not in blocks)
-    assert len(named) <= 41
+    assert sorted(manual.WHY) == sorted(key for key in paths(KFACConfig) if key not in blocks)
+
+
+def test_a_cell_has_at_most_25_words():
+    """What is longer goes below the table: a docstring's second paragraph."""
+    cells = [
+        cell
+        for line in manual.manual().splitlines()
+        if line.startswith("| ")
+        for cell in line.split(" | ")
+    ]
+    assert len(cells) > 100
+    assert not [cell for cell in cells if len(cell.split()) > 25]
 
 
 def test_types_bounds_and_defaults_are_in_the_words_of_json():
@@ -70,13 +75,23 @@ def test_types_bounds_and_defaults_are_in_the_words_of_json():
         """Of a test."""
 
         number: float | None = Field(None, gt=0, le=1)
-        """Some part | of it."""
+        """Some part | of it.
+
+        More about
+        it.
+
+        And the end."""
         names: list[str] = ["a"]
         """``names``."""
 
-    first, second = list(manual.table("words.", manual.json_of(Words)["properties"]))[1:]
-    assert first == "| `words.number` | number, > 0, <= 1 | `null` | Some part \\| of it. |"
-    assert second == '| `words.names` | list of string | `["a"]` | `names`. |'
+    keys = manual.json_of(Words)["properties"]
+    first, second = list(manual.table("words.", keys))[2:]
+    assert first == "| `words.number` | number, > 0, <= 1 | `null` | Some part \\| of it. |  |"
+    assert second == '| `words.names` | list of string | `["a"]` | `names`. |  |'
+    assert list(manual.details("words.", keys)) == [
+        "",
+        "- `words.number`: More about it. And the end.",
+    ]
 
 
 def test_a_key_without_docstring_is_an_error():

@@ -238,6 +238,7 @@ def compared(
         "bound": expected.bound,
         "nu_bound": expected.nu_bound,
         "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
+        "norm": float(engine.get_global_grad_norm() or 0.0),
         "domains": [
             (own.engine_view.domain.name, len(own.layers)) for own in kfac.job.preconditioners
         ],

@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 
+from benchmarks.held import bytes_in
 from tests.deepspeed import runs
 from tests.deepspeed.modes import BY_NAME
 from tests.models import Net
@@ -94,3 +95,18 @@ def loaded(_):
         after = [x.data_ptr() for group in groups for x in vars(group.moments).values()]
         engine.destroy()
         return [replays[0] == 5, before == after]
+
+
+def kept(names: list[str]) -> dict[str, tuple[int, int]]:
+    """Bytes of the fixed places of a step after it was recorded, and what the report says of
+    them."""
+    found = {}
+    for name in names:
+        with taped():
+            engine = runs.build(BY_NAME[name], 1)
+            runs.train(engine, 1, steps=4)
+            kfac = engine.kfac.preconditioner
+            places = [*kfac.direction.recorded.tensors.matrices.values()]
+            found[name] = bytes_in(places), kfac.rule.facts.kept(kfac.plan, kfac.owned, "cpu")
+            engine.destroy()
+    return found

@@ -4,13 +4,13 @@ import pytest
 
 from tests.close import near
 from tests.covering import some
-from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.modes import CLIPPED, KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED, check, clipped, same_everywhere
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-# DeepSpeed clips by an average of the ranks' norms
+# at stage 0 DeepSpeed clips by an average of the ranks' norms
 MODES = [
     Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}})
     for stage in (0, 1, 2)
@@ -49,6 +49,21 @@ def test_experts_match_one_process(world):
             check(where, result)
             assert ("weight is frozen" in result["report"]) == starved  # the gate's
         assert clipped(results), "kl-clip never acted, so it was not tested"
+
+
+CLIPPING = [
+    (Mode(f"moe-adam-z{stage}-clipped", stage, adam=True, clip=CLIPPED), ep_size, False)
+    for stage, ep_size in ((1, 1), (1, 2), (2, 2))
+]
+
+
+def test_kfac_adamw_steps_experts_by_the_clipped_gradients_of_one_process():
+    """The norm is that of all experts, whichever ranks have them."""
+    for of_rank in run_ranks("tests.deepspeed.expert_runs:compare", world=2, payload=CLIPPING):
+        for (mode, ep_size, _), result in zip(CLIPPING, of_rank, strict=True):
+            where = f"{mode.name} ep_size {ep_size}"
+            check(where, result)
+            assert result["norm"] > 2 * CLIPPED, f"{where} has something to clip"
 
 
 def test_g_of_an_expert_is_that_of_one_process():

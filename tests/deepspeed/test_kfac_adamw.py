@@ -483,3 +483,26 @@ def test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero():
                     else since
                 )
                 assert count == of_one, (stage, what, name)
+
+
+def reset_after_load_worker(_) -> dict:
+    """As ``reset_worker``: after a load, a step without a gradient of ``first``, and the loss of
+    the state of ``middle``."""
+    engine, optimizer, _ = start(config(zero_optimization={"stage": 0}))
+    train(engine, 1, steps=4)
+    optimizer.load_state_dict(optimizer.state_dict())
+    hook = engine.module.first.register_forward_hook(lambda module, inputs, output: output.detach())
+    train(engine, 1, steps=1)
+    hook.remove()
+    optimizer.state.pop(engine.module.middle.weight)
+    train(engine, 1, steps=1)
+    return {
+        name: float(state.moments.updates)
+        for name, state in engine.kfac.preconditioner.state.items()
+    }
+
+
+def test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away():
+    (counts,) = run_ranks("tests.deepspeed.test_kfac_adamw:reset_after_load_worker", world=1)
+    assert counts.pop("first") == 5 and counts.pop("middle") == 1
+    assert set(counts.values()) == {6}

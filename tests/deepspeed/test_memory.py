@@ -1,5 +1,5 @@
 """What a step holds beside the state: counted tensor by tensor, against the bounds of
-docs/scaling.md."""
+docs/explanation/scaling.md."""
 
 import gc
 import weakref
@@ -221,7 +221,9 @@ def beside_worker(modes) -> dict:
 
 
 def test_a_step_holds_what_the_estimate_says():
-    for results in run_ranks("tests.deepspeed.test_memory:beside_worker", world=2, payload=STEPS):
+    for results in run_ranks(
+        "tests.deepspeed.test_memory:beside_worker", world=2, payload=STEPS, timeout=900
+    ):
         for name, found in results.items():
             slack = COPIES * found["layer"]
             found["of plain"] -= BATCHED * found["layer"] * (name in IN_PLACE)

@@ -369,7 +369,7 @@ IGNORED = -1
 
 
 def test_only_terms_that_the_true_loss_has_are_sampled():
-    """R_p counts all rows of the last layer, see docs/math.md."""
+    """R_p counts all rows of the last layer, see docs/explanation/formulas.md."""
     reached, labels, G, expected = run_ranks(
         "tests.deepspeed.test_monte_carlo:ignored_worker", world=1
     )[0]

@@ -80,7 +80,7 @@ def worker(names) -> dict:
 
 
 def expected_A(world: int, other: int, steps: list[int]) -> torch.Tensor:
-    """Of the rows of one rank, averaged as math.md says."""
+    """Of the rows of one rank, averaged as docs/explanation/formulas.md says."""
     A, share = (
         torch.zeros(FEATURES + 1, FEATURES + 1),
         slice(other * MICRO_ROWS, (other + 1) * MICRO_ROWS),

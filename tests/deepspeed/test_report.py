@@ -147,7 +147,7 @@ def test_warnings_are_in_the_summary(ranks):
     assert len(far) == 1 and far[0].startswith(
         "  WARNING: far from every recipe for a language model"
     ), far
-    assert "'Masked model' in docs/recipes.md: lr 0.3 (0.002 there)" in far[0], far
+    assert "'Masked model' in docs/howto/recipes.md: lr 0.3 (0.002 there)" in far[0], far
     warned = ranks[0]["little memory"][0]
     parts = (
         "WARNING",
@@ -269,7 +269,7 @@ def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_exc
                 name,
                 report,
             )
-            assert ("(docs/frameworks.md): middle.weight" in later) == (
+            assert ("(docs/howto/frameworks.md): middle.weight" in later) == (
                 name in NEW and rank == 0
             ), later
             if name == "excluded":

@@ -8,7 +8,7 @@ from torch import nn
 from ds_kfac.model.scan import scan
 from tests.close import near
 from tests.covering import some
-from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
+from tests.deepspeed.modes import CLIPPED, FP32_ACCUM, KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED, check, clipped
 from tests.ranks import run_ranks
 
@@ -70,6 +70,22 @@ def test_shards_match_one_process(world):
         for name, value in first["replicated"].items():
             assert torch.equal(value, second["replicated"][name]), (
                 f"{name} differs between tensor-parallel ranks"
+            )
+
+
+CLIPPING = [
+    ("megatron", Mode(f"tp-adam-z{stage}-clipped", stage, adam=True, clip=CLIPPED))
+    for stage in (0, 1, 2)
+]
+
+
+def test_kfac_adamw_steps_shards_by_the_clipped_gradients_of_one_process():
+    """The norm is that of the whole model, whose shards are on several ranks."""
+    for of_rank in run_ranks("tests.deepspeed.tensor_runs:compare", world=2, payload=CLIPPING):
+        for (_, mode), result in zip(CLIPPING, of_rank, strict=True):
+            check(mode.name, result)
+            assert not mode.stage or result["norm"] > 2 * CLIPPED, (
+                f"{mode.name} has something to clip"
             )
 
 

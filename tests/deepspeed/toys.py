@@ -1,4 +1,7 @@
-"""An update rule that nobody needs: a new one costs its own file and a line of ``DIRECTIONS``."""
+"""An update rule that nobody needs: a new one costs its own file and a line of ``DIRECTIONS``.
+
+docs/development/update_rule.md shows this code, so its lines have 76 columns.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +30,11 @@ class Mean(Moments):
 
     first_OI: Tensor
 
-    def change_basis_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+    def change_basis_(
+        self,
+        old: LayerBasis | None,
+        new: LayerBasis,
+    ) -> None:
         change_basis_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "Mean":
@@ -35,13 +42,22 @@ class Mean(Moments):
 
 
 class SoftSign(Direction):
-    """m <- (m + R) / 2; Q_G [m / (|m| + 0.01)] Q_A^T, 0 in null spaces, at the length of the
-    gradient."""
+    """m <- (m + R) / 2; then Q_G [m / (|m| + 0.01)] Q_A^T, which is 0 in
+    null spaces, at the length of the gradient."""
 
-    def layer(self, context, layer, gradient, basis, moments) -> tuple[Tensor, Mean]:
+    def layer(
+        self,
+        context,
+        layer,
+        gradient,
+        basis,
+        moments,
+    ) -> tuple[Tensor, Mean]:
         mean = (moments.first_OI + basis.rotate(gradient)) / 2
-        result = basis.restore(mask_null_space(mean / (mean.abs() + 0.01), basis))
-        return result * (gradient.norm() / result.norm().clamp(min=1e-30)), Mean(mean)
+        signs = mean / (mean.abs() + 0.01)
+        result = basis.restore(mask_null_space(signs, basis))
+        length = gradient.norm() / result.norm().clamp(min=1e-30)
+        return result * length, Mean(mean)
 
 
 class ToyRule(UpdateRule):
@@ -59,16 +75,24 @@ class ToyRule(UpdateRule):
     # so that a DeepSpeed config can name the optimizer: {"optimizer": {"type": "ToySGD", "params":
     # {"lr": 0.1}}}
 
-    def optimizer_params(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def optimizer_params(
+        self,
+        ds_config: Mapping[str, Any],
+    ) -> Mapping[str, Any] | None:
         block = ds_config.get("optimizer") or {}
-        return block.get("params") or {} if block.get("type") == "ToySGD" else None
+        if block.get("type") != "ToySGD":
+            return None
+        return block.get("params") or {}
 
     def given(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
     def install(
-        self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]
+        self,
+        arguments: dict[str, Any],
+        config: KFACConfig,
+        ds_config: Mapping[str, Any],
     ) -> None:
         params = self.optimizer_params(ds_config)
         if params is not None:  # else the optimizer is an argument already
-            arguments["optimizer"] = lambda parameters: ToySGD(parameters, **params)
+            arguments["optimizer"] = lambda given: ToySGD(given, **params)

@@ -28,10 +28,17 @@ def with_a_null_space(basis: LayerBasis) -> LayerBasis:
     )
 
 
-def stepped(gradient: torch.Tensor):
-    """The toy rule's outcome and result for one layer, and the layer's moments."""
+class Bounded(SoftSign):
+    """Has a finite result and moments of any gradient, as a rule that steps along signs."""
+
+    def layer(self, context, layer, gradient, basis, moments):
+        return super().layer(context, layer, gradient.nan_to_num(0.0, 1.0, -1.0), basis, moments)
+
+
+def stepped(gradient: torch.Tensor, kind: type[SoftSign] = SoftSign):
+    """A rule's outcome and result for one layer, and the layer's moments."""
     layer, basis = linear_layer("layer", COLUMNS, ROWS), random_basis(ROWS, COLUMNS)
-    direction = SoftSign(planned({}), exchange_of([layer]), Mean)
+    direction = kind(planned({}), exchange_of([layer]), Mean)
     (group,) = direction.layer_groups
     group.rebase(0, A=basis.A, G=basis.G)
     group.moments.first_OI.fill_(BEFORE)
@@ -47,11 +54,12 @@ def test_moments_change_in_place_by_what_a_rule_makes_of_them():
     assert float(outcome.replaced) == 0
 
 
+@pytest.mark.parametrize("kind", [SoftSign, Bounded])
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
-def test_a_layer_whose_gradient_is_not_finite_stands_still(wrong):
+def test_a_layer_whose_gradient_is_not_finite_stands_still(wrong, kind):
     gradient = torch.randn(ROWS, COLUMNS)
     gradient[1, 2] = wrong
-    outcome, result, moments = stepped(gradient)
+    outcome, result, moments = stepped(gradient, kind)
     exact(result, torch.zeros(ROWS, COLUMNS))
     exact(moments, torch.full((ROWS, COLUMNS), BEFORE))
     assert float(outcome.replaced) == 1

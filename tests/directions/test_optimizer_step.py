@@ -206,15 +206,15 @@ def test_parts_of_a_channels_last_parameter_are_its_rows():
 
 def test_all_domains_see_that_a_program_took_states_away():
     optimizer, p = stepped_once()
-    assert not optimizer.lacks_states()
+    assert not optimizer.taken_away()
     optimizer.state.clear()
-    assert optimizer.lacks_states() and optimizer.lacks_states(), (
+    assert optimizer.taken_away() == optimizer.taken_away() == {id(p)}, (
         "whoever asks, before the next step"
     )
     optimizer.step()
-    assert type(optimizer.state[p]) is NoStates and not optimizer.lacks_states()
+    assert type(optimizer.state[p]) is NoStates and not optimizer.taken_away()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert not optimizer.lacks_states(), "a load takes nothing away"
+    assert not optimizer.taken_away(), "a load takes nothing away"
 
 
 def stepped_once() -> tuple[KFACTorchAdamW, Tensor]:
@@ -286,7 +286,7 @@ def test_the_users_groups_set_the_rates_of_what_was_split_from_them(caplog):
     assert [group["lr"] for group in every_group] == [0.5e-2, 0.5e-2, 0.5e-3, 0.5e-3]
     every_group[0]["lr"] = 1.0
     for _ in range(2):
-        optimizer.check_parts(here=True)
+        optimizer.check_parts(here=True, groups=every_group)
     assert len(caplog.messages) == 1 and "Their lr is not one any more" in caplog.text
 
 

@@ -1,9 +1,5 @@
-"""The tables in docs/estimator.md and docs/notes/estimates.md are what their commands print.
-``python -m tests.estimate.test_docs`` writes them."""
+"""The table of predictions in docs/howto/cost.md is what `python -m ds_kfac estimate` prints."""
 
-import contextlib
-import io
-import os
 import re
 
 import pytest
@@ -11,50 +7,66 @@ import pytest
 from ds_kfac.__main__ import main
 from tests.ranks import ROOT
 
-PAGES = (ROOT / "docs/estimator.md", ROOT / "docs/notes/estimates.md")
-BLOCK = re.compile(r"```(table|console)\n\$ python -m ds_kfac (.*)\n((?:.*\n)*?)```\n")
+PAGE = (ROOT / "docs/howto/cost.md").read_text()
+MODELS = {
+    "GPT-2 XL": "gpt2_xl",
+    "Llama-7B": "llama_7b",
+    "GPT-OSS-20B": "gpt_oss_20b",
+    "Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "BERT-Large": "bert_large",
+}
+CONFIGS = {"KFACAdamW": "adam", "K-FAC into AdamW": "gradient"}
+CLUSTER = "--world 64 --model-flops 3e14 --link-gbps 400 --node-size 8 --node-gbps 3600"
+SHOWN = ("K-FAC state", "in a step", "sent/step", "time/step", "of the model")
 
 
-def printed(kind: str, command: str) -> str:
-    """What a command prints, or of it the table of strategies."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        assert main(command.split()) == 0
-    text = output.getvalue()
-    return text if kind == "console" else re.search(r"^  strategy .*\n(?:.+\n)*", text, re.M)[0]
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, its first row included."""
+    lines = PAGE.split(f"## {heading}\n")[1].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [rows[0], *rows[2:]]
 
 
-BLOCKS = list(
-    dict.fromkeys(match.groups() for page in PAGES for match in BLOCK.finditer(page.read_text()))
+HEAD, *ROWS = table("Predictions for 64 ranks")
+
+
+def test_every_model_has_a_row():
+    assert tuple(HEAD[4:]) == SHOWN
+    assert {row[0] for row in ROWS} == MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "stage", "tokens", "shown"), [(*row[:4], row[4:]) for row in ROWS]
 )
-"""(kind, command, what the page shows), once where both pages show it."""
-
-
-@pytest.mark.parametrize(("kind", "command", "shown"), BLOCKS)
-def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
+def test_a_row_is_what_the_command_prints(
+    model, optimizer, stage, tokens, shown, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
-    assert printed(kind, command) == shown, (
-        "python -m tests.estimate.test_docs writes the tables anew"
+    command = (
+        f"estimate --model benchmarks.models:{MODELS[model]} --config "
+        f"docs/estimator/{CONFIGS[optimizer]}.json"
     )
+    assert (
+        main(f"{command} --stage {stage} --batch-rows {tokens.replace(',', '')} {CLUSTER}".split())
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = (line for line in lines if line.startswith("  strategy "))
+    (chosen,) = (line for line in lines if re.match(r"  \S.* \*  ", line))
+    columns = re.split(r"\s{2,}", head.strip())
+    cells = dict(zip(columns, re.split(r"\s{2,}", chosen.strip()), strict=True))
+    assert [cells[name] for name in SHOWN] == shown
 
 
-def test_every_named_model_has_a_table():
-    commands = " ".join(command for _, command, _ in BLOCKS)
-    for model in ("gpt2_xl", "llama_7b", "bert_large", "gpt_oss_20b", "qwen3_30b_a3b"):
-        assert f"--model benchmarks.models:{model} --world 64" in commands
-
-
-def write() -> None:
-    """From the root of the repository."""
-    os.environ["COLUMNS"] = "200"  # of a page, whose tables are wide
-
-    def block(found: re.Match) -> str:
-        kind, command, _ = found.groups()
-        return f"```{kind}\n$ python -m ds_kfac {command}\n{printed(kind, command)}```\n"
-
-    for page in PAGES:
-        page.write_text(BLOCK.sub(block, page.read_text()))
-
-
-if __name__ == "__main__":
-    write()
+def test_the_sentence_of_the_page_is_of_the_first_row():
+    state, beside, *_, share = ROWS[0][4:]
+    sentence = (
+        f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step; it "
+        f"adds {share}"
+    )
+    assert sentence in " ".join(PAGE.split())

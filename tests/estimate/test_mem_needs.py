@@ -59,6 +59,21 @@ def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
     assert len(set(totals)) == 1
 
 
+def test_results_wait_for_their_message_beside_the_work_for_the_next_layers():
+    """At stage 0 each of two ranks steps half of these layers, one after the other, on a CPU."""
+    working = {}
+    for layers in (1, 2, 3):
+        shapes = [(40, 40, False)] * 2 * layers
+        (owners, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(
+            shapes, CONFIG, 2, stage=0, device="cpu"
+        )
+        working[layers] = owners.memory["workspace"].tolist()
+    result = 4 * 40 * 40
+    of_one = working[1][0]
+    assert of_one >= 3 * result, "the gradient, rotated, and what it is divided by"
+    assert working == {layers: [of_one + (layers - 1) * result] * 2 for layers in working}
+
+
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)

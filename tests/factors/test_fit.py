@@ -454,7 +454,8 @@ def test_names_that_are_not_there_are_answered_with_near_ones(tmp_path):
 
 
 def test_the_passes_take_few_more_flops_than_training(tmp_path):
-    """docs/factors.md has the numbers: of forward passes, of which a training step takes three."""
+    """docs/howto/factors_for_other_tools.md has the number: 4.1 forward passes, where a training
+    step takes 3."""
     own, batch = GPT(GPTConfig(width=128, blocks=1)), (torch.zeros(4, 128, dtype=torch.long),) * 2
 
     def flops(work) -> float:

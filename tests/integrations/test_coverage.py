@@ -1,5 +1,5 @@
-"""docs/models.md says what benchmarks/results/coverage has, that meets its goals, and some rows are
-counted again."""
+"""docs/reference/models.md says what benchmarks/results/coverage has, that meets its goals, and
+some rows are counted again."""
 
 import json
 
@@ -38,7 +38,7 @@ def rows(found):
 
 
 def test_the_pages_are_those_of_the_results(found):
-    assert (ROOT / "docs/models.md").read_text() == report(found)
+    assert (ROOT / "docs/reference/models.md").read_text() == report(found)
     assert (ROOT / "benchmarks/results/coverage/models.md").read_text() == all_rows(found)
 
 

@@ -1,5 +1,5 @@
-"""The five examples with the real packages: every cell of the table in docs/frameworks.md is one of
-these runs."""
+"""The five examples with real packages: every cell of the table in docs/howto/frameworks.md is one
+of these runs."""
 
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -31,7 +31,7 @@ def test_examples_are_short():
 
 
 def test_the_table_in_the_docs_claims_what_is_tested():
-    text = (ROOT / "docs/frameworks.md").read_text()
+    text = (ROOT / "docs/howto/frameworks.md").read_text()
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()

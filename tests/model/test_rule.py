@@ -1,5 +1,5 @@
-"""The rule by which rows make A and G (docs/capture.md), against plain hooks and a loop over rows
-in float64."""
+"""The rule by which rows make A and G (docs/explanation/capture.md), against plain hooks and a loop
+over rows in float64."""
 
 import pytest
 import torch

@@ -1,6 +1,9 @@
 """Factors and eigenbases of layers that several ranks work on; ranks are threads here."""
 
+import weakref
+from collections.abc import Collection
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import EngineFacts, Plan, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
+from ds_kfac.step import factors
 from ds_kfac.step.factors import FactorUpdates
 from ds_kfac.step.messages import FAILED
 from tests.choices import resolved
@@ -40,15 +44,16 @@ def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Pla
     return replace(plan, assignment=replace(plan.assignment, eigen_workers=eigen_workers))
 
 
-def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
-    """One step's share of the factors, and what it has done to them."""
+def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0, empty: Collection[str] = ()):
+    """One step's share of the factors, and what it has done to them. Those of ``empty`` have no
+    rows on any rank."""
     plan = replace(plan, contributors=Contributors(channel.world))
     curvature = FactorUpdates(plan, channel, Metrics(CPU), CPU)
     reducer = curvature.reducer
     sums = {}
     for key in reducer.begin(due.capture, step):
-        counts = torch.tensor([ROWS, PASSES, TERMS])
-        sums[key] = BatchSum(summed(curvature, key, channel.rank), counts)
+        counts, sum_P = torch.tensor([ROWS, PASSES, TERMS]), summed(curvature, key, channel.rank)
+        sums[key] = BatchSum(0 * sum_P, 0 * counts) if key in empty else BatchSum(sum_P, counts)
     update = curvature.update(step, due, reducer.reduce(sums))
     curvature.decompose(step, update)
     curvature.deliver(step, update)
@@ -104,6 +109,56 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, w
         )
 
     FakeNetwork(2).run(work)
+
+
+TRAVELLING = 1
+"""As ``bucket_bytes``: each eigenbasis travels in a message of its own."""
+
+
+def test_all_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits_and_in_several_messages():
+    """The rank that decomposes a factor uses the eigenvectors that it has sent, not those that it
+    has computed."""
+    plan = replace(plan_with(SPLIT, workers=2), wire=torch.bfloat16, bucket_bytes=TRAVELLING)
+    first, second = FakeNetwork(2).run(
+        lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS))[1].bases
+    )
+    assert first.keys() == second.keys() == KEYS
+    for key, basis in first.items():
+        (vectors,) = basis.vectors
+        assert torch.equal(vectors, second[key].vectors[0]), key
+        assert torch.equal(vectors, vectors.bfloat16().float()), key
+        assert torch.equal(basis.values, second[key].values), key
+
+
+def test_a_factor_without_data_has_a_basis_on_no_rank():
+    """Zeros travel for it, as the receivers have made room."""
+    plan, empty = plan_with(SPLIT, workers=2), {"l0/A", "l0/G"}
+
+    def work(channel):
+        curvature, update = stepped(channel, plan, FactorsDue(KEYS, KEYS), empty=empty)
+        return set(update.bases), curvature.ready
+
+    assert FakeNetwork(2).run(work) == [(KEYS - empty, KEYS - empty)] * 2
+
+
+def test_one_message_of_eigenbases_is_in_memory_at_a_time():
+    plan = replace(plan_with(SPLIT, workers=2), bucket_bytes=TRAVELLING)
+    plain = factors.deliver
+    # by rank, the memory of those that have arrived
+    messages: dict[int, list[weakref.ref]] = {0: [], 1: []}
+    kept = []
+
+    def watched(parts, channel, device):
+        before = messages[channel.rank]
+        kept.append(sum(memory() is not None for memory in before))
+        arrivals = plain(parts, channel, device)
+        before += {weakref.ref(piece.untyped_storage()) for part in arrivals for _, piece in part}
+        return arrivals
+
+    with patch.object(factors, "deliver", watched):
+        FakeNetwork(2).run(lambda channel: stepped(channel, plan, FactorsDue(KEYS, KEYS)))
+    assert len(kept) == 2 * 2 and not any(kept)
+    assert all(memory() is None for of_rank in messages.values() for memory in of_rank)
 
 
 @pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])

@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ds_kfac.directions.kfac_adamw.facts import KFACAdamWFacts
+from ds_kfac.estimate.estimates import FP32
 from ds_kfac.ops import dispatch, functional
 from ds_kfac.update import rotation
 from tests.choices import AT_ONCE
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
+from tests.tape import taped
 
 pytestmark = pytest.mark.distributed
 WIDTH, BLOCKS, ROWS = 96, 12, 64
@@ -243,6 +246,19 @@ def test_a_step_has_no_more_operations_and_passes_than_it_had(interval):
     print(table(found))
     operations, nbytes = totals(found)
     assert operations <= MOST[interval][0] and nbytes <= MOST[interval][1], (operations, nbytes)
+
+
+def recorded_worker(_) -> float:
+    """Bytes an element of a plain step that takes gradients from fixed places and puts results
+    there, as one that is recorded."""
+    with taped(steady=STEPS + 1):  # in fixed places, but not yet repeated
+        found, _ = worker(PLAIN)
+    return totals(found)[1]
+
+
+def test_the_estimate_counts_the_passes_of_a_recorded_step():
+    (nbytes,) = run_ranks("tests.step.test_operations:recorded_worker", world=1)
+    assert KFACAdamWFacts.passes == round(nbytes / FP32)
 
 
 if __name__ == "__main__":

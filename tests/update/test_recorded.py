@@ -196,6 +196,16 @@ def test_a_load_keeps_moments_where_a_recorded_step_finds_them():
     assert all(run_ranks("tests.deepspeed.recorded:loaded", world=1)[0])
 
 
+@pytest.mark.distributed
+def test_a_recorded_step_keeps_what_the_report_and_the_estimate_say():
+    """Of corrected eigenvalues there is no second copy: those of a layer with a new eigenbasis
+    change in place."""
+    names = ["adam-z2", "z2", "z2-bf16-corrected"]
+    (found,) = run_ranks("tests.deepspeed.recorded:kept", world=1, payload=names)
+    for name, (kept, said) in found.items():
+        assert kept == said > 0, name
+
+
 def test_the_tape_leaves_inputs_as_they_were():
     x = torch.ones(3)
     replay, result = tape(lambda: x.mul_(2) + 1)

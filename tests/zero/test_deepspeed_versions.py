@@ -272,7 +272,7 @@ def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
     ]
     assert head == ["deepspeed", *tests.versions.COLUMNS]
     assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
-    page = (tests.versions.ROOT / "docs/supported.md").read_text()
+    page = (tests.versions.ROOT / "docs/reference/supported.md").read_text()
     said = ", ".join(deepspeed_versions.TESTED[:-1]) + f" and {deepspeed_versions.TESTED[-1]}"
     assert f"Tested are {said}," in page.replace("\n", " "), "errors say that this page names them"
     for name, *cells in rows:

@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -157,21 +158,26 @@ def doubling_worker(stage: int) -> dict:
     return found
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2, 3], ids=lambda stage: f"z{stage}")
-def doubled(request) -> list[dict]:
-    return run_ranks("tests.zero.test_seam:doubling_worker", world=2, payload=request.param)
+@cache  # no fixture: where a rank raises a test fails, and not something before it
+def doubled(stage: int) -> list[dict]:
+    return run_ranks("tests.zero.test_seam:doubling_worker", world=2, payload=stage)
 
 
-def test_a_gradient_times_the_factor_is_what_the_inner_optimizer_steps_with(doubled):
+EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@EVERY_STAGE
+def test_a_gradient_times_the_factor_is_what_the_inner_optimizer_steps_with(stage):
     """To the bit, of the first group and of all later ones."""
-    for rank in doubled:
+    for rank in doubled(stage):
         for name, mode in rank.items():
             assert not mode["wrong"] and not mode["missing"], name
             assert not mode["narrow"], f"{name}: fp16 does not hold every result"
 
 
-def test_gradients_that_are_doubled_in_place_give_the_weights_of_twice_the_rate(doubled):
-    for rank in doubled:
+@EVERY_STAGE
+def test_gradients_that_are_doubled_in_place_give_the_weights_of_twice_the_rate(stage):
+    for rank in doubled(stage):
         for name, mode in rank.items():
             exact(*mode["weights"], what=name)
             # at stage 0 in fp16 DeepSpeed divides by a loss scale that it never multiplied by
@@ -180,8 +186,9 @@ def test_gradients_that_are_doubled_in_place_give_the_weights_of_twice_the_rate(
             )
 
 
-def test_a_step_runs_once_whatever_the_number_of_inner_steps(doubled):
-    for rank in doubled:
+@EVERY_STAGE
+def test_a_step_runs_once_whatever_the_number_of_inner_steps(stage):
+    for rank in doubled(stage):
         for name, mode in rank.items():
             assert mode["told"] == ["begin", "step", "end True"] * STEPS, name
 
@@ -211,6 +218,23 @@ def test_hooks_that_torch_runs_twice_are_one_step():
     assert run_ranks("tests.zero.test_seam:nested_worker", world=1) == [
         ["begin", "step", "end True"] * 2
     ]
+
+
+def interrupted_worker(_) -> list[str]:
+    engine = plain_engine(BY_NAME["z0-noclip"])
+    doubling = Doubling(engine)
+    with patch.object(doubling.layout, "gradients", side_effect=FloatingPointError("stopped")):
+        with contextlib.suppress(FloatingPointError):
+            train(engine, 1, steps=1)
+    engine.optimizer.zero_grad()
+    engine.optimizer.step()
+    train(engine, 1, steps=1, first=1)
+    return doubling.told
+
+
+def test_a_step_without_gradients_is_none_after_one_that_raised():
+    (told,) = run_ranks("tests.zero.test_seam:interrupted_worker", world=1)
+    assert told == ["begin", "step", "raised True", "begin", "step", "end True"]
 
 
 OUTER = [

@@ -48,7 +48,6 @@ from ds_kfac.directions.kfac_adamw.group_step import (
     row_blocks,
     same_sides,
 )
-from ds_kfac.directions.kfac_adamw.optimizer import NoStates
 from ds_kfac.directions.step_tensors import RecordedTensors, StepTensors, recorded_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_step_, finish_direction_
@@ -140,8 +139,8 @@ class AdamDirection(Direction):
         if not self.names:
             none = torch.zeros((), device=self.exchange.device, dtype=torch.float32)
             return Outcome((none,), self.moves.float())
-        if self.optimizer.lacks_states():
-            self._begin_anew()
+        if taken_away := self.optimizer.taken_away():
+            self._begin_anew(taken_away, context.groups)
         options = [context.groups[index] for index in self.groups_in_use]
         self.betas_and_eps = {
             index: (tuple(own["betas"]), own["eps"])
@@ -196,15 +195,22 @@ class AdamDirection(Direction):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         # what DeepSpeed has loaded in place of states was not taken away by a program
-        self.optimizer.marked = 0
+        self.optimizer.marked = frozenset()
 
-    def _begin_anew(self) -> None:
-        """A program took away what ``optimizer.state`` has for a layer's weight, or, where
-        DeepSpeed's parameters are flat, for any: as Adam's would, its moments begin at zero."""
-        kept = {id(p) for p, state in self.optimizer.state.items() if type(state) is NoStates}
+    def _begin_anew(self, taken_away: frozenset[int], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let the moments of some layers begin at zero, as Adam's would: of those for whose weight
+        a program took away what ``optimizer.state`` has, or, where DeepSpeed steps flat parameters
+        in place of the model's, of all.
+
+        Args:
+            taken_away: ids of the parameters of which it did.
+            groups: the optimizer's parameter groups.
+        """
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
         for group in self.layer_groups:
             for index, name in enumerate(group.names):
-                if id(self.exchange.params[name][0]) not in kept:
+                weight = id(self.exchange.params[name][0])
+                if weight in taken_away or weight not in stepped:
                     torch._foreach_zero_([*vars(group.state(index).moments).values()])
 
     def _adam(self, step: GroupStep, tensors: StepTensors | RecordedTensors) -> None:

@@ -20,8 +20,10 @@ from ds_kfac.update.rotation import AT_ONCE, chunk_budget
 
 class KFACAdamWFacts(RuleFacts):
     without_curvature = "a layer is stepped without curvature"
-    # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its
-    # moments
+    # Of a recorded step in fp32, as tests/step/test_operations.py counts them. Three norms: 3. Adam
+    # reads the rotated gradient and writes a direction: 2; it reads and writes both moments: 4. The
+    # direction is scaled before its iteration, after it, and to its size: 6. The gradient is copied
+    # to its fixed place, and the result from there: 4.
     passes = 19
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:

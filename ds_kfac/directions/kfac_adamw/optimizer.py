@@ -56,7 +56,7 @@ APART = (
     "KFACAdamW has split a parameter group in several: layers, other matrices, other parameters. "
     "Their {key} is not one any more, by optimizer.param_groups it is {values}. If that is not "
     "meant, set it for every "
-    "group, not only for the first (docs/troubleshooting.md)"
+    "group, not only for the first (docs/howto/troubleshoot.md)"
 )
 DETACHED = (
     "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its "
@@ -124,13 +124,14 @@ class KFACAdamWStep:
         used: fp32 [layers], 1 where a step uses the layer, else 0. Set it anew before each step.
         adam_ratio: adam_lr / lr. Groups have no adam_lr, since many of DeepSpeed's schedulers set
             one rate for all.
-        marked: how many :class:`NoStates` there were after the last step; 0 after a load.
+        marked: ids of the parameters that had :class:`NoStates` after the last step; none after a
+            load.
         users: the optimizer with the groups as the user knows them.
     """
 
     slices: Mapping[int, Sequence[tuple[int, int, int]]] | None = MappingProxyType({})
     adam_ratio: float = 1.0
-    marked = 0
+    marked: frozenset[int] = frozenset()
     users: Any = None
     param_groups: list[dict[str, Any]]
     _told = False
@@ -184,7 +185,7 @@ class KFACAdamWStep:
         for parameter in parameters:
             # also in place of zeros that DeepSpeed has read from a universal checkpoint
             self.state[parameter] = NoStates()  # type: ignore[attr-defined]
-        self.marked = self._count_states()
+        self.marked = self._marked_now()
         if not parameters:
             return
         self._decay(group, parameters)
@@ -198,12 +199,14 @@ class KFACAdamWStep:
             rates = [_vector(rate, parameters[0].device)] * len(parameters)
             torch._foreach_addcmul_(parameters, directions, rates, value=-1)
 
-    def _count_states(self) -> int:
-        return [*map(type, self.state.values())].count(NoStates)  # type: ignore[attr-defined]
+    def _marked_now(self) -> frozenset[int]:
+        states = self.state.items()  # type: ignore[attr-defined]
+        return frozenset(id(parameter) for parameter, state in states if type(state) is NoStates)
 
-    def lacks_states(self) -> bool:
-        """Return whether a program has taken a :class:`NoStates` away since the last step."""
-        return self._count_states() < self.marked
+    def taken_away(self) -> frozenset[int]:
+        """Return the ids of the parameters whose :class:`NoStates` a program has taken away since
+        the last step."""
+        return self.marked - self._marked_now()
 
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Decay the parts of layers in use as AdamW does, W <- (1 - lr weight_decay) W."""
@@ -232,18 +235,17 @@ class KFACAdamWStep:
             self._used_by_device[device] = self._used.to(device)
         return self._used_by_device[device]
 
-    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def check_parts(self, *, here: bool, groups: Sequence[Mapping[str, Any]]) -> None:
         """Warn once if parts of one of the user's groups have come to have different rates, as by a
         program that sets those of ``param_groups[0]``, which were all parameters' before the split.
 
         Args:
             here: whether this rank is the one that says it.
-            groups: all parameter groups, where DeepSpeed is presenting one at a time; None:
-                ``param_groups``.
+            groups: all parameter groups; ``param_groups`` are those that DeepSpeed presents, one at
+                a time.
         """
         if self._told:
             return
-        groups = self.param_groups if groups is None else groups
         for users_group in getattr(self.users, "param_groups", ()):
             _, numbers = users_group.taken
             parts = [groups[number] for number in numbers]
@@ -288,7 +290,7 @@ class KFACAdamWStep:
         }
         state = {index: value for index, value in state_dict["state"].items() if index not in ours}
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
-        self.marked = 0
+        self.marked = frozenset()
 
 
 def _vector(number: Tensor | float, device: torch.device) -> Tensor:

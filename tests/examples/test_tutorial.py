@@ -1,0 +1,55 @@
+"""The script of docs/tutorial/first_run.md trains, switches, saves and resumes as the page says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT
+
+PAGE = (ROOT / "docs/tutorial/first_run.md").read_text()
+SCRIPT = re.search(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[1]
+CONFIG = re.search(r"^```json\n(.*?)^```", PAGE, re.M | re.S)[1]
+HEADER = "from torch import nn\n"
+
+
+def run(folder, script: str, config: dict, *arguments: str) -> str:
+    """What the script prints with a config, in one process without a launcher."""
+    (folder / "first_run.py").write_text(script)
+    (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "first_run.py", "--config", "config.json", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.distributed
+def test_the_script_switches_saves_and_resumes(tmp_path):
+    assert "import ds_kfac" not in SCRIPT
+    script = SCRIPT.replace(HEADER, f"{HEADER}\nimport ds_kfac\n").replace(
+        "= deepspeed.init", "= ds_kfac.init"
+    )
+    config = json.loads(CONFIG)
+    config["optimizer"]["type"] = "KFACAdamW"
+    report = run(tmp_path, script, config, "--steps", "25", "--save", "step25")
+    shown = " ".join(re.search(r"^```text\n(ds_kfac steps.*?)^```", PAGE, re.M | re.S)[1].split())
+    for line in report.splitlines():
+        if line.startswith(("ds_kfac steps", "  all other", "  step:", "  factors every")):
+            assert " ".join(line.split()) in shown
+    straight = run(tmp_path, script, config, "--steps", "50")
+    resumed = run(tmp_path, script, config, "--load", "step25", "--steps", "50")
+    assert "loaded K-FAC state of step 25 from checkpoints/step25" in resumed
+    (loss,) = re.findall(r"^step 50 .*", straight, re.M)
+    assert loss in resumed
