@@ -376,7 +376,7 @@ def test_a_step_that_was_recorded_without_a_basis_uses_the_first_one(kind):
                     basis = random_basis(ROWS, COLUMNS)
                     direction.layer_groups[0].rebase(0, A=basis.A, G=basis.G)
                 direction.exchange.begin()
-                direction.step(StepContext(step, ADAM, {0: RATE}), whole(gradients_of("a")))
+                direction.step(StepContext(step, ADAM), whole(gradients_of("a")))
         results.append(direction.exchange.results["a"].clone())
         replays.append(repeated[0])
     assert replays[0] > 0 == replays[1]

@@ -161,8 +161,8 @@ class AdamDirection(Direction):
         on nothing here.
 
         Args:
-            factor_is_zero: see :class:`StepContext`. Gradients are 0, so that layers stand still
-                by themselves, but as layers that are counted.
+            factor_is_zero: see :class:`StepContext`. Gradients are 0 then, by which layers stand
+                still, and here they are counted.
         """
         for chunk in self.chunks:
             for step in chunk:
@@ -177,14 +177,13 @@ class AdamDirection(Direction):
         largest = torch.cat([step.largest for step in self.steps])
         used = torch.cat([step.used for step in self.steps])
         squared = torch.cat([step.squared for step in self.steps])
+        if factor_is_zero is not None:
+            # as gradients are that are not finite (the flag is fp32 where the step is recorded)
+            largest = largest.masked_fill(factor_is_zero.bool(), torch.nan)
         finite = largest < INFINITY
         left_out = finite & (largest >= LARGEST)
-        stands_still = ~finite | ((largest > 0) & ~left_out & self.moves & ~used)
         unused = largest == 0
-        if factor_is_zero is not None:
-            is_zero = factor_is_zero.bool()  # fp32 where the step is recorded
-            stands_still = stands_still | is_zero
-            unused = unused & ~is_zero
+        stands_still = ~finite | (self.moves & ~(used | left_out | unused))
         return Outcome(
             ((squared / self.copies).sum(),),
             used.float(),
