@@ -39,19 +39,17 @@ def groups_of(engine: Any, job: Job) -> dict[str, int]:
     if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
         return {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    layouts = [
-        x
+    trained = [
+        (parameter, kfac.layout)
         for kfac in job.preconditioners
-        for x in (kfac.engine_view.layout, kfac.engine_view.other_params)
+        for parameter in (*kfac.layout.params, *kfac.engine_view.other_params)
     ]
     # at stage 0 in fp32 the model's, frozen ones among them
     groups = enumerate(engine.basic_optimizer.param_groups)
     found = {
         names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names
     }
-    return found | {
-        names[id(p)]: layout.group_index(p) for layout in layouts for p in layout.params
-    }
+    return found | {names[id(p)]: layout.group_index(p) for p, layout in trained}
 
 
 def check_order(own: Sequence[str], saved: Sequence[str], folder: Path) -> None:

@@ -86,6 +86,7 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         {key: names[key[:-2]] + key[-2:] for key in curvature.specs},
         curvature.timetable.state(),
     )
+    peaks = kfac.direction.state().get("peak_lr", {})
     return {
         "domain": kfac.engine_view.domain.name,
         "layers": {
@@ -99,7 +100,7 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         "factors": {
             keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()
         },
-        "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
+        "peak_lr": {str(group): float(lr) for group, lr in peaks.items()},
         "shared": None
         if seen.groups is None
         else [[names[name] for name in group] for group in seen.groups],

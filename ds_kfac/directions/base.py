@@ -127,14 +127,15 @@ class UpdateRule(ABC):
         model: nn.Module,
         layers: Sequence[LayerSpec],
         layout: ShardLayout,
-        other_params: ShardLayout,
+        other_params: Sequence[nn.Parameter],
     ) -> None:
         """Raise ValueError if parameters are in groups where they would not be stepped as they
         should.
 
         Args:
-            layout: where the gradients of the layers' parameters are.
-            other_params: where those of all other parameters are.
+            layout: where the gradients of the layers' parameters are. It knows the parameter group
+                of every parameter.
+            other_params: all other trained parameters.
         """
 
     def release(self, optimizer: Any) -> None:  # noqa: B027

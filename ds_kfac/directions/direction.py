@@ -23,12 +23,14 @@ class StepContext:
     Attributes:
         step: applied steps so far.
         groups: the optimizer's parameter groups.
-        peak_lr: parameter group -> largest learning rate so far.
+        factor_is_zero: bool scalar on the device, whether DeepSpeed multiplies the gradients of
+            this step by 0, as it does to clip an infinite norm: no layer may move then, nor change
+            what is kept of its gradients. None: it multiplies them by nothing.
     """
 
     step: int
     groups: Sequence[Mapping[str, Any]]
-    peak_lr: Mapping[int, Any]
+    factor_is_zero: Tensor | None = None
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Outcome:
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         flags: of each of :attr:`Direction.layers`, fp32: 1 for layers of which
             :meth:`Direction.finish` asks. None: it asks of none.
-        replaced: how many layers stood still because something was not finite.
+        replaced: how many layers stood still because something was not finite, maybe the norm by
+            which DeepSpeed clips.
         unused: how many layers' gradients were exactly zero, where the direction asks.
         limited: how many layers' gradients were scaled down for their running second moment.
         left_out: fp32 [layers] by :attr:`Direction.names`: 1 where a gradient was too large for
@@ -106,14 +109,21 @@ class Direction:
         """Layers of one shape with equal keys may be stepped in one batch."""
         return layer.copies
 
-    def loaded(self) -> None:
-        """The layers' states were loaded from a checkpoint."""
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the layers' states: "peak_lr", parameter group ->
+        largest learning rate so far, or nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state`, after the layers' states were loaded. What is missing begins
+        empty."""
 
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
         """The first half, of this rank's layers: each gradient is taken, each result put, once;
         moments change in place. Here one by one: :meth:`layer` steps those that have a basis, the
         others keep their gradients. A layer whose gradient or result is not finite stands still:
-        its result is 0, its moments stay, and it counts as replaced."""
+        its result is 0, its moments stay, and it counts as replaced. So do all layers where
+        ``context.factor_is_zero``."""
         outcome = Outcome()
         for group in self.layer_groups:
             for index, layer in enumerate(group.layers):
@@ -124,12 +134,14 @@ class Direction:
                     result, new = self.layer(context, layer, gradient, basis, moments)
                 # no mask in memory
                 sizes = [torch.linalg.vector_norm(x, ord=torch.inf) for x in (gradient, result)]
-                finite = torch.stack(sizes).isfinite().all()
-                outcome.replaced = outcome.replaced + (~finite).float()
+                moves = torch.stack(sizes).isfinite().all()
+                if context.factor_is_zero is not None:
+                    moves = moves & ~context.factor_is_zero
+                outcome.replaced = outcome.replaced + (~moves).float()
                 if new is not moments:
                     for old, now in zip(vars(moments).values(), vars(new).values(), strict=True):
-                        torch.where(finite, now, old, out=old)
-                self.exchange.put([layer], [torch.where(finite, result, 0.0)])
+                        torch.where(moves, now, old, out=old)
+                self.exchange.put([layer], [torch.where(moves, result, 0.0)])
         return outcome
 
     def layer(

@@ -36,7 +36,11 @@ DECAY = 0.95
 
 class KFACGradient(Direction):
     """V = (F + damping)^-1 gradient, at the scale of kl-clip. Vectors are of this rank's layers in
-    the order of ``layer_groups``."""
+    the order of ``layer_groups``.
+
+    Attributes:
+        peak_lr: parameter group -> largest learning rate so far, by which kl-clip goes.
+    """
 
     def __init__(
         self,
@@ -47,21 +51,38 @@ class KFACGradient(Direction):
     ) -> None:
         super().__init__(plan, exchange, moments)
         self.plan, self.metrics = plan, metrics
+        self.peak_lr: dict[int, Tensor | float] = {}
         one = torch.ones((), dtype=torch.float32, device=exchange.device)
-        inputs = {"damping": one.clone(), "terms": one.repeat(len(self.layers))}
+        inputs = {
+            "damping": one.clone(),
+            "terms": one.repeat(len(self.layers)),
+            "factor_is_zero": one.clone(),
+        }
         self.recorded = recorded_step(plan, self.layer_groups, exchange, inputs)
 
+    def state(self) -> dict[str, Any]:
+        return {"peak_lr": dict(self.peak_lr)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.peak_lr = dict(state.get("peak_lr", {}))
+
     def step(self, context: StepContext, gradients: Gradients) -> Outcome:
+        # also on a rank without layers, which may write the checkpoint
+        self.peak_lr = peak_rates(context.groups, self.peak_lr)
         if not self.layers:
             none = torch.zeros(0, device=self.exchange.device, dtype=torch.float32)
             return Outcome((none.sum(),), none)
         ready = [prepared for group in self.layer_groups for prepared in group.prepared]
-        rates = self._rates(context)
+        rates = [
+            [self.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names
+        ]
         # where a weight's and its bias' rates differ the sum is made of their parts
         split = any(not same(rate, of_layer[0]) for of_layer in rates for rate in of_layer)
         inputs: dict[str, Any] = {"damping": self.config.damping.at(context.step)}
         if self.config.preconditioner.eigenvalues == "corrected":
             inputs["terms"] = torch.cat([group.terms for group in self.layer_groups])
+        if context.factor_is_zero is not None:
+            inputs["factor_is_zero"] = context.factor_is_zero
         compute = partial(self._directions, ready, split)
         if self.recorded is None:
             dots, outcome = compute(StepTensors(gradients, self.exchange), **inputs)
@@ -75,12 +96,6 @@ class KFACGradient(Direction):
         outcome.flags = torch.stack([yes if on else no for on in ready])
         return outcome
 
-    def _rates(self, context: StepContext) -> list[list[Any]]:
-        """Of each layer's parameters, those that kl-clip goes by."""
-        return [
-            [context.peak_lr[group] for group in self.parameter_groups[name]] for name in self.names
-        ]
-
     def _directions(
         self,
         ready: Sequence[bool],
@@ -88,6 +103,7 @@ class KFACGradient(Direction):
         tensors: StepTensors | RecordedTensors,
         damping: float | Tensor,
         terms: Tensor | None = None,
+        factor_is_zero: Tensor | None = None,
     ) -> tuple[Tensor, Outcome]:
         """Every group's results, each put where it belongs as soon as it is there. Returns <V,
         gradient> of each layer, or of each of its parameters, 0 of a layer that has no eigenbasis;
@@ -97,7 +113,10 @@ class KFACGradient(Direction):
             ready: which layers have an eigenbasis or inverses.
             split: whether <V, gradient> is of each parameter.
             terms: see :meth:`CorrectedEigenvalues.divide_`.
+            factor_is_zero: see :class:`StepContext`.
         """
+        if factor_is_zero is not None:
+            factor_is_zero = factor_is_zero.bool()  # fp32 where the step is recorded
         dots: list[Tensor] = []
         outcome = Outcome()
         first = 0
@@ -108,11 +127,15 @@ class KFACGradient(Direction):
             V, dot = gradient, gradient.new_zeros(group.n)
             if any(ready[own]):
                 terms_n = None if terms is None else repeated(terms[own], group.maps)
-                V, dot, limited = self._precondition(group, gradient, on, damping, terms_n)
+                V, dot, limited = self._precondition(
+                    group, gradient, on, damping, terms_n, factor_is_zero
+                )
                 outcome.limited = outcome.limited + group.any_map(limited).sum()
             # without a mask
             finite = torch.linalg.vector_norm(V.flatten(1), ord=torch.inf, dim=1).isfinite()
             replaced = group.any_map(~finite)
+            if factor_is_zero is not None:
+                replaced = replaced | factor_is_zero
             outcome.replaced = outcome.replaced + replaced.sum()
             still = repeated(replaced, group.maps)  # all maps of a layer or none
             zero = still[:, None, None]
@@ -130,6 +153,7 @@ class KFACGradient(Direction):
         on: Tensor | None,
         damping: float | Tensor,
         terms_n: Tensor | None,
+        factor_is_zero: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """V of a group's matrices, of those that are not ``on`` the gradient; <V, gradient> [n], 0
         of those; and whether gradients were scaled down for the second moments, bool [n].
@@ -147,8 +171,11 @@ class KFACGradient(Direction):
             V, dot = V.view_as(gradient), dot.view(-1)
         elif terms_n is not None:
             norm = norms(gradient.flatten(-2)).float()
+            # a norm of NaN leaves moments as they are
             if on is not None:
-                norm = norm.masked_fill(~on, torch.nan)  # which leaves moments as they are
+                norm = norm.masked_fill(~on, torch.nan)
+            if factor_is_zero is not None:
+                norm = norm.masked_fill(factor_is_zero, torch.nan)
             if group.maps > 1:
                 norm = norm.masked_fill(
                     repeated(group.any_map(~norm.isfinite()), group.maps), torch.nan

@@ -31,7 +31,7 @@ from ds_kfac.zero.layout import parameter_groups
 from ds_kfac.zero.registry import Domain, check_names, domains, shard_layout
 from ds_kfac.zero.seam import Seam
 from ds_kfac.zero.self_test import self_test
-from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
+from ds_kfac.zero.shards import held_by_layer, parameter_names, parts_of
 
 
 def assembled(
@@ -110,10 +110,8 @@ def _engine_view(
     return EngineView(
         model=engine.module,
         layers=layers,
-        layout=shard_layout(engine, ours, domain.group, pieces_of(layers), seam),
-        other_params=shard_layout(
-            engine, [p for p in domain.params if id(p) not in our_ids], domain.group, seam=seam
-        ),
+        layout=shard_layout(engine, ours, domain.group, parts_of(layers), seam),
+        other_params=tuple(p for p in domain.params if id(p) not in our_ids),
         inner=engine.basic_optimizer,
         rule=rule,
         domain=domain,

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from ds_kfac.model.share import other_matrices, share_of
 from ds_kfac.step.counters import PREFIX, constants, counters, health, selected
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, restore
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, put_attribute, wrap_attribute
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = (
@@ -96,12 +96,12 @@ class Attachment:
         self.sampling = (
             LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         )
-        self._rescalings = [
-            WeightRescaling(k.layout, k.layers)
-            for k in job.preconditioners
-            if config.rescale_weights
-        ]
-        self._previous: dict[str, tuple[Any, Any]] = {}
+        self._rescalings: list[WeightRescaling] = []
+        if config.rescale_weights:
+            rescalings = [WeightRescaling(k.layout, k.layers) for k in job.preconditioners]
+            # a domain may have none, as experts in stacks, or a pipeline stage of norms
+            self._rescalings = [rescaling for rescaling in rescalings if rescaling.weights]
+        self._installed = ExitStack()  # of wrappers and hooks
         groups = groups_of(engine, job)
         self._captured = False
         self._wrap("forward", self._forward)
@@ -118,7 +118,6 @@ class Attachment:
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         told = lambda optimizer: warn(BY_HAND) if self.by_hand else None  # noqa: E731
-        self._loads = ExitStack()
         inner = kfac.engine_view.inner
         # what it wraps, too: timm's Lookahead has no hooks of its own; a module that it holds has
         # others
@@ -127,9 +126,10 @@ class Attachment:
             *(x for x in vars(inner).values() if isinstance(x, torch.optim.Optimizer)),
         ):
             with suppress(AttributeError):
-                self._loads.callback(optimizer.register_load_state_dict_post_hook(told).remove)
+                self._installed.callback(optimizer.register_load_state_dict_post_hook(told).remove)
         if isinstance(engine, PipelineEngine):
-            self._put(INSTRUCTIONS, announcing(engine, job))
+            remove = put_attribute(engine, INSTRUCTIONS, announcing(engine, job))
+            self._installed.callback(remove)
         self._printed = (
             [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         )
@@ -167,7 +167,7 @@ class Attachment:
     def counters(self) -> dict[str, float]:
         """All numbers of docs/reference/counters.md: what DeepSpeed's monitor has. Reads the
         device."""
-        return {**counters(self.job), **health(self.preconditioner), **self._constants()}
+        return {**counters(self.job), **health(self.job), **self._constants()}
 
     def explain(self, layer: str | None = None) -> str:
         """A layer's state in words: its factors' updates, the basis in use or why it has none, what
@@ -267,14 +267,9 @@ class Attachment:
         if not self._active:
             return
         self._active = False
-        for name, (ours, previous) in self._previous.items():
-            # if someone has wrapped ours since, it stays in their chain and only passes calls
-            # through
-            if vars(self.engine).get(name) is ours:
-                restore(self.engine, name, previous)
+        self._installed.close()
         self.preconditioner.seam.close()
         delattr(self.engine, HANDLE)
-        self._loads.close()
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.engine_view.inner)
@@ -294,20 +289,15 @@ class Attachment:
 
     # the wrapped attributes
 
-    def _put(self, name: str, ours: Any) -> None:
-        self._previous[name] = ours, vars(self.engine).get(name)
-        setattr(self.engine, name, ours)
-
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(self.engine, name)
-
-        @wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs) if self._active else original(*args, **kwargs)
-
-        self._put(name, wrapped)
+        self._installed.callback(wrap_attribute(self.engine, name, wrapper, lambda: self._active))
 
     # what the seam calls
+
+    @property
+    def proves(self) -> bool:
+        """Whether the next step compares gradients with captured rows."""
+        return any(capture.proof is not None for capture in self._captures)
 
     def begin(self) -> None:
         """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
@@ -350,7 +340,7 @@ class Attachment:
     def raised(self, *, begun: bool) -> None:
         """The step raised an error. If it had begun, K-FAC's state, and the optimizer's, are those
         of no step."""
-        self.job.raised()
+        self.job.drop_step()
         for kfac in self.job.preconditioners:
             # to gradients that ZeRO has not taken it would add those of the next backward
             kfac.layout.clear()
@@ -430,14 +420,15 @@ class Attachment:
             self.preconditioner.seam.forget()
             # before K-FAC's step, where the seam knows nothing of it at stage 0
             if self.job.steps == steps:
-                self.job.raised()
+                self.job.drop_step()
             raise
 
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         with ExitStack() as stack:
-            stack.push(self.job.raised)  # as by a batch that is too large
+            # an error, as of a batch that is too large
+            stack.push(lambda kind, *_: self.job.drop_step() if kind is not None else None)
             self.preconditioner.seam.forget()
             if self.sampling is not None and loss.requires_grad:
                 self.sampling.sample(loss)

@@ -26,6 +26,8 @@ from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.groups import basis_bytes
 from ds_kfac.zero import deepspeed_versions
+from ds_kfac.zero.faults import faults
+from ds_kfac.zero.registry import shard_layout
 
 LINES = 12
 """Of a summary, at most."""
@@ -167,8 +169,11 @@ def _memory(kfac: KFACPreconditioner) -> str:
     )
     text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.rule.optimizer_type is not None:
-        rest = kfac.engine_view.other_params
-        held = rest.shards.held(range(len(rest.params)))[kfac.rank]
+        view = kfac.engine_view
+        rest = shard_layout(
+            kfac.layout.engine, view.other_params, view.domain.group, seam=view.seam
+        )
+        held = sum(shard.numel for shard in rest.own)
         others = 8 * held
         moments = sum(
             state.moments.nbytes for state in kfac.state.values() if state.moments is not None
@@ -284,12 +289,12 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
         )
     texts += far_from_recipes(kfac)
     texts += _of_memory(kfac)
-    faults = list(kfac.layout.faults)
+    of_mode = list(faults(kfac.layout))
     batch_norms = [
         m for m in modules.values() if isinstance(m, BATCH_NORM) and m.running_mean is not None
     ]
     if world > 1 and any(not isinstance(m, nn.SyncBatchNorm) for m in batch_norms):
-        faults.append(
+        of_mode.append(
             "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of "
             "rank 0; average them "
             "before evaluation and saving (examples/job.py does)"
@@ -298,16 +303,16 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
         m for m in batch_norms if m.weight is not None and m.weight.dtype != m.running_mean.dtype
     ]
     if mixed and kfac.device.type == "cpu":
-        faults.append(
+        of_mode.append(
             "BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "
             '"data_types": '
             '{"buffer_dtype": ...} to the weights\' dtype'
         )
     if kfac.layout.grad_scaler:
-        faults.append(
+        of_mode.append(
             "torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale"
         )
-    known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
+    known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in of_mode)
     newer = deepspeed_versions.untested()
     return [*(f"  WARNING: {text}" for text in texts), *known, *([f"  {newer}"] if newer else [])]
 

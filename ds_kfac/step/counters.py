@@ -15,7 +15,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 PREFIX = "kfac/"
-"""Begins every name in logs."""
+"""Every name in logs begins with it."""
 FAILURES = (
     "not_finite_layers",
     "unpreconditioned_layers",
@@ -78,7 +78,7 @@ def selected(job: Job) -> dict[str, float]:
         for name, value in values.items()
         if value and name.rpartition("/")[2] in FAILURES
     }
-    return {**health(job.preconditioners[0]), **clipped, **failures}
+    return {**health(job), **clipped, **failures}
 
 
 def constants(job: Job) -> dict[str, float]:
@@ -89,24 +89,26 @@ def constants(job: Job) -> dict[str, float]:
     return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
 
 
-def health(kfac: KFACPreconditioner) -> dict[str, float]:
+def health(job: Job) -> dict[str, float]:
     """Two health numbers, each missing until there is something to measure:
 
-    - "step_to_weight": root mean square of KFACAdamW's last step over that of its layers' weights
-      on this rank.
+    - "step_to_weight": root mean square of KFACAdamW's last step, of the layers of all ranks, over
+      that of its layers' weights on this rank.
     - "eigenvalue_spread": largest eigenvalue of an A over the mean of its eigenvalues, the median
-      over this rank's layers. 1: all input directions are alike, so curvature changes nothing.
+      over this rank's dense layers. 1: all input directions are alike, so curvature changes
+      nothing.
     """
     values = {}
-    weights = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
+    kfac = job.preconditioners[0]
+    parts = (held(p, domain.rank) for domain in job.preconditioners for p in domain.layout.params)
     # at ZeRO-3 a rank may have nothing of tiny layers
+    weights = [part for part in parts if part.numel()]
     if kfac.direction.last is not None and weights:
         squared, lr = kfac.direction.last
-        weight = sum(norm.double().square() for norm in torch._foreach_norm(weights)) / sum(
-            x.numel() for x in weights
-        )
-        step = squared.double() / sum(layer.numel for layer in kfac.layers)
-        values["step_to_weight"] = float(lr) * float((step / weight).sqrt())
+        squared_weights = sum(norm.double().square() for norm in torch._foreach_norm(weights))
+        mean_weight = squared_weights / sum(part.numel() for part in weights)
+        mean_step = squared.double() / job.numel
+        values["step_to_weight"] = float(lr) * float((mean_step / mean_weight).sqrt())
     bases = [
         state.basis.A for state in kfac.state.values() if state.basis and state.basis.A.vectors
     ]
@@ -117,7 +119,8 @@ def health(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
-    timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
+    timetable = kfac.curvature.timetable
+    counts = kfac.metrics.counts
     kinds = (*KINDS, *(part.kind for part in kfac.plan.method.parts))
     values = dict.fromkeys(COUNTS, 0.0) | kfac.metrics.values() | _of_channel(kfac.channel, kinds)
     values |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
@@ -127,7 +130,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
 
 
 def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
-    """The traffic of a channel, with zeros for those of ``kinds`` that have had none."""
+    """Return the traffic of a channel, with zeros for those of ``kinds`` that had none."""
     values: dict[str, float] = {}
     for name, counter in (
         ("calls", channel.calls),
@@ -141,8 +144,8 @@ def _of_channel(channel: Channel, kinds: Iterable[str]) -> dict[str, float]:
 
 
 def held(parameter: Any, rank: int) -> Tensor:
-    """The part of a parameter that a rank holds: all, or at ZeRO-3 its flat chunk without the
-    uninitialised padding."""
+    """Return the part of a parameter that a rank holds: all of it, or at ZeRO-3 its flat chunk
+    without the uninitialised padding."""
     chunk = getattr(parameter, "ds_tensor", None)
     if chunk is None:
         return parameter.detach()

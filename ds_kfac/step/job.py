@@ -2,11 +2,10 @@
 as one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ds_kfac.comm.message import Channel
+from ds_kfac.comm.message import Channel, gathered
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
@@ -21,6 +20,7 @@ class Job:
     Attributes:
         everywhere: whether the job has more than one domain.
         channel: connects all ranks that train the model.
+        numel: number of elements of the layers of all domains of all ranks, each layer once.
     """
 
     def __init__(self, preconditioners: Sequence[KFACPreconditioner]) -> None:
@@ -31,6 +31,13 @@ class Job:
             if self.everywhere
             else self.preconditioners[0].channel
         )
+        # each rank's part of the number of elements, so that all ranks' parts add up to it
+        numel = sum(
+            layer.numel / layer.copies / kfac.layout.world
+            for kfac in self.preconditioners
+            for layer in kfac.layers
+        )
+        self.numel: float = sum(gathered(numel, self.channel.group))
 
     @property
     def steps(self) -> int:
@@ -54,6 +61,7 @@ class Job:
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
         if self.everywhere and self.preconditioners[0].rule.numbers:
+            # each of a layer's gradient workers has counted it
             parts = [
                 torch.stack([*now.outcome.numbers]) / kfac.plan.workers for kfac, now in running
             ]
@@ -70,12 +78,10 @@ class Job:
                 kfac.skipped()
             kfac.resume()
 
-    def raised(self, error: Any = True, *_: Any) -> None:
-        """A step or a backward pass raised: drop what its hooks have seen. Local. Also the exit of
-        a context."""
-        if error is not None:
-            for kfac in self.preconditioners:
-                kfac.resume(whole=False)
+    def drop_step(self) -> None:
+        """A step or a backward pass raised: drop what its hooks have seen. Local."""
+        for kfac in self.preconditioners:
+            kfac.resume(after_error=True)
 
     def reset(self) -> None:
         """Start again at step 0, without factors and eigenbases."""

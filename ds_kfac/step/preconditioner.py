@@ -8,7 +8,9 @@ scatter         Results are sent to the ranks that hold slices of them. DeepSpee
 A step runs when it is certain (``ds_kfac/zero/seam.py``), so state changes in place, and once.
 """
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,9 @@ from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import Channel, deliver
 from ds_kfac.curvature.methods import Decomposition
 from ds_kfac.directions.direction import StepContext
-from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.capture import Capture
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import RowSums
 from ds_kfac.model.shared import SharedInputs
 from ds_kfac.ops.host_copy import HostCopy
@@ -37,6 +39,21 @@ from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, Gradients
 
 
+@dataclass
+class UnsettledUpdate:
+    """An update of factors, of which the counts are on their way to the host.
+
+    Attributes:
+        step: number of the step that made it.
+        plan: the plan by which it was made.
+        seen: see :attr:`Sharing.updates`.
+    """
+
+    step: int
+    plan: Plan
+    seen: Any
+
+
 class KFACPreconditioner:
     """Turns the gradients of an engine into K-FAC's just before its inner optimizer steps.
 
@@ -49,19 +66,26 @@ class KFACPreconditioner:
         observations: what the first captured batch has shown.
         moments: what is kept of gradients; None: nothing.
         names: layer name -> its name in checkpoints.
-        left_out: see :meth:`LayerWarner.step`.
+        left_out: fp32 [layers on this rank], how often each layer's gradient was too large for its
+            moments; 0.0 if the rule never leaves one out.
         saved: names of layers that this domain writes to checkpoints.
-        judged: whether the last step has proven rows.
+        judged: whether the last step has compared rows with gradients.
     """
 
     def __init__(self, engine_view: EngineView, plan: Plan) -> None:
-        self.engine_view, self.config, self.plan = engine_view, plan.config, plan
+        self.engine_view = engine_view
+        self.config = plan.config
+        self.plan = plan
         self.observations = Observations()
-        self.layers, self.layout, self.seam = plan.layers, engine_view.layout, engine_view.seam
+        self.layers = plan.layers
+        self.layout = engine_view.layout
+        self.seam = engine_view.seam
         self.names = {layer.name: engine_view.domain.global_name(layer) for layer in self.layers}
-        first = engine_view.domain.shard[0] == 0  # of those that have copies of a layer
-        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or first}
-        self.device, self.rank = self.layout.engine.device, self.layout.rank
+        # tensor-parallel ranks have copies of layers that are not cut: the first rank saves them
+        saves_copies = engine_view.domain.shard[0] == 0
+        self.saved = {layer.name for layer in self.layers if layer.copies == 1 or saves_copies}
+        self.device = self.layout.engine.device
+        self.rank = self.layout.rank
         engine = self.layout.engine
         self.metrics = Metrics(
             self.device, engine.timers if engine.wall_clock_breakdown() else None
@@ -80,6 +104,7 @@ class KFACPreconditioner:
             for index, name in enumerate(group.names)
         }
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
+        self._unsettled: deque[UnsettledUpdate] = deque()
         self.curvature = self._factor_updates()
         self.warner = LayerWarner(self.direction.names)
         self.left_out: Tensor | float = 0.0
@@ -101,7 +126,6 @@ class KFACPreconditioner:
         self.judged = False
         self._numbers: Tensor | None = None
         self.totals = Totals(self.rule, plan, self.direction, self.channel, self.device)
-        self.peak_lr: dict[int, Tensor | float] = {}
         self.load_state_dict({})
 
     def _factor_updates(self) -> FactorUpdates:
@@ -119,52 +143,57 @@ class KFACPreconditioner:
     # a step
 
     def precondition(self) -> Running:
-        """The first half: this rank's results. Collective."""
+        """Return this rank's results. They are in the exchange's outbox, or already in DeepSpeed's
+        memory. Collective."""
         # a user may call engine.step() under autocast
         with torch.autocast(self.device.type, enabled=False):
             update = self._update_factors() if self.due.capture else None
             gradients = self._gather()
-            verdict = self._judge(gradients)
-            context = StepContext(self.steps, self.seam.groups, self._peak_rates())
+            verdict = None
+            if self.capture.proof is not None:
+                verdict = self._judge(self.capture.proof, gradients)
+            factor = self.seam.factor
+            context = StepContext(
+                self.steps,
+                self.seam.groups,
+                factor_is_zero=None if factor is None else factor == 0,
+            )
             with self.metrics.stage("precondition"):
                 outcome = self.direction.step(context, gradients)
             return Running(context, outcome, update, verdict)
 
     def scatter(self, running: Running, sums: Tensor | None = None) -> None:
-        """The second half: results go to whoever holds a slice of them. Collective.
+        """Send results to the ranks that hold their shards, and scale them by kl-clip. Collective.
 
         Args:
-            sums: of the direction's numbers over the layers of all domains, if there are several.
+            sums: sums of the direction's numbers over the layers of all domains; None: there is one
+                domain, and the sums come with the results.
         """
-        context, outcome = running.context, running.outcome
+        context = running.context
+        outcome = running.outcome
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             parts = self.exchange.scatter_part(), self.totals.part(running)
             results, received = deliver(parts, self.channel, self.device, self.exchange.sent_off)
             numbers, summary, flags = self.totals.read(received, running)
-            scales = self.direction.finish(
-                context, outcome, (numbers if sums is None else sums).unbind(), flags
-            )
+            if sums is not None:
+                numbers = sums
+            scales = self.direction.finish(context, outcome, numbers.unbind(), flags)
             self.exchange.write(results, scales)
         self._record(running, summary)
         self.steps += 1
 
     def _update_factors(self) -> FactorStep:
         """Reduce this step's batch sums to the factors' owners, average them in, decompose what is
-        due, and bring layers into the new eigenbases. What the first batch shows may change the
-        plan, before any of its sums are kept. Collective."""
+        due, and bring layers into the new eigenbases. Collective."""
         self.capture.end_step()
         if self.capture.proof is not None:
             self._numbers = self.proving.numbers(self.capture.proof)
         with self.metrics.stage("reduce"):
-            sums, self.capture.sums = self.curvature.reducer.reduce(self.capture.sums), {}
-            measured = self.capture.measured or {}
-            observations = self.sharing.observed(
-                self.observations, self.plan, self.curvature.ready, measured
-            )
-            if observations is not None:
-                self.observe(observations)
+            sums = self.curvature.reducer.reduce(self.capture.sums)
+            self.capture.sums = {}
+            self._observe_first_batch()
             update = self.curvature.update(self.steps, self.due, sums)
-        sums.clear()  # before new eigenbases are there
+        sums.clear()  # frees memory: new eigenbases are allocated next
         with self.metrics.stage("refresh"):
             unproven = self.curvature.of_none_but(self.proving.unfit)
             self.curvature.decompose(self.steps, update, self._last_basis, unproven)
@@ -173,26 +202,36 @@ class KFACPreconditioner:
         self._rebase(update)
         return update
 
+    def _observe_first_batch(self) -> None:
+        """Agree on what the first captured batch shows. This may replace ``self.curvature``, whose
+        factors are still empty. Collective, if there is something left to observe."""
+        observations = self.sharing.observed(
+            self.observations, self.plan, self.curvature.ready, self.capture.measured or {}
+        )
+        if observations is not None:
+            self.observe(observations)
+
     def _last_basis(self, factor: FactorSpec) -> Decomposition | None:
-        """The decomposition of a factor that is in use. An eigen worker has it: it is a gradient
-        worker of one of the factor's layers, not always of the first."""
+        """Return the decomposition of a factor that is in use; None if there is none. An eigen
+        worker has it: it is a gradient worker of one of the factor's layers, not always of the
+        first."""
         group, index = next(self.places[name] for name in factor.layers if name in self.places)
         state = group.state(index)
         return state.A if factor.is_A else state.G
 
     def _gather(self) -> Gradients:
-        """Whole gradients of this rank's layers. Collective."""
+        """Return whole gradients of this rank's layers. Collective."""
         with self.metrics.stage("relayout"):
             self.exchange.begin()
             (arrived,) = deliver((self.exchange.gather_part,), self.channel, self.device)
             return self.exchange.gathered(arrived)
 
-    def _judge(self, gradients: Gradients) -> Verdict | None:
-        """Compare the captured rows with the gradients, in steps that prove. Layers that fail go on
-        without curvature. Collective."""
-        proof, numbers, self._numbers = self.capture.proof, self._numbers, None
-        if proof is None or numbers is None:
-            return None
+    def _judge(self, proof: Proof, gradients: Gradients) -> Verdict:
+        """Compare the captured rows with the gradients. Layers that fail go on without curvature.
+        Collective."""
+        numbers = self._numbers
+        assert numbers is not None, "what is proven is captured, so _update_factors() has run"
+        self._numbers = None
         verdict = self.proving.verdict(
             proof, numbers, gradients, self.plan, self.capture.used, self.seam.factor
         )
@@ -204,15 +243,16 @@ class KFACPreconditioner:
         return verdict
 
     def _rebase(self, update: FactorStep) -> None:
-        """Bring layers into their new eigenbases, and moments with them; and take in numbers of
-        loss terms.
+        """Bring layers into their new eigenbases, and moments with them; and take over new numbers
+        of loss terms.
 
         There are none of layers whose rows failed the last proof: all layers of a factor fail
         together (:meth:`Proving.verdict`), and their factors are not decomposed."""
         for name, (group, index) in self.places.items():
             terms = update.terms.get(name)
             if terms is not None:
-                group.terms[index].copy_(torch.where(terms > 0, terms, group.terms[index]))
+                # a batch without loss terms keeps the last number
+                torch.where(terms > 0, terms, group.terms[index], out=group.terms[index])
             keys = self.curvature.of_layer.get(name, {})
             bases = {
                 side: update.bases[spec.key]
@@ -223,15 +263,10 @@ class KFACPreconditioner:
                 group.rebase(index, **bases)
         update.bases.clear()
 
-    def _peak_rates(self) -> dict[int, Tensor | float]:
-        # now: DeepSpeed's scheduler steps before the next step
-        if self.rule.optimizer_type is None:
-            self.peak_lr = peak_rates(self.seam.groups, self.peak_lr)
-        return self.peak_lr
-
     def _record(self, running: Running, summary: Tensor) -> None:
-        """Note what the step has done, for schedules, counters and warnings."""
-        update, verdict = running.update, running.verdict
+        """Record what the step has done, for schedules, counters and warnings."""
+        update = running.update
+        verdict = running.verdict
         self.metrics.step(summary)
         self.left_out = self.left_out + running.outcome.left_out
         self.judged = verdict is not None
@@ -254,7 +289,8 @@ class KFACPreconditioner:
         frozen = [x for x in self.direction.names if not self.exchange.params[x][0].requires_grad]
         self.warner.step(without, frozen, self.curvature.layers_of(due.capture), self.left_out)
         if self.plan.contributors.counts:
-            self.sharing.updates = HostCopy(summary[-1:]), update.missed, self.capture.seen
+            seen = HostCopy(summary[-1:]), update.missed, self.capture.seen
+            self._unsettled.append(UnsettledUpdate(self.steps, self.plan, seen))
         self.metrics.counts["factor_updates"] += 1
         elements = sum(self.curvature.specs[key].side.numel for key in due.capture)
         self.metrics.counts["captured_elements"] += elements
@@ -262,50 +298,55 @@ class KFACPreconditioner:
     # between steps
 
     def skipped(self) -> None:
-        """DeepSpeed has skipped a step: what its hooks have seen is dropped."""
+        """Count a step that DeepSpeed has skipped."""
         self.metrics.counts["skipped_steps"] += 1
 
-    def resume(self, *, whole: bool = True) -> None:
-        """Prepare the hooks for the next step. Call after :attr:`steps` has changed. Collective.
-        After a step that raised (``whole`` False) it is local, and drops what that step's hooks
-        have seen."""
+    def resume(self, *, after_error: bool = False) -> None:
+        """Prepare the hooks for the next step, and drop what they have seen. Call it after
+        :attr:`steps` has changed. Collective, but local ``after_error``: after a step or a backward
+        pass that raised."""
         self._numbers = None
+        if after_error:
+            # the next try needs the memory
+            self.exchange.gradients = {}
+            self.exchange.sent_off()
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(
                 self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh
             )
-        if self.due.capture and whole:
-            self.settle()
-        self.seam.measuring.discard(self.engine_view.domain.name)
-        if self.due.capture or self.capture.active:
-            keys = (
-                self.curvature.reducer.begin(self.due.capture, self.steps)
-                if self.due.capture
-                else None
-            )
-            proof = (
-                self.proving.begin(self.steps, self.sharing.inputs.key, whole=whole)
-                if self.due.capture
-                else None
-            )
+        if self.due.capture and not after_error:
+            # the counts of the step that has just ended would make the host wait
+            self.settle(before=self.steps - 1)
+        if self.due.capture:
+            keys = self.curvature.reducer.begin(self.due.capture, self.steps)
+            proof = self.proving.begin(self.steps, self.sharing.inputs.key, after_error=after_error)
             measure = self.plan.measures and self.observations.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
-            if proof is not None:
-                self.seam.measuring.add(self.engine_view.domain.name)
+        elif self.capture.active:
+            self.capture.begin_step(None, self.steps)
 
-    def settle(self) -> None:
-        """Observe what the last applied updates have shown, see :meth:`Sharing.settled`.
-        Collective."""
-        if (observations := self.sharing.settled(self.observations, self.plan)) is not None:
-            self.observe(observations)
+    def settle(self, before: int | None = None) -> None:
+        """Observe what applied updates have shown, see :meth:`Sharing.settled`. Collective.
+
+        Args:
+            before: look at updates of earlier steps than this one; None: at all.
+        """
+        while self._unsettled and (before is None or self._unsettled[0].step < before):
+            update = self._unsettled.popleft()
+            # what was made before the plan changed shows nothing new
+            if update.plan is self.plan:
+                self.sharing.updates = update.seen
+                observations = self.sharing.settled(self.observations, self.plan)
+                if observations is not None:
+                    self.observe(observations)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of what a resumed run needs; factors: see
         :meth:`FactorUpdates.state_dict`. Tensors change with the next step."""
         return {
             "steps": self.steps,
-            "peak_lr": dict(self.peak_lr),
+            **self.direction.state(),
             "observations": self.observations,
             "layers": self.state,
             "factors": self.curvature.state_dict(),
@@ -323,10 +364,10 @@ class KFACPreconditioner:
         layers = state.get("layers", {})
         for name, (group, index) in self.places.items():
             group.load(index, layers.get(name))
-        self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
+        self.steps = state.get("steps", 0)
         self.proving.restart(resumed=self.steps > 0)
-        self.direction.loaded()
-        self.sharing.updates = None
+        self.direction.load_state(state)
+        self._unsettled.clear()
         self._numbers = None
         if decompose:
             self._decompose_all()
@@ -352,11 +393,9 @@ class KFACPreconditioner:
         factor's rows."""
         if observations.groups is not None:
             self.sharing.inputs.use(observations.groups)
-        self.observations, before, self.plan = (
-            observations,
-            self.plan,
-            self.plan.with_observations(observations),
-        )
+        before = self.plan
+        self.observations = observations
+        self.plan = before.with_observations(observations)
         if self.plan != before:
             # empty, but after a checkpoint that did not know it
             state = self.curvature.state_dict()

@@ -60,7 +60,9 @@ class Proving:
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
-        self.layers, self.layout, self.channel = layers, layout, channel
+        self.layers = layers
+        self.layout = layout
+        self.channel = channel
         names = {id(p): name for name, p in layout.engine.module.named_parameters()}
         self._parameters = {names[id(p)]: p for p in layout.params}
         self.restart()
@@ -73,25 +75,32 @@ class Proving:
         self.again: frozenset[str] = frozenset()
         self._number = 0  # proofs so far
         self._wait = 0  # captured steps until the next one
-        self._begun = -1, True  # the last step that began, and whether it proves
+        self._last_step = -1  # the last captured step that began
+        self._proves = True  # whether it proves
         self._resumed = resumed
 
-    def begin(self, step: int, key: Callable[[LayerSpec], str], *, whole: bool) -> Proof | None:
+    def begin(
+        self, step: int, key: Callable[[LayerSpec], str], *, after_error: bool = False
+    ) -> Proof | None:
         """A proof for this step, which captures; None if it is not to prove. A step that DeepSpeed
         skips begins again, and counts once.
 
         Args:
             key: see :class:`ds_kfac.model.proof.Proof`.
-            whole: False after a step or a backward that raised: gradients may stay of rows that
-                were dropped, at ZeRO-2 after ``zero_grad``, too. No layer is judged by such a step.
+            after_error: whether the last step or backward pass raised: gradients may stay of rows
+                that were dropped, at ZeRO-2 after ``zero_grad``, too. No layer is judged by such a
+                step.
         """
-        if step != self._begun[0]:
-            self._begun, self._wait = (step, self._wait == 0), max(0, self._wait - 1)
-        if not self._begun[1]:
+        if step != self._last_step:
+            self._last_step = step
+            self._proves = self._wait == 0
+            self._wait = max(0, self._wait - 1)
+        if not self._proves:
             return None
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
-        for layer in () if whole else proof.layers:
-            proof.mark(layer, LEFT_OUT)
+        if after_error:
+            for layer in proof.layers:
+                proof.mark(layer, LEFT_OUT)
         return proof if proof.layers else None
 
     def frozen(self, layer: LayerSpec) -> bool:
@@ -119,7 +128,7 @@ class Proving:
         gradients: Gradients | Mapping[str, Tensor],
         plan: Plan,
         used: Callable[[str], str],
-        times: Tensor | None = None,
+        applied_factor: Tensor | None = None,
     ) -> Verdict:
         """Compare each layer's numbers with its gradient. Collective; waits for the device.
 
@@ -127,13 +136,16 @@ class Proving:
             numbers: see :meth:`numbers`.
             gradients: layer name -> gradient as it will be applied, [O, I], for this rank's layers.
             used: layer name -> text that says where its weight is used.
-            times: what DeepSpeed has multiplied gradients by, or will; None: nothing.
+            applied_factor: by which DeepSpeed has multiplied gradients, or will; None: it does not.
         """
-        layout, workers = self.layout, plan.assignment.workers
+        layout = self.layout
+        workers = plan.assignment.workers
         dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
         eps = QUANTIZED if layout.quantized else max(map(eps_of, dtypes))
         floor = max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes)
-        applied: Tensor | float = 1.0 if times is None else times.double().to(numbers.device)
+        applied: Tensor | float = 1.0
+        if applied_factor is not None:
+            applied = applied_factor.double().to(numbers.device)
         limits: dict[str, Any] = {
             "divisor": layout.divisor / applied,
             "world": layout.world,

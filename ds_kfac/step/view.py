@@ -1,4 +1,4 @@
-"""What a preconditioner sees of an engine."""
+"""What a preconditioner knows of an engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,12 @@ class EngineView:
     """A part of an engine that is preconditioned, such as its dense layers.
 
     Attributes:
+        model: the engine's module.
+        layers: the layers that are preconditioned.
         layout: where the engine keeps the gradients of the layers' parameters.
-        other_params: where it keeps those of all other parameters.
+        other_params: all other trained parameters of the domain.
         inner: the innermost optimizer, which DeepSpeed wraps.
+        rule: how layers are stepped.
         domain: the part of the job that is preconditioned, such as one expert-parallel group's
             experts.
         seam: calls K-FAC at the engine's steps.
@@ -28,7 +31,7 @@ class EngineView:
     model: nn.Module
     layers: tuple[LayerSpec, ...]
     layout: ShardLayout
-    other_params: ShardLayout
+    other_params: tuple[nn.Parameter, ...]
     inner: Any
     rule: UpdateRule
     domain: Domain

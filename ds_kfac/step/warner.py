@@ -1,4 +1,5 @@
-"""What a rank says of its layers that are stepped otherwise than the user may think, once each."""
+"""Warnings about this rank's layers that are stepped otherwise than the user may think, once
+each."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +9,11 @@ from torch import Tensor
 from ds_kfac.log import logger
 from ds_kfac.ops.host_copy import HostCopy
 
-PATIENCE = 5
-"""Captures of a layer in a row in which it may lack a basis: below a head that begins with zeros it
-needs four."""
+CAPTURES_BEFORE_WARNING = 5
+"""How many captures in a row a layer may be without an eigenbasis: below a head that begins with
+zeros it needs four."""
 NAMED = 3
-"""Layers that a warning names."""
+"""Number of layers that a warning names."""
 WITHOUT = (
     "stepped without curvature, for {} updates of theirs in a row: {}; "
     "engine.kfac.explain(name) says why"
@@ -27,11 +28,12 @@ FROZEN = (
 
 @dataclass
 class LayerWarner:
-    """Warns of this rank's layers that have no basis for long, or no update of it, and of those
-    whose gradients were left out because moments could not have held them.
+    """Warns of this rank's layers that have had no eigenbasis for many updates, or whose weights
+    were frozen at these, and of those whose gradients were left out because moments could not have
+    held them.
 
     Attributes:
-        names: of the layers, in the order of :attr:`Direction.names`.
+        names: names of the layers, in the order of :attr:`Direction.names`.
     """
 
     names: Sequence[str]
@@ -47,23 +49,25 @@ class LayerWarner:
         captured: Collection[str],
         left_out: Tensor | float,
     ) -> None:
-        """Call after an applied step that captured.
+        """Warn if something is to be said. Call it after an applied step that captured.
 
         Args:
-            without: layers without a basis of which the user does not know.
-            frozen: layers whose weight is.
-            captured: layers that this step captured.
-            left_out: fp32 [layers], how often the gradient of each was left out so far; 0 where the
-                direction leaves none out. The warning is by those that the last call has copied to
-                the host, if they have arrived.
+            without: names of layers that have no eigenbasis, for a reason that was not said yet.
+            frozen: names of layers whose weights are frozen.
+            captured: names of layers that this step captured.
+            left_out: fp32 [layers], how often the gradient of each layer was left out so far; 0.0
+                if the direction leaves none out. Their copy to the host is read in a later call,
+                so that the host does not wait.
         """
         for text, names in ((WITHOUT, without), (FROZEN, frozen)):
             before = self._rows.get(text, {})
             now = {name: before.get(name, 0) + 1 for name in names if name in captured}
             self._rows[text] = {name: n for name, n in before.items() if name not in captured} | now
-            if late := [name for name, n in now.items() if n == PATIENCE]:
-                more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
-                logger.warning(f"ds_kfac: {text.format(PATIENCE, ', '.join(late[:NAMED]) + more)}")
+            if late := [name for name, n in now.items() if n == CAPTURES_BEFORE_WARNING]:
+                named = ", ".join(late[:NAMED])
+                if len(late) > NAMED:
+                    named += f" and {len(late) - NAMED} more"
+                logger.warning(f"ds_kfac: {text.format(CAPTURES_BEFORE_WARNING, named)}")
         if not isinstance(left_out, Tensor) or not (self._copy is None or self._copy.done):
             return
         counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}

@@ -7,8 +7,9 @@ proves where a version keeps gradients.
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,39 @@ def restore(holder: Any, name: str, before: Any) -> None:
         delattr(holder, name)
     else:
         setattr(holder, name, before)
+
+
+def wrap_attribute(
+    holder: Any, name: str, wrapper: Callable[..., Any], is_active: Callable[[], bool]
+) -> Callable[[], None]:
+    """Replace a method of an instance by ``wrapper(original, *arguments, **keywords)``. Returns a
+    function that takes the wrapper away.
+
+    If someone has wrapped ours since, it stays in their chain. So calls go straight to the original
+    where ``is_active`` returns False.
+    """
+    original = getattr(holder, name)
+
+    @wraps(original)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if not is_active():
+            return original(*arguments, **keywords)
+        return wrapper(original, *arguments, **keywords)
+
+    return put_attribute(holder, name, wrapped)
+
+
+def put_attribute(holder: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an instance. Returns a function that restores it, unless someone else has
+    set it since."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+
+    def remove() -> None:
+        if vars(holder).get(name) is value:
+            restore(holder, name, before)
+
+    return remove
 
 
 # faults that some versions have, for the attach report
@@ -275,7 +309,8 @@ class _Probe:
         held = SimpleNamespace(
             grad=torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
         )
-        self.optimizer, self.gradient = optimizer, held.grad
+        self.optimizer = optimizer
+        self.gradient = held.grad
         self.fp32_partitioned_groups_flat = [held]  # of ZeRO-3
         self.fp32_groups = [[held]]  # of FP16_UnfusedOptimizer
 
@@ -359,7 +394,8 @@ def unchanged(optimizer: Any) -> Iterator[None]:
     lists are then those of before, parameters are not linked to states that do not exist, and
     ZeRO-3's are gathered only if they were: of one that is gathered DeepSpeed does not see that a
     module uses another one's."""
-    link, scaler = "_lazy_init_hp_params_optimizer_state", "torch_autocast_gradscaler"
+    link = "_lazy_init_hp_params_optimizer_state"
+    scaler = "torch_autocast_gradscaler"
     holders = [
         optimizer,
         getattr(optimizer, "loss_scaler", None),
@@ -483,9 +519,11 @@ def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[
     """ZeRO-1/2's list of gradients in this rank's slice of a group, cut from ``gradients`` of
     ``params_in_partition``. Since 0.17.6 these are in ``all_grad_tensors``, before in the
     parameters."""
-    params, named = optimizer.params_in_partition[group], {}
+    params = optimizer.params_in_partition[group]
+    named = {}
     if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
-        kept[group], named = gradients, {"param_group_idx": group}
+        kept[group] = gradients
+        named = {"param_group_idx": group}
     else:
         for param, gradient in zip(params, gradients, strict=True):
             setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", gradient)

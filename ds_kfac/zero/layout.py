@@ -4,7 +4,9 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial, reduce
+from itertools import accumulate
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.seam import Seam
-from ds_kfac.zero.shards import ParamPart, Shard, ShardMap
+from ds_kfac.zero.shards import ParameterPart, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Parameter -> its full flat gradient, for the self-test."""
@@ -23,19 +25,21 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 class ShardLayout(ABC):
     """One engine mode. DeepSpeed gives its inner optimizer *masters*: the parameters themselves,
-    fp32 copies of them, or flat tensors of many. A shard is a piece of a master.
+    fp32 copies of them, or flat tensors of many. See ``shards.py`` for shards, parts and spans.
 
     Args:
         engine: a DeepSpeedEngine.
         params: parameters of the model.
         group: the ranks that average their gradients.
-        pieces: parts of parameters that are read and written separately; None: whole parameters.
+        parts: parts of parameters that are read and written separately; None: whole parameters.
         seam: of the engine.
 
     Attributes:
-        whole: shards of the whole parameters, as DeepSpeed keeps them.
-        shards: shards of the pieces.
-        own: those on this rank.
+        parts: parts of the parameters that are read and written separately.
+        of_parameters: shards of the parameters, as DeepSpeed keeps them. ``Shard.param`` is a
+            number in ``params``.
+        shards: shards of the parts. ``Shard.param`` is a number in ``parts``.
+        own: shards of the parts on this rank.
         averaged_over: number of ranks whose gradients are averaged.
         divisor: DeepSpeed divides the sum of the ranks' gradients by it.
         groups: parameters by the optimizer's group.
@@ -44,34 +48,27 @@ class ShardLayout(ABC):
 
     replicated = False
     """Whether every rank holds every averaged gradient."""
-    faults: tuple[str, ...] = ()
-    """Known upstream faults of this mode, for the attach report."""
 
     def __init__(
         self,
         engine: Any,
         params: Sequence[nn.Parameter],
         group: Any,
-        pieces: Sequence[ParamPart] | None = None,
+        parts: Sequence[ParameterPart] | None = None,
         seam: Seam | None = None,
     ) -> None:
-        self.engine, self.optimizer = engine, engine.optimizer
+        self.engine = engine
+        self.optimizer = engine.optimizer
         self.seam = Seam(engine) if seam is None else seam
         # Any: DeepSpeed adds ds_shape and others to parameters
         self.params: tuple[Any, ...] = tuple(params)
-        self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group = group
+        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.grad_scaler = deepspeed_versions.grad_scaler(engine)
+        # DeepSpeed divides by the number of data ranks only, except ZeRO-3 with reduce_scatter,
+        # which divides by that of sequence ranks, too
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
-        if engine.sequence_parallel_size > 1 and not averages_sequence:
-            self.faults += (
-                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence "
-                f"instead of averaging: "
-                "right for a loss that is a mean over the whole sequence, that many times too "
-                "large for one over a "
-                "rank's own tokens",
-            )
-        if engine.pipeline_parallelism:
-            self.faults += deepspeed_versions.pipeline_faults(engine.gradient_accumulation_steps())
         summed = 1 if averages_sequence else engine.sequence_parallel_size
         # also for experts' gradients, which fewer ranks have
         self.averaged_over = dist.get_world_size(engine.seq_data_parallel_group)
@@ -80,15 +77,13 @@ class ShardLayout(ABC):
         self.position = {
             id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)
         }
-        self.whole = ShardMap(
+        self.of_parameters = ShardMap(
             self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards())
         )
-        self.pieces = (
-            tuple(ParamPart(index) for index in range(len(self.params)))
-            if pieces is None
-            else tuple(pieces)
-        )
-        self.shards = self.whole.cut(self.pieces)
+        if parts is None:
+            parts = [ParameterPart(index) for index in range(len(self.params))]
+        self.parts = tuple(parts)
+        self.shards = self.of_parameters.cut(self.parts)
         self.own = self.shards.on(self.rank)
 
     @staticmethod
@@ -97,11 +92,11 @@ class ShardLayout(ABC):
 
     def _shards(self) -> list[Shard]:
         """All shards of all ranks, without communication; here, every rank holds every gradient."""
-        return [
-            Shard(index, 0, self._numel(param), rank, self.group_index(param), self._offset(param))
+        on_first = [
+            Shard(index, 0, self._numel(param), 0, self.group_index(param), self._offset(param))
             for index, param in enumerate(self.params)
-            for rank in range(self.world)
         ]
+        return [replace(shard, rank=rank) for shard in on_first for rank in range(self.world)]
 
     def _offset(self, param: nn.Parameter) -> int:
         """The parameter's first element in its master."""
@@ -133,17 +128,18 @@ class ShardLayout(ABC):
     sends_raw = False
     """Whether gradients travel raw: in 16 bits, as they were rounded."""
 
-    def param_of(self, piece: int) -> Any:
-        """The parameter that a piece is part of."""
-        return self.params[self.pieces[piece].param]
+    def param_of(self, part: int) -> Any:
+        """The parameter of a part, by the part's number."""
+        return self.params[self.parts[part].param]
 
-    def span(self, piece: int) -> tuple[int, int]:
-        """(first element of a piece in its parameter, number of its elements)"""
-        param = self.pieces[piece].param
-        return self.pieces[piece].span(self.whole.numels[param])
+    def span(self, part: int) -> tuple[int, int]:
+        """(first element of a part in its parameter, number of its elements)"""
+        param = self.parts[part].param
+        return self.parts[part].span(self.of_parameters.numels[param])
 
     def group_index(self, param: nn.Parameter) -> int:
-        """Number of the parameter's group in the optimizer's ``param_groups``."""
+        """Number of a parameter's group in the optimizer's ``param_groups``. Of any parameter of
+        the engine."""
         return self.position[id(param)][0]
 
     @cached_property
@@ -247,8 +243,7 @@ def scaler_scale(scaler: Any) -> Tensor | float:
 
 
 class Replicated(ShardLayout):
-    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the
-    parameters."""
+    """Stage 0: every rank has every averaged gradient, in the parameters."""
 
     replicated = True
 
@@ -256,33 +251,10 @@ class Replicated(ShardLayout):
         super().__init__(engine, *values, **named)
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
         self._before: list[Tensor | None] = []
-        if engine.pipeline_parallelism and engine.gradient_clipping():
-            self.faults += (
-                "at stage 0 it clips every pipeline stage by the norm of the first one's "
-                "gradients alone",
-            )
-        if engine.gradient_clipping() and any(
-            getattr(m, "sparse", None) is True for m in engine.module.modules()
-        ):
-            self.faults += (
-                "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
-            )
 
     @cached_property
     def dtype(self) -> torch.dtype:
         return reduce(torch.promote_types, map(attrgetter("dtype"), self.params))
-
-    def master(self, shard: Shard) -> Any:
-        return self.params[self.pieces[shard.param].param]
-
-    def lacks(self, param: Any) -> bool:
-        return param.requires_grad and param.grad is None  # that of a frozen one is zero
-
-    def _gradient(self, shard: Shard) -> Tensor:
-        param = self.master(shard)
-        if param.grad is None:
-            return param.new_zeros(shard.numel)
-        return super()._gradient(shard)
 
     def install(self, known: KnownGradient) -> None:
         if not self._before:
@@ -296,37 +268,48 @@ class Replicated(ShardLayout):
         self._before = []
 
 
-class ReplicatedHalf(Replicated):
-    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat
-    ones of a group each, or one for each parameter."""
+class Bare(Replicated):
+    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast. Masters are the
+    parameters."""
 
-    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
-        super().__init__(engine, *values, **named)
-        if deepspeed_versions.lacks_loss_scale(self.optimizer):
-            self.faults += (
-                "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by "
-                "(deepspeed PR 8393): "
-                "steps of SGD are too small by it, and clipping sees a norm that is",
-            )
+    def master(self, shard: Shard) -> Any:
+        return self.params[self.parts[shard.param].param]
+
+    def lacks(self, param: Any) -> bool:
+        return param.requires_grad and param.grad is None  # that of a frozen one is zero
+
+    def _gradient(self, shard: Shard) -> Tensor:
+        param = self.master(shard)
+        if param.grad is None:
+            return param.new_zeros(shard.numel)
+        return super()._gradient(shard)
+
+
+class Half(Replicated):
+    """FP16_Optimizer and FP16_UnfusedOptimizer, used for bf16, too. Masters are fp32 copies: flat
+    ones of a group each, or one for each parameter. The master of a parameter without a gradient
+    has zeros."""
 
     @property
     def _flat(self) -> Sequence[Tensor] | None:
         """FP16_Optimizer's masters; the other one has none."""
         return getattr(self.optimizer, "fp32_groups_flat", None)
 
+    @cached_property
+    def _offsets(self) -> dict[int, int]:
+        """Id of a parameter -> its first element in FP16_Optimizer's flat master of its group."""
+        offsets: dict[int, int] = {}
+        for params in self.groups:
+            starts = accumulate((param.numel() for param in params), initial=0)
+            offsets |= {id(param): start for param, start in zip(params, starts, strict=False)}
+        return offsets
+
     def _offset(self, param: nn.Parameter) -> int:
-        group, place = self.position[id(param)]
-        return sum(other.numel() for other in self.groups[group][:place]) if self._flat else 0
+        return self._offsets[id(param)] if self._flat else 0
 
     def master(self, shard: Shard) -> Any:
-        group, place = self.position[id(self.params[self.pieces[shard.param].param])]
+        group, place = self.position[id(self.params[self.parts[shard.param].param])]
         return self._flat[group] if self._flat else self.optimizer.fp32_groups[group][place]
-
-    def lacks(self, param: Any) -> bool:
-        return False  # the master of one without a gradient has zeros
-
-    def _gradient(self, shard: Shard) -> Tensor:
-        return ShardLayout._gradient(self, shard)
 
     def end(self) -> None:
         # up to 0.18.0 DeepSpeed keeps bf16 gradients and adds the next step's to them

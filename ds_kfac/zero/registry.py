@@ -32,9 +32,9 @@ from ds_kfac.comm.message import gathered
 from ds_kfac.model.layers import LayerSpec, is_autoep
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank
-from ds_kfac.zero.layout import Replicated, ReplicatedHalf, ShardLayout
+from ds_kfac.zero.layout import Bare, Half, ShardLayout
 from ds_kfac.zero.seam import Seam
-from ds_kfac.zero.shards import ParamPart
+from ds_kfac.zero.shards import ParameterPart
 from ds_kfac.zero.stages import BF16, Stage3, Stage12
 
 
@@ -98,16 +98,11 @@ def tensor_shard(engine: Any) -> tuple[int, int]:
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     """This rank's domains, the dense one first. ``params``: the optimizer's."""
     trained = tuple(p for p in params if p.requires_grad)
-    shard, name = tensor_shard(engine), ""
-    if shard[1] > 1:
-        name = f"tensor_{shard[0]}"
-    elif isinstance(engine, PipelineEngine) and engine.num_stages > 1:
-        name = f"stage_{engine.stage_id}"
+    shard = tensor_shard(engine)
     mixtures: dict[str, list[Any]] = {}
     for p in trained:
         if is_moe_param(p):
             mixtures.setdefault(p.group_name, []).append(p)  # type: ignore[attr-defined]
-    name = "dense" if mixtures else name
     names = {id(p): parameter for parameter, p in engine.module.named_parameters()}
 
     def make(name: str, params: Sequence[nn.Parameter], group: Any, **options: Any) -> Domain:
@@ -120,14 +115,27 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
         )
 
     dense = [p for p in trained if not is_moe_param(p)]
+    name = _dense_name(engine, shard, has_experts=bool(mixtures))
     every_domain = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
     for mixture, experts in mixtures.items():
-        rank, group = expert_parallel_rank(mixture), expert_data_parallel_group(mixture)
+        rank = expert_parallel_rank(mixture)
+        group = expert_data_parallel_group(mixture)
         first = _first_experts(engine.module, {id(p) for p in experts}, rank)
         every_domain.append(
             make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first)
         )
     return tuple(every_domain)
+
+
+def _dense_name(engine: Any, shard: tuple[int, int], *, has_experts: bool) -> str:
+    """The name of the domain of this rank's dense layers; "" if it is the only one of the job."""
+    if has_experts:
+        return "dense"
+    if shard[1] > 1:
+        return f"tensor_{shard[0]}"
+    if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
+        return f"stage_{engine.stage_id}"
+    return ""
 
 
 def _first_experts(model: nn.Module, params: set[int], rank: int) -> dict[str, int]:
@@ -150,15 +158,15 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
     DeepSpeedZeroOptimizer: Stage12,
     DeepSpeedZeroOptimizer_Stage3: Stage3,
     BF16_Optimizer: BF16,
-    FP16_Optimizer: ReplicatedHalf,
-    FP16_UnfusedOptimizer: ReplicatedHalf,
+    FP16_Optimizer: Half,
+    FP16_UnfusedOptimizer: Half,
 }
 """The engine modes: exact class of ``engine.optimizer`` -> layout. An unknown wrapper raises."""
 
 
 def is_waiting(engine: Any) -> bool:
     """Whether some rank of an engine has a gradient that waits for a step. Collective."""
-    layout = SHARD_LAYOUTS.get(type(engine.optimizer), Replicated)
+    layout = SHARD_LAYOUTS.get(type(engine.optimizer), Bare)
     return any(gathered(layout.is_waiting(engine)))
 
 
@@ -166,17 +174,17 @@ def shard_layout(
     engine: Any,
     params: Sequence[nn.Parameter],
     group: Any,
-    pieces: Sequence[ParamPart] | None = None,
+    parts: Sequence[ParameterPart] | None = None,
     seam: Seam | None = None,
 ) -> ShardLayout:
     """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table."""
-    optimizer, wrapper = engine.optimizer, type(engine.optimizer)
-    bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
-        optimizer, DeepSpeedOptimizer
-    )
-    layout = SHARD_LAYOUTS.get(
-        wrapper, Replicated if bare and not engine.zero_optimization() else None
-    )
+    optimizer = engine.optimizer
+    wrapper = type(engine.optimizer)
+    is_wrapper = isinstance(optimizer, DeepSpeedOptimizer)
+    is_bare = isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper
+    layout = SHARD_LAYOUTS.get(wrapper)
+    if layout is None and is_bare and not engine.zero_optimization():
+        layout = Bare
     if layout is None:
         raise ValueError(
             f"ds_kfac: DeepSpeed wrapped the optimizer in "
@@ -185,4 +193,4 @@ def shard_layout(
             f"torch optimizers at "
             "ZeRO stage 0"
         )
-    return layout(engine, params, group, pieces, seam)
+    return layout(engine, params, group, parts, seam)

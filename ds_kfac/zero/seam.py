@@ -18,14 +18,14 @@ in its overflow check, its norm and its clipping, is that of training without K-
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.deepspeed_versions import replaced, restore
+from ds_kfac.zero.deepspeed_versions import replaced, wrap_attribute
 
 NO_HOOKS = (
     "ds_kfac: {name} cannot be hooked: K-FAC runs before an optimizer's step, from torch's "
@@ -37,14 +37,34 @@ CLOSURE = (
     "there, so it takes "
     "no closure"
 )
+BYPASSED = (
+    "ds_kfac: the inner optimizer was stepped outside of the step of the optimizer around it, "
+    "which K-FAC watches, so it would train without K-FAC. A program that calls or puts back an "
+    "engine.optimizer.step of before attach must take the one of after attach; to train without "
+    "K-FAC call engine.kfac.detach()"
+)
 
 OUTSIDE_INFERENCE = torch.inference_mode(False)
 """A decorator. A program may call ``engine.step()`` in inference mode, but hooks of later passes
 change what a step makes, and tensors made in inference mode could not be changed there."""
 
 
+class State(Enum):
+    """Where an engine is in its steps."""
+
+    CLOSED = "K-FAC does not watch"
+    IDLE = "between two steps"
+    DECIDING = "the outer step has begun, and DeepSpeed may still skip it"
+    STEPPED = "K-FAC's step has run, and the inner optimizer steps"
+
+
 class Steps(Protocol):
     """What is told of an engine's steps."""
+
+    @property
+    def proves(self) -> bool:
+        """Whether the next step compares gradients with captured rows, which takes the factor that
+        DeepSpeed has multiplied them by."""
 
     def begin(self) -> None:
         """DeepSpeed begins to look at the gradients of a step, which it may still skip."""
@@ -72,16 +92,18 @@ class Seam:
             GradScaler; None: nothing.
         groups: the inner optimizer's parameter groups. During a step DeepSpeed shows it one at a
             time.
-        factor: what DeepSpeed multiplies this step's gradients by, a scalar on the device; None: by
-            nothing.
-        prepared: how many masters' gradients it has multiplied already.
-        measuring: domains that need the factor even if all gradients are prepared, for a proof of
-            rows. At stage 0 DeepSpeed does not tell how it clips.
+        factor: DeepSpeed multiplies this step's gradients by it (1 / loss scale, clipping); a
+            scalar on the device. None: by nothing, or K-FAC does not need to know.
+        inverse: 1 / factor: results are multiplied by it where DeepSpeed will multiply them by
+            ``factor``. 0 where ``factor`` is 0, as to clip an infinite norm: nothing moves then.
+        prepared: number of masters whose gradients DeepSpeed has multiplied by ``factor`` already,
+            in their order.
     """
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
-        self.engine, self.scaler = engine, deepspeed_versions.grad_scaler(engine)
+        self.engine = engine
+        self.scaler = deepspeed_versions.grad_scaler(engine)
         self._is_bare = isinstance(optimizer, torch.optim.Optimizer)
         # not always engine.basic_optimizer: in place of an Adagrad ZeRO makes one of its own
         self.inner = optimizer if self._is_bare else optimizer.optimizer
@@ -91,33 +113,31 @@ class Seam:
             self._optimizers.append(backup)
         self.groups: list[dict[str, Any]] = self.inner.param_groups
         self.factor: Tensor | None = None
+        self.inverse: Tensor | None = None
         self.prepared = 0
-        self.measuring: set[str] = set()
-        self._inverse: Tensor | None = None
         self._steps: Any = None
-        self._active = False
-        self._removals: list[Callable[[], None]] = []
-        self._inside = False  # an outer step
+        self._state = State.CLOSED
+        self._installed = ExitStack()  # of hooks and wrappers
         # of nested inner steps: torch runs the hooks of a class and of the one it is derived from
         self._depth = 0
-        self._ran = False
 
     def open(self, steps: Steps) -> None:
         """Begin to call ``steps``. Raises ValueError for an optimizer that has no hooks."""
-        self._steps, self._active = steps, True
+        self._steps = steps
+        self._state = State.IDLE
         if self.outer is not None:
-            self._wrap(self.outer, "step", self._outer_step)
+            self._wrap(self._installed, self.outer, "step", self._outer_step)
         for optimizer in self._optimizers:
             hooked = _with_hooks(optimizer)
-            self._removals.append(hooked.register_step_pre_hook(self._before_inner).remove)
+            self._installed.callback(hooked.register_step_pre_hook(self._before_inner).remove)
             if self.outer is None:
-                self._removals.append(hooked.register_step_post_hook(self._after_inner).remove)
-        self._watch_factor()
+                self._installed.callback(hooked.register_step_post_hook(self._after_inner).remove)
+        self._watch_factor(self._installed)
 
     def close(self) -> None:
         """Remove hooks and wrappers. May be called twice."""
-        self._active = False
-        self._remove()
+        self._state = State.CLOSED
+        self._installed.close()
 
     def forget(self) -> None:
         """No step is going on. One that has not ended was interrupted, and the next inner step
@@ -126,68 +146,76 @@ class Seam:
             self._interrupted()
 
     def _interrupted(self) -> None:
-        begun, self._ran = self._ran, False
+        begun = self._state is State.STEPPED
         self._depth = 0
-        self.factor = None
+        self._leave_step()
         self._steps.raised(begun=begun)
+
+    def _leave_step(self) -> None:
+        self.factor = None
+        if self._state is not State.CLOSED:  # a program may detach K-FAC in the middle of a step
+            self._state = State.IDLE
 
     # steps
 
     @OUTSIDE_INFERENCE
     def _outer_step(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        self._begin_outer()
         try:
-            with self._whole_groups():
+            with self._restored_groups():
                 self._steps.begin()
                 result = original(*arguments, **keywords)
-            self._steps.end(applied=self._ran)
+            self._steps.end(applied=self._state is State.STEPPED)
         except BaseException:
             self._interrupted()
             raise
-        self.factor = None
+        self._leave_step()
         return result
 
+    def _begin_outer(self) -> None:
+        self._state = State.DECIDING
+        self.groups = self.inner.param_groups
+        self.prepared = 0
+        # at stage 0 engine.step() has clipped before this: keep that factor
+        if not self._is_bare:
+            self.factor = None
+
     @contextmanager
-    def _whole_groups(self) -> Iterator[None]:
+    def _restored_groups(self) -> Iterator[None]:
         """Wraps an outer step. DeepSpeed takes groups out of the inner optimizer while it steps one
         of them, and puts them back unless the step raises: every later step would fail."""
-        self.groups, self.prepared, self._ran, self._inside = (
-            self.inner.param_groups,
-            0,
-            False,
-            True,
-        )
-        if not self._is_bare:  # else it is what was clipped by before the step
-            self.factor = None
-        whole = [
-            (x, x.param_groups, [group["params"] for group in x.param_groups])
-            for x in self._optimizers
+        before = [
+            (
+                optimizer,
+                optimizer.param_groups,
+                [group["params"] for group in optimizer.param_groups],
+            )
+            for optimizer in self._optimizers
         ]
         try:
             yield
         except BaseException:
-            for optimizer, groups, params in whole:
+            for optimizer, groups, params in before:
                 optimizer.param_groups = groups
                 for group, own in zip(groups, params, strict=True):
                     group["params"] = own
             raise
-        finally:
-            self._inside = False
 
     def _before_inner(
         self, optimizer: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> None:
-        # the first is the optimizer
-        if any(x is not None for x in (*arguments[1:], *keywords.values())):
+        given = [*arguments[1:], *keywords.values()]  # arguments[0] is the optimizer
+        if any(x is not None for x in given):
             raise ValueError(CLOSURE)
         if self.outer is not None:
-            if self._inside and not self._ran:
+            if self._state is State.IDLE:
+                raise RuntimeError(BYPASSED)
+            if self._state is State.DECIDING:
                 self._run()
             return
         self._depth += 1
         self.groups = self.inner.param_groups
-        if self._depth == 1 and any(
-            p.grad is not None for group in self.groups for p in group["params"]
-        ):
+        if self._depth == 1 and self._has_gradients():
             try:
                 self._steps.begin()
                 self._run()
@@ -195,46 +223,55 @@ class Seam:
                 self._interrupted()
                 raise
 
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.groups for p in group["params"])
+
     @OUTSIDE_INFERENCE
     def _after_inner(self, *_: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._ran:
-            self._ran, self.factor = False, None
+        if self._depth == 0 and self._state is State.STEPPED:
+            self._leave_step()
             self._steps.end(applied=True)
 
     @OUTSIDE_INFERENCE
     @torch.no_grad()
     def _run(self) -> None:
-        self._ran = True
+        self._state = State.STEPPED
         self.complete_factor()
         self._steps.step()
 
     # the factor
 
-    @property
-    def inverse(self) -> Tensor | None:
-        """What results are multiplied by where DeepSpeed will still multiply by :attr:`factor`. 0
-        if that is 0, as where a norm is infinite: nothing moves then."""
-        if self.factor is not None and self._inverse is None:
-            self._inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
-        return self._inverse
-
     def complete_factor(self) -> None:
         """Add what else multiplies gradients: a GradScaler, and BF16_Optimizer, which has no method
-        of its own for it."""
-        self._inverse = None
+        of its own for it. The factor is final then, and has its inverse."""
         if self.scaler is not None and self.scaler._scale is not None:
             unscaled = self.scaler._scale.reciprocal().reshape(())
             self.factor = unscaled if self.factor is None else self.factor * unscaled
-        elif self.measuring and not self._is_bare and self.factor is None:
+        elif not self._is_bare and self.factor is None and self._needs_factor:
             self.factor = deepspeed_versions.bf16_clipping(self.engine.optimizer)
+        self.inverse = None
+        if self.factor is not None:
+            self.inverse = torch.where(self.factor > 0, self.factor.reciprocal(), 0.0)
 
-    def _watch_factor(self) -> None:
-        """Wrap DeepSpeed's own functions that multiply gradients."""
+    @property
+    def _needs_factor(self) -> bool:
+        """Whether the factor is needed even if all gradients are multiplied by it already: for a
+        proof of rows, and for the self-test, which runs before :meth:`open`."""
+        return self._steps is None or self._steps.proves
+
+    def _watch_factor(self, installed: ExitStack) -> None:
+        """Wrap DeepSpeed's own functions that multiply gradients, until ``installed`` is closed."""
         if self._is_bare:
-            self._wrap(self.engine, "clip_fp32_gradients", self._clip)
+            self._wrap(installed, self.engine, "clip_fp32_gradients", self._clip)
         elif hasattr(self.engine.optimizer, deepspeed_versions.UNSCALE):
-            self._wrap(self.engine.optimizer, deepspeed_versions.UNSCALE, self._unscale)
+            self._wrap(installed, self.engine.optimizer, deepspeed_versions.UNSCALE, self._unscale)
+
+    def _wrap(
+        self, installed: ExitStack, holder: Any, name: str, wrapper: Callable[..., Any]
+    ) -> None:
+        remove = wrap_attribute(holder, name, wrapper, lambda: self._state is not State.CLOSED)
+        installed.callback(remove)
 
     def _unscale(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         if self.prepared == 0:
@@ -243,7 +280,8 @@ class Seam:
         return original(*arguments, **keywords)
 
     def _clip(self, original: Callable[..., Any]) -> Any:
-        if not self.measuring:
+        # DeepSpeed does not tell how it clips: the norms before and after show it
+        if not self._needs_factor:
             return original()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
         # which DeepSpeed does not clip
@@ -255,51 +293,31 @@ class Seam:
         self.factor = (torch.stack(torch._foreach_norm(gradients)).norm() / before).nan_to_num(1.0)
         return result
 
-    # wrappers
-
-    def _wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original, before = getattr(holder, name), vars(holder).get(name)
-
-        @wraps(original)
-        def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            if not self._active:  # someone has wrapped ours, which stays in their chain
-                return original(*arguments, **keywords)
-            return wrapper(original, *arguments, **keywords)
-
-        def remove() -> None:
-            if vars(holder).get(name) is wrapped:
-                restore(holder, name, before)
-
-        setattr(holder, name, wrapped)
-        self._removals.append(remove)
-
-    def _remove(self, but: int = 0) -> None:
-        while len(self._removals) > but:
-            self._removals.pop()()
+    # the self-test
 
     @contextmanager
     def stubbed(self, stub: Callable[[], None]) -> Iterator[Callable[[], Any]]:
         """Wraps the self-test: the inner optimizer's step is ``stub``. Yields the outer one's,
         which takes a step with the gradients that lie where DeepSpeed keeps them, and moves no
         weight."""
-        installed, self._active = len(self._removals), True
+        state = self._state
         groups = [
-            (x, x["params"], [master.grad for master in x["params"]])
-            for x in self.inner.param_groups
+            (group, group["params"], [master.grad for master in group["params"]])
+            for group in self.inner.param_groups
         ]
-        self._watch_factor()
+        self._begin_outer()
         try:
             with (
                 deepspeed_versions.unchanged(self.engine.optimizer),
-                self._whole_groups(),
-                ExitStack() as stack,
+                self._restored_groups(),
+                ExitStack() as installed,
             ):
+                self._watch_factor(installed)
                 for optimizer in self._optimizers:
-                    stack.enter_context(replaced(optimizer, "step", lambda *_, **__: stub()))
+                    installed.enter_context(replaced(optimizer, "step", lambda *_, **__: stub()))
                 yield self.engine.optimizer.step
         finally:
-            self._remove(but=installed)
-            self._active = self._steps is not None
+            self._state = state
             for group, masters, gradients in groups:
                 group["params"] = masters
                 for master, gradient in zip(masters, gradients, strict=True):

@@ -1,5 +1,12 @@
 """Plans of gradients: which rank holds which elements, which layer they belong to, and what moves
-to the layer's worker and back. Pure, the same on every rank; ``comm/message.py`` executes them."""
+to the layer's worker and back. Pure, the same on every rank; ``comm/message.py`` executes them.
+
+    part    one of a number of equal parts of a flattened parameter: one expert's of a stack that is
+            one parameter, or one of a large head that is cut (``model/blocks.py``). Most
+            parameters have one part, all of it.
+    shard   what a rank holds of a part, or of a parameter, in one place
+    span    (start, number of elements) in a flattened part or parameter
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +23,11 @@ FLAT_ALIGNMENT = 2
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Elements start .. start + numel of a flattened parameter's gradient, held by ``rank``.
+    """Elements start .. start + numel of the gradient of a flattened parameter, or of a part of
+    one, held by ``rank``.
 
     Attributes:
-        param: index of the parameter in :attr:`ShardMap.numels`.
+        param: index of the parameter or part in :attr:`ShardMap.numels`.
         group: DeepSpeed's parameter group or sub-group that stores it.
         offset: its first element in that group's storage on ``rank``.
     """
@@ -33,16 +41,15 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ParamPart:
-    """One of ``count`` equal parts of a flattened parameter, such as one expert's of a stack that
-    is one parameter."""
+class ParameterPart:
+    """Part number ``index`` of ``count`` equal parts of a flattened parameter."""
 
     param: int
     index: int = 0
     count: int = 1
 
     def span(self, numel: int) -> tuple[int, int]:
-        """(first element in a parameter of ``numel`` elements, number of elements)"""
+        """Return (first element, number of elements) in a parameter of ``numel`` elements."""
         return self.index * (numel // self.count), numel // self.count
 
 
@@ -50,7 +57,10 @@ class ParamPart:
 class ShardMap:
     """All shards of the preconditioned parameters, or of parts of them.
 
-    Each element of each parameter is on exactly one rank if gradients are partitioned, on all if
+    Attributes:
+        numels: number of elements of each parameter or part.
+
+    Each element is on exactly one rank if gradients are partitioned, on all if
     they are replicated.
     """
 
@@ -93,15 +103,17 @@ class ShardMap:
     def on(self, rank: int) -> tuple[Shard, ...]:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
-    def cut(self, pieces: Sequence[ParamPart]) -> "ShardMap":
-        """The map of some parts: ``Shard.param`` is then the part's number. A shard that spans
+    def cut(self, parts: Sequence[ParameterPart]) -> "ShardMap":
+        """Return the map of some parts, in which ``Shard.param`` is a part's number. A shard of
         several parts is cut."""
-        shards, numels = [], []
-        for number, piece in enumerate(pieces):
-            first, numel = piece.span(self.numels[piece.param])
+        shards: list[Shard] = []
+        numels = []
+        for number, part in enumerate(parts):
+            first, numel = part.span(self.numels[part.param])
             numels.append(numel)
-            for shard in self.of_param[piece.param]:
-                start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
+            for shard in self.of_param[part.param]:
+                start = max(first, shard.start)
+                stop = min(first + numel, shard.start + shard.numel)
                 if start < stop:
                     offset = shard.offset + start - shard.start
                     shards.append(
@@ -115,9 +127,10 @@ def partition_flat(
 ) -> list[Shard]:
     """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a
     rank (ZeRO-1/2)."""
-    shards = []
+    shards: list[Shard] = []
     for rank in range(world):
-        start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        start = max(offset, rank * size)
+        stop = min(offset + numel, (rank + 1) * size)
         if start < stop:
             shards.append(
                 Shard(param, start - offset, stop - start, rank, group, start - rank * size)
@@ -140,17 +153,18 @@ def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
-def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
+def parts_of(layers: Sequence[LayerSpec]) -> tuple[ParameterPart, ...]:
     """The layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(
-        ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters
+        ParameterPart(place[name], *layer.part) for layer in layers for name in layer.parameters
     )
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> indices of its parts in :func:`pieces_of`."""
-    indices, start = {}, 0
+    """Layer name -> indices of its parts in :func:`parts_of`."""
+    indices: dict[str, tuple[int, ...]] = {}
+    start = 0
     for layer in layers:
         indices[layer.name] = tuple(range(start, start + len(layer.parameters)))
         start += len(layer.parameters)
@@ -159,7 +173,7 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
     """Layer name -> number of its gradient's elements on each rank. ``shards``: of
-    :func:`pieces_of`."""
+    :func:`parts_of`."""
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
@@ -184,15 +198,15 @@ def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Rela
     gather's inverse."""
     moves = []
     for shard in shards.shards:
-        worker = source(workers[shard.param], shard.rank, shards.world)
+        worker = worker_that_sends_to(workers[shard.param], shard.rank, shards.world)
         if worker != shard.rank:
             moves.append(Move(shard.param, shard.start, shard.numel, worker, shard.rank))
     return RelayoutPlan(shards.world, tuple(moves))
 
 
-def source(workers: Sequence[int], rank: int, world: int) -> int:
-    """The worker from which a rank gets a result: the one in its group of consecutive ranks, maybe
-    itself."""
+def worker_that_sends_to(workers: Sequence[int], rank: int, world: int) -> int:
+    """Return the worker from which a rank gets a result: the one in its group of consecutive
+    ranks, maybe itself."""
     return workers[rank // (world // len(workers))]
 
 
@@ -214,7 +228,8 @@ def planned_shards(
         round_robin: ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    numels, shards = dict(entry for group in groups for entry in group), list[Shard]()
+    numels = dict(entry for group in groups for entry in group)
+    shards: list[Shard] = []
     for index, group in enumerate(groups):
         params = [(place[name], numel) for name, numel in group if name in place]
         if stage == 0:
@@ -238,5 +253,5 @@ def planned_shards(
                 if name in place:
                     shards += partition_flat(numel, place[name], index, offset, size, world)
     return ShardMap(world, tuple(numels[name] for name in place), tuple(shards)).cut(
-        pieces_of(layers)
+        parts_of(layers)
     )

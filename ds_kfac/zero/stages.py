@@ -33,16 +33,13 @@ class BF16(ShardLayout):
     """BF16_Optimizer (stage 1, bf16, fp32 accumulation). Every rank has every averaged gradient,
     but steps its slice."""
 
-    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
-        super().__init__(engine, *values, **named)
-        self.faults += deepspeed_versions.bf16_optimizer_faults()
-
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.optimizer.grad_acc_dtype
 
     def _shards(self) -> list[Shard]:
-        shards, index = [], {id(param): number for number, param in enumerate(self.params)}
+        shards: list[Shard] = []
+        index = {id(param): number for number, param in enumerate(self.params)}
         for group, params in enumerate(self.groups):
             size = self.optimizer.fp32_groups_flat_partition[group].numel()
             offsets = accumulate((param.numel() for param in params), initial=0)
@@ -88,42 +85,20 @@ class ZeroLayout(ShardLayout):
         offloads: see :meth:`offloaded`.
     """
 
-    OFFLOADS, MASTERS = "", ""
-    """Names of DeepSpeed's attributes: whether it offloads; its flat fp32 masters by group."""
+    OFFLOADS = ""
+    """Name of DeepSpeed's attribute that says whether it offloads."""
+    MASTERS = ""
+    """Name of DeepSpeed's list of flat fp32 masters, one for each group."""
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self.offloads = self.offloaded(self.optimizer)
-        inner, scheduler = engine.basic_optimizer, engine.lr_scheduler
-        if (
-            isinstance(inner, torch.optim.Adagrad)
-            and getattr(scheduler, "optimizer", None) is inner
-        ):
-            self.faults += (
-                "it steps with an Adagrad of its own, whose rate your scheduler does not change: "
-                "name a scheduler in "
-                "the config, or use ZeRO stage 0 or another optimizer",
-            )
-        if deepspeed_versions.has_dynamic_scale(self.optimizer):
-            self.faults += (
-                "in a step in which the loss scale grows it divides by the new scale: that step "
-                "is half as long, "
-                "unless it is clipped",
-            )
-        if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults += (
-                "with torch_autocast fp16 it clips the gradient while it carries the GradScaler's "
-                "scale",
-            )
+        self.sends_raw = self.dtype.itemsize == 2 and not self.offloads
 
     @classmethod
     def offloaded(cls, optimizer: Any) -> bool:
         """Whether DeepSpeed keeps gradients and masters on the host."""
         return bool(getattr(optimizer, cls.OFFLOADS))
-
-    @property
-    def masters(self) -> list[Any]:
-        return getattr(self.optimizer, self.MASTERS)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -137,22 +112,22 @@ class ZeroLayout(ShardLayout):
         return super().loss_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
     def begin(self) -> None:
-        """With offload DeepSpeed does not clear the buffer of a parameter that this step did not
-        use: our last result in it would be preconditioned again. DeepSpeed's cached norms show
-        which parameters had a gradient. Without offload nothing is there after a step, until the
-        next backward: ranks without layers would wait for others."""
+        """Raise if no backward pass came since the last step: ranks without layers would wait for
+        others. With offload: zero what DeepSpeed left of the last step in buffers of parameters
+        that had no gradient, else our last result would be preconditioned again."""
         if not self.offloads:
             if all(own is None for own in self.optimizer.averaged_gradients.values()):
                 raise RuntimeError(NO_GRADIENTS)
             return
         deepspeed_versions.wait_for_offload(self.optimizer)
         for shard in self.own:
-            param = self.params[self.pieces[shard.param].param]
+            param = self.params[self.parts[shard.param].param]
+            # DeepSpeed's cached norms show which parameters had a gradient
             if self.optimizer.get_param_id(param) not in self.optimizer.norm_for_param_grads:
                 self._gradient(shard).zero_()
 
     def master(self, shard: Shard) -> Any:
-        return self.masters[shard.group]
+        return getattr(self.optimizer, self.MASTERS)[shard.group]
 
     def raw(self, shard: Shard) -> bool:
         return self.seam.factor is not None and shard.group >= self.seam.prepared
@@ -169,10 +144,6 @@ class ZeroLayout(ShardLayout):
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
         """Where a raw gradient lies: a list, the place in it, and the first element there."""
 
-    @cached_property
-    def sends_raw(self) -> bool:  # type: ignore[override]
-        return self.dtype.itemsize == 2 and not self.offloads
-
     # self-test: filled by DeepSpeed's own functions
 
     def _note_norm(self, param: Any, known: KnownGradient) -> None:
@@ -187,7 +158,7 @@ class ZeroLayout(ShardLayout):
             self.optimizer.averaged_gradients.clear()
             return
         self.optimizer.norm_for_param_grads.clear()
-        for flat in self.masters:
+        for flat in getattr(self.optimizer, self.MASTERS):
             flat.grad.zero_()
 
 
@@ -195,33 +166,17 @@ class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every
     rank."""
 
-    OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
+    OFFLOADS = "cpu_offload"
+    MASTERS = "single_partition_of_fp32_groups"
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        optimizer = self.optimizer
-        self._linked = deepspeed_versions.states_are_linked(optimizer)
+        self._linked = deepspeed_versions.states_are_linked(self.optimizer)
         self._starts: dict[int, list[int]] = {}
-        if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
-            self.faults += (
-                "with round_robin_gradients safe_get_full_* and universal checkpoints read other "
-                "parameters",
-            )
-        micro_batches = engine.gradient_accumulation_steps()
-        if self.averaged_over > 1:
-            self.faults += deepspeed_versions.reduction_faults(optimizer)
-        if self.offloads:
-            self.faults += deepspeed_versions.offload_faults(micro_batches)
-        else:
-            self.faults += deepspeed_versions.accumulation_faults(optimizer, micro_batches)
-        if deepspeed_versions.applies_nonfinite(optimizer):
-            self.faults += (
-                "in bf16 it applies gradients that are not finite, unless "
-                "bf16.check_grad_overflow is set",
-            )
 
     def _shards(self) -> list[Shard]:
-        optimizer, shards = self.optimizer, list[Shard]()
+        optimizer = self.optimizer
+        shards: list[Shard] = []
         index = {id(param): number for number, param in enumerate(self.params)}
         # round_robin_bit16_* hold the order in the flat buffer, whether or not
         # round_robin_gradients is on
@@ -246,7 +201,8 @@ class Stage12(ZeroLayout):
         self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        gradients, group = self.optimizer.averaged_gradients, shard.group
+        gradients = self.optimizer.averaged_gradients
+        group = shard.group
         flat = getattr(gradients[group], "flat_partition", None)
         if flat is not None:  # DeepSpeed reads this buffer, not the list that it is an attribute of
             gradients[group] = [flat]
@@ -321,20 +277,20 @@ class Stage3(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every
     rank."""
 
-    OFFLOADS, MASTERS = "offload_optimizer", "fp32_partitioned_groups_flat"
+    OFFLOADS = "offload_optimizer"
+    MASTERS = "fp32_partitioned_groups_flat"
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self._chunks: list[Tensor] = []
-        self.faults += deepspeed_versions.gather_faults(torch.distributed.get_backend(self.group))
-        if not self.offloads:
-            self.faults += (
-                "a parameter outside of K-FAC layers that a step does not use is stepped with its "
-                "last gradient again",
-            )
+        self._chunks: list[Tensor] = []  # of the current step
+        # where each of them lies in averaged_gradients
+        self._places = [
+            self.position[id(self.params[shard.param])]
+            for shard in self.of_parameters.on(self.rank)
+        ]
 
     def _shards(self) -> list[Shard]:
-        shards = []
+        shards: list[Shard] = []
         for index, param in enumerate(self.params):
             offset = self._chunk_start(param)
             shards += partition_chunks(
@@ -351,9 +307,10 @@ class Stage3(ZeroLayout):
 
     def begin(self) -> None:
         super().begin()
-        own = [self.position[id(self.params[shard.param])] for shard in self.whole.on(self.rank)]
-        gradients = self.optimizer.averaged_gradients
-        self._chunks = [] if self.offloads else [gradients[group][place] for group, place in own]
+        self._chunks = []
+        if not self.offloads:
+            gradients = self.optimizer.averaged_gradients
+            self._chunks = [gradients[group][place] for group, place in self._places]
 
     def end(self) -> None:
         """Clear gradients: DeepSpeed would step a parameter that the next step does not use with
@@ -362,7 +319,7 @@ class Stage3(ZeroLayout):
             self._chunks.pop().zero_()
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int, int]:
-        param = self.params[self.pieces[shard.param].param]
+        param = self.params[self.parts[shard.param].param]
         entries = self.optimizer.averaged_gradients[shard.group]
         return entries, self.position[id(param)][1], shard.offset - self._chunk_start(param)
 
@@ -377,12 +334,14 @@ class Stage3(ZeroLayout):
         for group, params in enumerate(self.groups):
             chunks = []
             for param in params:
-                size, full = param.partition_numel(), known(param)
+                size = param.partition_numel()
+                full = known(param)
                 part = full[self.rank * size : (self.rank + 1) * size].to(self.dtype)
                 chunks.append(torch.nn.functional.pad(part, (0, size - len(part))))
                 if self.offloads:
                     self._note_norm(param, known)
             if self.offloads:
-                self.masters[group].grad.copy_(optimizer.flatten(chunks))
+                master = optimizer.fp32_partitioned_groups_flat[group]
+                master.grad.copy_(optimizer.flatten(chunks))
             else:
                 optimizer.averaged_gradients[group] = chunks

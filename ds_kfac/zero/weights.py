@@ -28,57 +28,61 @@ class WeightRescaling:
     """Rescales linear and convolutional layers.
 
     Args:
-        layers: those that the layout's pieces are of, in their order.
+        layers: the layers that the layout's parts belong to, in their order.
 
     Attributes:
-        weights: the layout's pieces that are rescaled.
+        weights: numbers of the layout's parts that are rescaled. May be empty: then do not call it.
     """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
         self.layout: Any = layout
-        pieces = of_layers(layers)
-        whole = [layer for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
-        self.weights = [pieces[layer.name][0] for layer in whole]
-        limits = [(2 * parameter_shape(layout.param_of(piece))[0]) ** 0.5 for piece in self.weights]
+        parts = of_layers(layers)
+        uncut = [layer for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
+        self.weights = [parts[layer.name][0] for layer in uncut]
+        limits = [(2 * parameter_shape(layout.param_of(part))[0]) ** 0.5 for part in self.weights]
         self._limits = torch.tensor(limits, dtype=torch.float32, device=layout.engine.device)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Rescale, after an applied step. Collective at stage 3."""
         factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
-        for piece, factor in zip(self.weights, factors.unbind(), strict=True):
-            for part in (*self._computed_with(piece), *self._masters(piece)):
-                part.mul_(factor.to(part.device))
+        for part, factor in zip(self.weights, factors.unbind(), strict=True):
+            if not self.layout.param_of(part).requires_grad:
+                continue  # frozen since attach: no step moves it
+            for view in (*self._computed_with(part), *self._masters(part)):
+                view.mul_(factor.to(view.device))
 
     def _norms(self) -> Tensor:
-        """Norms of the whole weights, fp32."""
+        """Norms of the weights, fp32, each over all ranks."""
         if not isinstance(self.layout, Stage3):
-            weights = (self.layout.param_of(piece).detach().float() for piece in self.weights)
+            weights = (self.layout.param_of(part).detach().float() for part in self.weights)
             return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
         squares = torch.zeros_like(self._limits)
-        for place, piece in enumerate(self.weights):
-            for master in self._masters(piece):
+        for place, part in enumerate(self.weights):
+            for master in self._masters(part):
                 squares[place] += master.float().square().sum().to(squares.device)
         dist.all_reduce(squares, group=self.layout.group)
         return squares.sqrt()
 
-    def _masters(self, piece: int) -> Iterator[Tensor]:
+    def _masters(self, part: int) -> Iterator[Tensor]:
         """Views of this rank's masters of a weight. None where the inner optimizer steps the
         parameter itself."""
         layout = self.layout
-        for shard in layout.shards.of_param[piece]:
-            if shard.rank != layout.rank or layout.master(shard) is layout.param_of(piece):
+        for shard in layout.shards.of_param[part]:
+            if shard.rank != layout.rank or layout.master(shard) is layout.param_of(part):
                 continue
             master = layout.master(shard).data
             # a master of the weight alone may be stored in another order than its shape, as in
             # channels_last
-            whole = shard.numel == master.numel()
-            yield master if whole else master.view(-1).narrow(0, shard.offset, shard.numel)
+            if shard.numel == master.numel():
+                yield master
+            else:
+                yield master.view(-1).narrow(0, shard.offset, shard.numel)
 
-    def _computed_with(self, piece: int) -> list[Tensor]:
-        """What the model computes with on this rank: at stage 3 a chunk, and the whole weight while
-        it is gathered."""
-        param = self.layout.param_of(piece)
+    def _computed_with(self, part: int) -> list[Tensor]:
+        """The tensors of a weight that the model computes with on this rank: at stage 3 a chunk,
+        and the gathered weight while there is one."""
+        param = self.layout.param_of(part)
         if not isinstance(self.layout, Stage3):
             return [param.data]
         gathered = [param.data] if param.data.numel() == param.ds_numel else []

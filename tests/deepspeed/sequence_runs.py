@@ -10,6 +10,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor, nn
 
 from ds_kfac.assignment import assign
+from ds_kfac.zero.faults import faults
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import (
     build,
@@ -88,8 +89,7 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         options = {"gradient_scale": scale, "part": part, "refreshes": refreshes}
         expected = train_whole(mode, make_model(), whole_loss, **options)
-        faults = [
-            fault for fault in engine.kfac.preconditioner.layout.faults if "sequence" in fault
-        ]
-        results.append(compared(engine, mode, final, expected, initial, faults=faults))
+        known = faults(engine.kfac.preconditioner.layout)
+        of_sequence = [fault for fault in known if "sequence" in fault]
+        results.append(compared(engine, mode, final, expected, initial, faults=of_sequence))
     return results

@@ -38,6 +38,11 @@ FALLING = {
 }
 
 
+def peak_rates(kfac) -> dict:
+    """Largest learning rate so far of each parameter group, where kl-clip goes by it."""
+    return kfac.direction.state().get("peak_lr", {})
+
+
 def own_state(engine) -> dict:
     """Copies, by layer: the next step changes all of it in place."""
     kfac = engine.kfac.preconditioner
@@ -87,7 +92,7 @@ def resume_worker(payload) -> dict:
             "steps": kfac.steps,
             "client_state": client_state,
             "same": all(torch.equal(own, other) for (_, own), (_, other) in pairs),
-            "rates": (float(kfac.peak_lr.get(0, 0.0)), second.get_lr()[0]),
+            "rates": (float(peak_rates(kfac).get(0, 0.0)), second.get_lr()[0]),
             "nu": kfac.metrics.nu,
             "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*/*")),
         }
@@ -394,7 +399,7 @@ def overwrite_worker(folder: str) -> dict:
     kfac = fresh.kfac.preconditioner
     empty = all(float(state.updates) == 0 for state in kfac.curvature.factors.values())
     empty = empty and all(state.basis is None for state in kfac.state.values())
-    results["plain save over it"] = empty, kfac.steps, kfac.peak_lr
+    results["plain save over it"] = empty, kfac.steps, peak_rates(kfac)
     return results
 
 

@@ -16,13 +16,15 @@ import torch
 from ds_kfac.metrics import STAGES, SUMMARY, TIMER, Metrics
 from ds_kfac.step.counters import FAILURES, counters, health
 from tests.close import close, near
-from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed import expert_runs
+from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 LR = 0.01
 OPTIMIZER = {"type": "KFACAdamW", "params": {"lr": LR, "weight_decay": 0.0, "torch_adam": True}}
+EXPERTS = Mode("moe", 0, adam=True, clip=0.0, extra={"optimizer": OPTIMIZER})
 
 
 def worker(modes: list[str]) -> dict:
@@ -61,6 +63,29 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
                 0.05 * ratio,
                 "of the weights before or after the step",
             )
+
+
+def experts_worker(_) -> tuple[float, float]:
+    """Logged and true, of dense layers and experts together."""
+    engine = expert_runs.make_engine(EXPERTS, expert_runs.DistributedNet(1))
+    expert_runs.train(engine, 2)
+    before = weights(engine)
+    expert_runs.train(engine, 1)
+    after = weights(engine)
+    stepped = [
+        parameter
+        for kfac in engine.kfac.job.preconditioners
+        for layer in kfac.layers
+        for parameter in layer.parameters
+    ]
+    moved = sum(float((after[n] - before[n]).double().square().sum()) for n in stepped)
+    whole = sum(float(after[n].double().square().sum()) for n in stepped)
+    return engine.kfac.log_line()["kfac/step_to_weight"], (moved / whole) ** 0.5
+
+
+def test_the_size_of_a_step_is_of_all_domains_where_there_are_several():
+    ((logged, ratio),) = run_ranks("tests.deepspeed.test_log_line:experts_worker", world=1)
+    near(logged, ratio, 0.05 * ratio, "of the weights before or after the step")
 
 
 COUNTERS = (

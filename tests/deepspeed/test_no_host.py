@@ -11,6 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_kfac.ops.host_copy import HostCopy
+from ds_kfac.step import preconditioner
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, train
 from tests.ranks import run_ranks
@@ -125,6 +127,40 @@ def worker(cases) -> dict:
             results["probe"] = sorted(call.split(" at ")[0] for call in found)
         engine.destroy()
     return results
+
+
+class Timed(HostCopy):
+    """Records the step of each copy and the step in which the host reads it."""
+
+    step = 0
+    ages: list[int] = []
+
+    def __init__(self, tensor):
+        super().__init__(tensor)
+        self.made = Timed.step
+
+    def tolist(self):
+        Timed.ages.append(Timed.step - self.made)
+        return super().tolist()
+
+
+def counts_worker(_) -> list[int]:
+    """How many steps old the counts of updates are that the host reads, in a run that captures in
+    each step and leaves the rows to some ranks."""
+    block = {**KFAC, "factor": {**KFAC["factor"], "rows": 3}, "report": "none"}
+    with patch.object(preconditioner, "HostCopy", Timed):
+        engine = build(BY_NAME["z2"], 1, kfac=block)
+        for step in range(6):
+            Timed.step = step
+            train(engine, 1, steps=1, first=step)
+        assert engine.kfac.preconditioner.plan.contributors.counts
+    engine.destroy()
+    return Timed.ages
+
+
+def test_a_step_does_not_wait_for_the_counts_of_its_own_update():
+    for ages in run_ranks("tests.deepspeed.test_no_host:counts_worker", world=2):
+        assert ages and min(ages) >= 1, ages
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -16,7 +16,7 @@ from tests.models import FEATURES, Net, make_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-STEPS, DECAY, EXTRA = 8, 0.9, ("extra/A", "extra/G")
+STEPS, DECAY, EXTRA = 10, 0.9, ("extra/A", "extra/G")
 
 
 class Partly(Net):

@@ -5,6 +5,7 @@ import functools
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import ds_kfac
 from ds_kfac.engine.report import folded
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME
-from tests.deepspeed.runs import train, weights
+from tests.deepspeed.runs import build, train, weights
 from tests.deepspeed.said import heard
 from tests.models import FEATURES, make_net
 from tests.ranks import run_ranks
@@ -273,3 +274,19 @@ def test_hooks_that_change_gradients_are_told_with_their_layers_which_may_be_exc
             ), later
             if name == "excluded":
                 assert moved == 0.0, (stage, name, moved)
+
+
+def scaler_worker(_) -> dict[str, str]:
+    """Reports of engines with a GradScaler, by their parameter groups."""
+    reports = {}
+    for groups in ("one", "decay"):
+        engine = build(replace(BY_NAME["z2-autocast_float16"], groups=groups), 1)
+        reports[groups] = engine.kfac.report
+        engine.destroy()
+    return reports
+
+
+def test_several_groups_behind_a_scaler_that_grows_are_a_known_fault():
+    (reports,) = run_ranks("tests.deepspeed.test_report:scaler_worker", world=1)
+    fault = "it divides all parameter groups but the first by the new scale"
+    assert fault in reports["decay"] and fault not in reports["one"]

@@ -94,3 +94,47 @@ def test_every_stage_rescales_masters_and_weights():
                     key not in WEIGHTS or float(results[name, "later"][key].norm()) <= limit * 1.001
                 )
             assert shrunk >= 1, name
+
+
+def frozen_worker(names) -> dict:
+    found = {}
+    for name in names:
+        model = make_net()
+        with torch.no_grad():
+            model.middle.weight.mul_(20)
+        block = {**KFAC, "rescale_weights": True}
+        # ZeRO applies weight decay to a parameter that was frozen
+        optimizer = {"type": "SGD", "params": {"lr": 0.02}}
+        engine = build(BY_NAME[name], 1, model=model, kfac=block, optimizer=optimizer)
+        before = weights(engine)
+        engine.module.middle.weight.requires_grad_(False)
+        train(engine, 1, steps=1)
+        found[name] = before["middle.weight"], weights(engine)["middle.weight"]
+        engine.destroy()
+    return found
+
+
+def test_a_weight_that_was_frozen_after_attach_keeps_its_norm():
+    (found,) = run_ranks(
+        "tests.deepspeed.test_rescaling:frozen_worker", world=1, payload=["z0", "z2"]
+    )
+    for name, (before, after) in found.items():
+        assert torch.equal(before, after), name
+
+
+def norms_worker(names) -> dict:
+    found = {}
+    block = {**KFAC, "rescale_weights": True, "layers": {"types": ["LayerNorm"]}}
+    for name in names:
+        engine = build(BY_NAME[name], 1, kfac=block)
+        train(engine, 1, steps=2)
+        found[name] = engine.kfac.job.steps
+        engine.destroy()
+    return found
+
+
+def test_layers_without_a_matrix_are_trained_without_rescaling():
+    (found,) = run_ranks(
+        "tests.deepspeed.test_rescaling:norms_worker", world=1, payload=["z0", "z2"]
+    )
+    assert found == {"z0": 2, "z2": 2}

@@ -57,7 +57,7 @@ def state_of(kfac) -> dict:
     return flat(
         {
             "steps": kfac.steps,
-            "peak_lr": dict(kfac.peak_lr),
+            "peak_lr": kfac.direction.state().get("peak_lr", {}),
             "layers": kfac.state,
             "factors": curvature.factors,
             "ready": curvature.ready,

@@ -8,10 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.registry import shard_layout
 from tests.close import close, near
 from tests.covering import covering
 from tests.deepspeed.modes import BY_NAME, KFAC, MICRO_ROWS, Mode
@@ -465,7 +467,9 @@ def norms_of(kfac) -> tuple[float, float]:
     and before DeepSpeed multiplied them."""
     factor = 1.0 if kfac.seam.factor is None else float(kfac.seam.factor)
     square = 0.0
-    for layout in (kfac.layout, kfac.engine_view.other_params):
+    view = kfac.engine_view
+    others = shard_layout(kfac.layout.engine, view.other_params, view.domain.group, seam=kfac.seam)
+    for layout in (kfac.layout, others):
         for shard, gradient in layout.gradients().items():
             applied = gradient.double() * (factor if layout.raw(shard) else 1.0)
             square += float(applied.square().sum())
@@ -630,6 +634,55 @@ def test_our_own_nan_is_never_applied():
         )
 
 
+def infinite_norm_worker(names: list[str]) -> dict:
+    """DeepSpeed is told to apply gradients in bf16 that are not finite, and clips them: it
+    multiplies all by 0."""
+    found = {}
+    for name in names:
+        mode = BY_NAME[name]
+        bf16 = {"enabled": True}
+        # versions without the key never check
+        if "check_grad_overflow" in DeepSpeedBF16Config.model_fields:
+            bf16["check_grad_overflow"] = False
+        no_refresh = {"eigenbasis": {"refresh_interval": 50}, "burn_in": {"steps": 0}}
+        engine = build(mode, 1, kfac={**mode.kfac_block, **no_refresh}, bf16=bf16)
+        with patched(mode):
+            train(engine, 1, steps=3)
+            kfac, before = engine.kfac.preconditioner, weights(engine)
+            moments = {
+                (layer, part): value.clone()
+                for layer, state in kfac.state.items()
+                for part, value in vars(state.moments).items()
+            }
+            hook = engine.module.norm.bias.register_hook(lambda gradient: gradient * torch.inf)
+            train(engine, 1, steps=1, first=3)
+            hook.remove()
+        kept = {
+            (layer, part): bool(value.equal(moments[layer, part]))
+            for layer, state in kfac.state.items()
+            for part, value in vars(state.moments).items()
+        }
+        after = weights(engine)
+        moved = {
+            parameter: float((after[parameter] - before[parameter]).norm())
+            for layer in kfac.layers
+            for parameter in layer.parameters
+        }
+        counted = engine.kfac.counters()["not_finite_layers"]
+        found[name] = kept, moved, (counted, len(kfac.layers)), kfac.steps
+        engine.destroy()
+    return found
+
+
+def test_no_layer_moves_or_learns_where_deepspeed_clips_an_infinite_norm_and_all_are_counted():
+    names = ["z2-bf16-corrected", "adam-z2-bf16"]
+    (found,) = run_ranks("tests.deepspeed.test_traps:infinite_norm_worker", world=1, payload=names)
+    for name, (kept, moved, counted, steps) in found.items():
+        assert all(kept.values()) and steps == 4, (name, kept)
+        assert counted[0] == counted[1], (name, counted)
+        assert name == "z2-bf16-corrected" or not any(moved.values()), (name, moved)
+
+
 # a learning rate schedule, and a failing decomposition
 
 
@@ -651,7 +704,7 @@ def schedule_worker(_) -> dict:
             sum(float((after[n] - before[n]).square().sum()) for n in after if "norm" not in n)
             ** 0.5
         )
-    peaks = engine.kfac.preconditioner.peak_lr.values()
+    peaks = engine.kfac.preconditioner.direction.peak_lr.values()
     found = {"halved": moved[1] / moved[0], "by hand": max(peaks)}
     engine.destroy()
     engine = build(Mode("decay", 2, clip=0.0), 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
@@ -659,7 +712,7 @@ def schedule_worker(_) -> dict:
     for step in range(2):
         train(engine, 1, steps=1, first=step)
         decaying.step()  # by the program, as Accelerate does
-    found["by a scheduler"] = max(engine.kfac.preconditioner.peak_lr.values())
+    found["by a scheduler"] = max(engine.kfac.preconditioner.direction.peak_lr.values())
     engine.destroy()
     return found
 

@@ -101,9 +101,7 @@ def gradients_of(layers: str, times=()) -> dict[str, torch.Tensor]:
 def stepped(*arguments, layers="a", times=(), **options):
     """A direction's outcome of one step, its results and its moments by layer."""
     direction = make(*arguments, layers=layers, **options)
-    context = StepContext(
-        0, direction.param_groups, {i: own["lr"] for i, own in enumerate(direction.param_groups)}
-    )
+    context = StepContext(0, direction.param_groups)
     outcome = direction.step(context, whole(gradients_of(layers, times)))
     moments = {
         name: group.state(i).moments
@@ -123,7 +121,7 @@ def test_corrected_eigenvalues_are_in_units_of_the_fisher():
 def test_nu_is_for_layers_that_are_prepared_only():
     direction = make(layers="ab")
     flags = torch.tensor([True, False])
-    scales = direction.finish(StepContext(0, [], {}), Outcome(), [torch.tensor(0.1)], flags)
+    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
     close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
     assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
 
@@ -240,16 +238,14 @@ def test_layers_of_two_domains_have_places_of_their_own_in_what_the_optimizer_is
     optimizer = dense.optimizer
     experts = make(AdamDirection, layers="d", groups=ADAM, optimizer=optimizer)
     for direction, flags in ((dense, [True, False, True]), (experts, [True])):
-        direction.finish(
-            StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags)
-        )
+        direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
     assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
 def test_the_optimizer_is_told_which_layers_of_all_ranks_a_step_used():
     direction = make(AdamDirection, layers="abc", groups=ADAM)
     flags = torch.tensor([True, False, True])
-    assert direction.finish(StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], flags) is None
+    assert direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], flags) is None
     assert direction.optimizer.used.tolist() == [1, 0, 1]
     assert direction.last == (4.0, RATE)
 
@@ -274,7 +270,7 @@ def test_slices_of_frozen_parameters_do_not_decay():
     direction.optimizer, direction.places, direction.first = optimizer, {"a": 0}, 0
     step = partial(
         direction.finish,
-        StepContext(0, ADAM, {}),
+        StepContext(0, ADAM),
         Outcome(),
         [torch.tensor(4.0)],
         torch.tensor([True]),
@@ -299,9 +295,7 @@ def test_a_later_domain_has_places_of_its_own_where_the_rank_has_no_slice_of_the
     plan.layers = (linear_layer("d", COLUMNS, ROWS),)
     second = AdamDirection(plan, exchange_of(plan.layers), optimizer)
     for direction, flags in ((first, [True, False, True]), (second, [True])):
-        direction.finish(
-            StepContext(0, ADAM, {}), Outcome(), [torch.tensor(4.0)], torch.tensor(flags)
-        )
+        direction.finish(StepContext(0, ADAM), Outcome(), [torch.tensor(4.0)], torch.tensor(flags))
     assert optimizer.used.tolist() == [1, 0, 1, 1]
 
 
@@ -382,7 +376,7 @@ def test_a_step_that_was_recorded_without_a_basis_uses_the_first_one(kind):
                     basis = random_basis(ROWS, COLUMNS)
                     direction.layer_groups[0].rebase(0, A=basis.A, G=basis.G)
                 direction.exchange.begin()
-                direction.step(StepContext(step, ADAM, {0: RATE}), whole(gradients_of("a")))
+                direction.step(StepContext(step, ADAM), whole(gradients_of("a")))
         results.append(direction.exchange.results["a"].clone())
         replays.append(repeated[0])
     assert replays[0] > 0 == replays[1]

@@ -44,7 +44,7 @@ def stepped(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **prec
     )
     direction.layer_groups[0].rebase(0, A=basis(columns), G=basis(rows))
     outcome = direction.step(
-        StepContext(0, [{"lr": rate} for rate in rates], dict(enumerate(rates))),
+        StepContext(0, [{"lr": rate} for rate in rates]),
         whole({"layer": gradient}),
     )
     return outcome, exchange.results["layer"]
@@ -105,7 +105,7 @@ def test_all_groups_of_a_convolution_stand_still_or_none(eigenvalues):
     group.rebase(0, *bases)
     gradient = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
     gradient[1, 2, 3] = torch.nan
-    outcome = direction.step(StepContext(0, [{"lr": 0.3}], {0: 0.3}), whole({"layer": gradient}))
+    outcome = direction.step(StepContext(0, [{"lr": 0.3}]), whole({"layer": gradient}))
     exact(exchange.results["layer"], torch.zeros(2, 5, 8))
     assert outcome.replaced == 1 and outcome.numbers[0] == 0
     assert group.moments is None or not group.moments.updates.any()
@@ -117,7 +117,7 @@ def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     plan.layers = [linear_layer(name, 8, 5) for name in ("with", "without")]
     direction = KFACGradient(plan, exchange_of(plan.layers), None, metrics)
     flags = torch.tensor([True, False])
-    scales = direction.finish(StepContext(0, [], {}), Outcome(), [torch.tensor(0.1)], flags)
+    scales = direction.finish(StepContext(0, []), Outcome(), [torch.tensor(0.1)], flags)
     close(scales["with"], torch.tensor(0.1))
     assert scales["with"] == metrics.nu and scales["without"] == 1.0
 

@@ -42,7 +42,7 @@ def stepped(gradient: torch.Tensor, kind: type[SoftSign] = SoftSign):
     (group,) = direction.layer_groups
     group.rebase(0, A=basis.A, G=basis.G)
     group.moments.first_OI.fill_(BEFORE)
-    outcome = direction.step(StepContext(0, [], {}), whole({"layer": gradient}))
+    outcome = direction.step(StepContext(0, []), whole({"layer": gradient}))
     return outcome, direction.exchange.results["layer"], group.moments.first_OI[0]
 
 

@@ -12,7 +12,7 @@ from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import rows_from
-from ds_kfac.zero.shards import pieces_of
+from ds_kfac.zero.shards import parts_of
 
 
 def head(O: int = 12, I: int = 5, **changes) -> LayerSpec:  # noqa: E741
@@ -42,7 +42,7 @@ def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A():
     assert rows_from(factors[0], {layer.name: layer for layer in layers}) == ("head.0",), (
         "a row is every part's"
     )
-    spans = [piece.span(60) for piece in pieces_of(layers) if piece.param == 0]
+    spans = [part.span(60) for part in parts_of(layers) if part.param == 0]
     assert spans == [(0, 20), (20, 20), (40, 20)]
 
 

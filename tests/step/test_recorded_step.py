@@ -47,7 +47,7 @@ def make(case: str, device: torch.device):
         for x in kept:
             x.zero_()
         direction.exchange.begin()
-        context = StepContext(3, [{"lr": lr}], {0: lr})
+        context = StepContext(3, [{"lr": lr}])
         names = [layer.name for layer in layers]
         outcome = direction.step(context, whole(dict(zip(names, gradients, strict=True))))
         flags = torch.ones(len(layers), dtype=torch.bool, device=device)

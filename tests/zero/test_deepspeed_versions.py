@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import ReplicatedHalf
+from ds_kfac.zero.layout import Half
 from ds_kfac.zero.stages import BF16
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
@@ -255,7 +255,7 @@ def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
 
 def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
     """Up to 0.18.0 DeepSpeed leaves those of bf16, and the next backward adds to them."""
-    layout, weight = object.__new__(ReplicatedHalf), torch.nn.Parameter(torch.ones(2))
+    layout, weight = object.__new__(Half), torch.nn.Parameter(torch.ones(2))
     layout.optimizer, weight.grad = torch.optim.SGD([weight], lr=0.1), torch.ones(2)
     layout.end()
     assert weight.grad is None

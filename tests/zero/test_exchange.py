@@ -54,8 +54,8 @@ class FakeLayout:
             for shard in shards.on(0)
         }
 
-    def param_of(self, piece: int) -> torch.nn.Parameter:
-        return self.params[piece]
+    def param_of(self, part: int) -> torch.nn.Parameter:
+        return self.params[part]
 
     @property
     def own(self) -> tuple[Shard, ...]:

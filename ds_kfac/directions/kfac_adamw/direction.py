@@ -93,7 +93,10 @@ class AdamDirection(Direction):
         )
         self.copies = vector([layer.copies for layer in layers], dtype=torch.float32)
         self.groups_in_use = sorted({indices[0] for indices in self.parameter_groups.values()})
-        self.recorded = recorded_step(plan, self.layer_groups, exchange, {})
+        is_zero = torch.zeros((), dtype=torch.float32, device=exchange.device)
+        self.recorded = recorded_step(
+            plan, self.layer_groups, exchange, {"factor_is_zero": is_zero}
+        )
         # the optimizer's layers are those of all domains, each domain's in the plan's order
         self.first = len(optimizer.used)
         self.places = {layer.name: self.first + index for index, layer in enumerate(plan.layers)}
@@ -143,13 +146,24 @@ class AdamDirection(Direction):
             index: (tuple(own["betas"]), own["eps"])
             for index, own in zip(self.groups_in_use, options, strict=True)
         }
+        inputs: dict[str, Tensor] = {}
+        if context.factor_is_zero is not None:
+            inputs["factor_is_zero"] = context.factor_is_zero
         if self.recorded is None:
-            return self._directions(StepTensors(gradients, self.exchange))
-        return self.recorded.step(self._directions, gradients, {}, [*self.betas_and_eps.values()])
+            return self._directions(StepTensors(gradients, self.exchange), **inputs)
+        values = [*self.betas_and_eps.values()]
+        return self.recorded.step(self._directions, gradients, inputs, values)
 
-    def _directions(self, tensors: StepTensors | RecordedTensors) -> Outcome:
+    def _directions(
+        self, tensors: StepTensors | RecordedTensors, factor_is_zero: Tensor | None = None
+    ) -> Outcome:
         """Every group's steps, each put where it belongs as soon as it is there. The host decides
-        on nothing here."""
+        on nothing here.
+
+        Args:
+            factor_is_zero: see :class:`StepContext`. Gradients are 0 then, by which layers stand
+                still, and here they are counted.
+        """
         for chunk in self.chunks:
             for step in chunk:
                 self._adam(step, tensors)
@@ -163,18 +177,22 @@ class AdamDirection(Direction):
         largest = torch.cat([step.largest for step in self.steps])
         used = torch.cat([step.used for step in self.steps])
         squared = torch.cat([step.squared for step in self.steps])
+        if factor_is_zero is not None:
+            # as gradients are that are not finite (the flag is fp32 where the step is recorded)
+            largest = largest.masked_fill(factor_is_zero.bool(), torch.nan)
         finite = largest < INFINITY
         left_out = finite & (largest >= LARGEST)
-        stands_still = ~finite | ((largest > 0) & ~left_out & self.moves & ~used)
+        unused = largest == 0
+        stands_still = ~finite | (self.moves & ~(used | left_out | unused))
         return Outcome(
             ((squared / self.copies).sum(),),
             used.float(),
             replaced=stands_still.sum().float(),
-            unused=(largest == 0).sum().float(),
+            unused=unused.sum().float(),
             left_out=left_out.float(),
         )
 
-    def loaded(self) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         # what DeepSpeed has loaded in place of states was not taken away by a program
         self.optimizer.marked = frozenset()
 

@@ -88,12 +88,12 @@ class KFACAdamWRule(UpdateRule):
         model: nn.Module,
         layers: Sequence[LayerSpec],
         layout: ShardLayout,
-        other_params: ShardLayout,
+        other_params: Sequence[nn.Parameter],
     ) -> None:
         groups, named = layout.optimizer.param_groups, dict(model.named_parameters())
-        for held, ours in ((layout, True), (other_params, False)):
-            for parameter in held.params:
-                if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
+        for parameters, ours in ((layout.params, True), (other_params, False)):
+            for parameter in parameters:
+                if bool(groups[layout.group_index(parameter)].get(FLAG)) != ours:
                     name = next(name for name, p in named.items() if p is parameter)
                     raise ValueError(
                         f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its "

@@ -1,0 +1,152 @@
+"""Known faults of DeepSpeed's engine modes that K-FAC cannot mend, for the attach report."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_kfac.zero import deepspeed_versions
+from ds_kfac.zero.layout import Half, Replicated, ShardLayout
+from ds_kfac.zero.stages import BF16, Stage3, Stage12, ZeroLayout
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of all versions.
+
+    Attributes:
+        mode: layouts of this class may have it.
+        applies: whether a layout has it.
+        text: what DeepSpeed does, formatted with ``layout``.
+    """
+
+    mode: type
+    applies: Callable[[Any], bool]
+    text: str
+
+
+def has_sparse_modules(engine: Any) -> bool:
+    return any(getattr(module, "sparse", None) is True for module in engine.module.modules())
+
+
+def schedules_a_replaced_adagrad(engine: Any) -> bool:
+    """Whether the user's scheduler changes an Adagrad that ZeRO has replaced by one of its own."""
+    inner = engine.basic_optimizer
+    scheduled = getattr(engine.lr_scheduler, "optimizer", None)
+    return isinstance(inner, torch.optim.Adagrad) and scheduled is inner
+
+
+FAULTS = (
+    Fault(
+        ShardLayout,
+        lambda layout: layout.divisor != layout.averaged_over,
+        "it sums gradients over the {layout.engine.sequence_parallel_size} ranks of a sequence "
+        "instead of averaging: right for a loss that is a mean over the whole sequence, that many "
+        "times too large for one over a rank's own tokens",
+    ),
+    Fault(
+        Replicated,
+        lambda layout: layout.engine.pipeline_parallelism and layout.engine.gradient_clipping(),
+        "at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",
+    ),
+    Fault(
+        Replicated,
+        lambda layout: layout.engine.gradient_clipping() and has_sparse_modules(layout.engine),
+        "it does not clip sparse gradients, as those of nn.Embedding(sparse=True)",
+    ),
+    Fault(
+        Half,
+        lambda layout: deepspeed_versions.lacks_loss_scale(layout.optimizer),
+        "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR "
+        "8393): steps of SGD are too small by it, and clipping sees a norm that is",
+    ),
+    Fault(
+        ZeroLayout,
+        lambda layout: schedules_a_replaced_adagrad(layout.engine),
+        "it steps with an Adagrad of its own, whose rate your scheduler does not change: name a "
+        "scheduler in the config, or use ZeRO stage 0 or another optimizer",
+    ),
+    Fault(
+        ZeroLayout,
+        lambda layout: deepspeed_versions.has_dynamic_scale(layout.optimizer),
+        "in a step in which the loss scale grows it divides by the new scale: that step is half as "
+        "long, unless it is clipped",
+    ),
+    Fault(
+        ZeroLayout,
+        lambda layout: layout.grad_scaler and len(layout.groups) > 1,
+        "with torch_autocast fp16, in a step in which the GradScaler's scale grows, it divides all "
+        "parameter groups but the first by the new scale: their gradients are half as large",
+    ),
+    Fault(
+        ZeroLayout,
+        lambda layout: layout.grad_scaler and layout.optimizer.clip_grad > 0,
+        "with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",
+    ),
+    Fault(
+        Stage12,
+        lambda layout: (
+            layout.optimizer.round_robin_gradients
+            and not deepspeed_versions.is_aligned(layout.optimizer)
+        ),
+        "with round_robin_gradients safe_get_full_* and universal checkpoints read other "
+        "parameters",
+    ),
+    Fault(
+        Stage12,
+        lambda layout: deepspeed_versions.applies_nonfinite(layout.optimizer),
+        "in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",
+    ),
+    Fault(
+        Stage3,
+        lambda layout: not layout.offloads,
+        "a parameter outside of K-FAC layers that a step does not use is stepped with its last "
+        "gradient again",
+    ),
+)
+
+
+def _stage_1_2(layout: Any) -> tuple[str, ...]:
+    micro_batches = layout.engine.gradient_accumulation_steps()
+    found: tuple[str, ...] = ()
+    if layout.averaged_over > 1:
+        found += deepspeed_versions.reduction_faults(layout.optimizer)
+    if layout.offloads:
+        found += deepspeed_versions.offload_faults(micro_batches)
+    else:
+        found += deepspeed_versions.accumulation_faults(layout.optimizer, micro_batches)
+    return found
+
+
+def _pipeline(layout: Any) -> tuple[str, ...]:
+    if not layout.engine.pipeline_parallelism:
+        return ()
+    return deepspeed_versions.pipeline_faults(layout.engine.gradient_accumulation_steps())
+
+
+OF_VERSIONS: tuple[tuple[type, Callable[[Any], tuple[str, ...]]], ...] = (
+    (ShardLayout, _pipeline),
+    (BF16, lambda layout: deepspeed_versions.bf16_optimizer_faults()),
+    (Stage12, _stage_1_2),
+    (
+        Stage3,
+        lambda layout: deepspeed_versions.gather_faults(
+            torch.distributed.get_backend(layout.group)
+        ),
+    ),
+)
+"""Faults that some versions have: class of layouts, and what a layout of it has."""
+
+
+def faults(layout: ShardLayout) -> Sequence[str]:
+    """Return the faults of an engine's mode, in sentences about DeepSpeed."""
+    found = [
+        fault.text.format(layout=layout)
+        for fault in FAULTS
+        if isinstance(layout, fault.mode) and fault.applies(layout)
+    ]
+    for mode, texts in OF_VERSIONS:
+        if isinstance(layout, mode):
+            found += texts(layout)
+    return found
