@@ -88,9 +88,9 @@ class Channel:
 
     def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
         """Sum a small vector over all ranks, in place. Collective."""
+        self.calls[kind] += 1
         with naming("numbers of all layers", self):
             dist.all_reduce(vector, group=self.group)
-        self.calls[kind] += 1
         nbytes = vector.numel() * vector.element_size()
         self.sent[kind] += nbytes
         self.received[kind] += nbytes
@@ -112,6 +112,7 @@ class Channel:
         Returns the received tensor, and a handle to wait for before it is read.
         """
         received = sent.new_empty(sum(incoming))
+        self.calls[next(iter(carries))] += 1
         with naming(", ".join(carries), self):
             # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the
             # same on all ranks
@@ -123,7 +124,6 @@ class Channel:
                 group=self.group,
                 async_op=True,
             )
-        self.calls[next(iter(carries))] += 1
         for kind, (to, from_) in carries.items():
             self.sent[kind] += to
             self.received[kind] += from_
