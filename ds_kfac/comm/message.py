@@ -207,8 +207,8 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """All moves between ranks; elements that are in place are not listed. The same on every
-    rank."""
+    """Moves between ranks. Elements that are in place are not listed. Either all moves, the same on
+    every rank, or those of one rank: a message needs no others."""
 
     world: int
     moves: tuple[Move, ...]
@@ -248,7 +248,8 @@ class MessagePart:
 
     Attributes:
         kind: name under which its bytes are counted.
-        plan: its moves, the same on every rank; moves between two other ranks may be missing.
+        plan: its moves. Moves between two other ranks may be missing. All other moves are the same
+            on the two ranks.
         piece: move whose source is this rank -> its flat elements.
         dtype: dtype on the wire, the same on every rank.
     """
@@ -341,9 +342,9 @@ def deliver(
     packed: Callable[[], None] | None = None,
 ) -> list[Arrivals]:
     """Send this rank's pieces of all parts, and return those that it received, a list for each
-    part. The plans must have every rank's moves. One collective; none if there are no moves at all.
+    part. One collective; none if no part has a move, which must be so on every rank or on none.
     ``packed``: see :class:`Message`."""
-    if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
+    if any(part.plan.moves for part in parts):
         return Message(parts, channel, device, packed).wait()
     if packed is not None:
         packed()
@@ -394,15 +395,18 @@ class Scalars:
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """Moves of each rank's scalars to all other ranks."""
-        world = len(self.names)
-        moves = [
-            Move(source, 0, len(self.names[source]), source, target)
-            for source in range(world)
-            for target in range(world)
-            if source != target and self.names[source]
-        ]
-        return RelayoutPlan(world, tuple(moves))
+        """This rank's moves: of its scalars to all other ranks, and of theirs to this rank. Moves
+        between two other ranks would make a step's host time quadratic in the number of ranks."""
+        others = [rank for rank in range(len(self.names)) if rank != self.rank]
+        mine = len(self.names[self.rank])
+        moves = []
+        for other in others:
+            theirs = len(self.names[other])
+            if mine:
+                moves.append(Move(self.rank, 0, mine, self.rank, other))
+            if theirs:
+                moves.append(Move(other, 0, theirs, other, self.rank))
+        return RelayoutPlan(len(self.names), tuple(moves))
 
     def part(self, values: Mapping[Hashable, Tensor | float], device: torch.device) -> MessagePart:
         """The message part with this rank's scalars, tensors or what the host knows: fp32, on the
