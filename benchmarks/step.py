@@ -141,7 +141,7 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
         for plan in (exchange.plan.gather, exchange.plan.scatter)
     ]
     reducer = kfac.curvature.reducer
-    _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
+    _, buckets = reducer.plan.of(frozenset(kfac.curvature.specs), 0)
     sums = [
         nbytes
         for bucket in buckets

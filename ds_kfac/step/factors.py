@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Channel, Scalars, deliver
-from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.comm.reduce import Reducer, ReductionPlan
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
 from ds_kfac.curvature.methods import Decomposition
@@ -125,10 +125,10 @@ class FactorUpdates:
         self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
         self.device, self.rank = device, channel.rank
         roles = plan.assignment
-        layout = Layout(
+        reduction = ReductionPlan(
             roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes
         )
-        self.reducer = Reducer(layout, channel, device)
+        self.reducer = Reducer(reduction, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.timetable = plan.timetable()
         self.paired = plan.method.paired(self.config.damping.kind)
