@@ -338,7 +338,8 @@ class Estimate:
             peaks += [held + both, held + both - sent + brought]
             held = held + brought
         # one after the other is rounded as it was sent
-        rounded = [(self.homes[key], self._basis[key]) for key in keys & self.delivery.rounded]
+        rounded_at_home = keys & self.delivery.rounded_at_home
+        rounded = [(self.homes[key], self._basis[key]) for key in rounded_at_home]
         copied, turning = np.zeros((2, self.world))
         for rank, nbytes in rounded if plan.wire is not torch.float32 else ():
             copied[rank] = max(copied[rank], nbytes)

@@ -556,8 +556,8 @@ _ROWS = {
         ),
         (
             "a factor waits for those of its layers",
-            "waiting = {key for key in update.due.capture - self.ready if",
-            "waiting = {key for key in update.due.capture if {spec.key for name in "
+            "key for key in update.due.capture - self.ready if",
+            "key for key in update.due.capture if {spec.key for name in "
             "self.specs[key].layers for spec in "
             "self.of_layer[name].values()} - self.ready if",
         ),
@@ -849,8 +849,8 @@ _ROWS = {
         ("a missed update changes nothing", "if not count.tolist()[0]:", "if True:"),
         (
             "contributors grow for layers that nobody used",
-            "if f.key in empty and not used.isdisjoint(f.layers)",
-            "if f.key in empty",
+            "if factor.key in empty and not used.isdisjoint(factor.layers)",
+            "if factor.key in empty",
         ),
     ],
     ("checkpoint/save.py", "tests/deepspeed/test_partly_used.py"): [
@@ -916,12 +916,12 @@ _ROWS = {
         ),
         (
             "messages: of several all are kept",
-            "del arrivals  # which keep the last message",
+            "del arrivals  # views, which keep the last message",
             "vars(self).setdefault('kept', []).append(arrivals)",
         ),
         (
             "messages: the last one is kept beside the next",
-            "            del arrivals  # which keep the last message\n",
+            "            del arrivals  # views, which keep the last message\n",
             "",
         ),
     ],
@@ -1353,7 +1353,7 @@ _ROWS = {
             "(0, self._places, outcome.flags)",
             "(0, self._places.sort().values, outcome.flags)",
         ),
-        ("flags: all are true", "flags > 0 if self.layers", "flags >= 0 if self.layers"),
+        ("flags: all are true", "flags > 0 if self.flag_count", "flags >= 0 if self.flag_count"),
     ],
     ("zero/layout.py", "tests/zero/test_deepspeed_versions.py"): [
         ("stage 0 in bf16 adds up all steps", "self.optimizer.zero_grad()", "pass")
