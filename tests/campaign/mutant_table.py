@@ -823,8 +823,8 @@ _ROWS = {
     ("zero/shards.py", "tests/zero/test_relayout.py"): [
         (
             "sharded gradients: the wrong ones are in place",
-            "if shard.rank == workers[shard.param][0]}",
-            "if shard.rank != workers[shard.param][0]}",
+            "if shard.rank == workers[shard.param][0]",
+            "if shard.rank != workers[shard.param][0]",
         )
     ],
     ("zero/deepspeed_versions.py", "tests/zero/test_deepspeed_versions.py"): [
@@ -935,13 +935,13 @@ _ROWS = {
     ("zero/exchange.py", "tests/zero/test_exchange.py"): [
         (
             "what nobody receives is rounded",
-            "(self.layout.replicated and param in self.sent)",
+            "self.layout.replicated and param in self.sent",
             "self.layout.replicated",
         ),
         (
             "replicas keep the unrounded result",
-            "(self.layout.replicated and param in self.sent) or ",
-            "",
+            "return is_replica or is_copy",
+            "return is_copy",
         ),
         (
             "results wait in fp32",
@@ -950,27 +950,27 @@ _ROWS = {
         ),
         (
             "seam: gradients that are still to be multiplied are read as they are",
-            "factor if raw.issuperset(params) else None",
+            "factor if all_raw else None",
             "None",
         ),
         (
             "seam: a weight and its bias are both multiplied by the factor of one",
-            "if not raw.issuperset(params):",
-            "if False:",
+            "if flat.is_raw and not all_raw else",
+            "if False else",
         ),
         (
             "seam: what is sent raw is multiplied twice",
-            "if layout.raw(shards[0]) if is_whole else layout.sends_raw and factor is not None:",
-            "if layout.raw(shards[0]):",
+            "is_raw = layout.sends_raw and layout.seam.factor is not None",
+            "is_raw = bool(shards) and layout.raw(shards[0])",
         ),
         (
             "seam: raw and multiplied parts of one gradient",
-            "layout.raw(shard) == layout.sends_raw:",
-            "True:",
+            "is_raw = layout.raw(shard)",
+            "is_raw = layout.sends_raw",
         ),
         (
             "seam: results are written undivided",
-            "values[index] = times(values[index], self.layout.seam.inverse)",
+            "values[index] = scaled(values[index], self.layout.seam.inverse)",
             "pass",
         ),
         (
@@ -980,22 +980,22 @@ _ROWS = {
         ),
         (
             "seam: results are computed undivided, in place",
-            " or self.layout.raw(shards[0]):\n",
-            ":\n",
+            "if self.layout.raw(shards[0]):",
+            "if False:",
         ),
         ("results are not scaled", "if scales is not None and self.gradients:", "if False:"),
         ("a frozen parameter moves", "if not parameter.requires_grad:", "if False:"),
         (
             "a frozen parameter moves: in place",
-            "if not self.params[layer.name][0].requires_grad:",
-            "if False:",
+            "return bool(self.params[layer.name][0].requires_grad)",
+            "return True",
         ),
     ],
     ("zero/exchange.py", _COPIES): [
         (
             "copies keep the unrounded result",
-            "(layer.copies > 1 and self.layout.world > 1)",
-            "False",
+            "return is_replica or is_copy",
+            "return is_replica",
         )
     ],
     ("comm/reduce.py", "tests/comm/test_reduction.py"): [
@@ -1427,7 +1427,7 @@ _ROWS = {
         ),
         (
             "views of gradients outlive their step",
-            "        self.gradients = {}  # DeepSpeed's step frees what they are of\n",
+            "        self.gradients = {}  # DeepSpeed's step frees what they are views of\n",
             "",
         ),
     ],
