@@ -1,5 +1,12 @@
 """Plans of gradients: which rank holds which elements, which layer they belong to, and what moves
-to the layer's worker and back. Pure, the same on every rank; ``comm/message.py`` executes them."""
+to the layer's worker and back. Plans are pure and the same on every rank; ``comm/message.py``
+executes them.
+
+Words: A *shard* is what one rank holds of a parameter's gradient. A *piece* (:class:`ParamPart`) is
+one of several equal parts of a parameter, such as one expert's part of a stacked weight; most
+parameters are one piece. A *span* is (first element, number of elements) in a flat parameter. A
+*chunk* is a rank's part of a parameter at ZeRO-3.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +27,9 @@ class Shard:
 
     Attributes:
         param: index of the parameter in :attr:`ShardMap.numels`.
-        group: DeepSpeed's parameter group or sub-group that stores it.
-        offset: its first element in that group's storage on ``rank``.
+        start: first element of the parameter that the shard has.
+        group: number of DeepSpeed's parameter group or sub-group that stores the shard.
+        offset: place of the shard's first element in that group's storage on ``rank``.
     """
 
     param: int
@@ -34,24 +42,29 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamPart:
-    """One of ``count`` equal parts of a flattened parameter, such as one expert's of a stack that
-    is one parameter."""
+    """A piece: one of ``count`` equal parts of a flattened parameter, such as one expert's part of
+    a stack of experts that is one parameter.
+
+    Attributes:
+        param: index of the parameter in :func:`parameter_names`.
+        index: number of the piece in its parameter.
+    """
 
     param: int
     index: int = 0
     count: int = 1
 
     def span(self, numel: int) -> tuple[int, int]:
-        """(first element in a parameter of ``numel`` elements, number of elements)"""
+        """Return (first element, number of elements) in a parameter of ``numel`` elements."""
         return self.index * (numel // self.count), numel // self.count
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All shards of the preconditioned parameters, or of parts of them.
+    """All shards of the preconditioned parameters, or of pieces of them.
 
-    Each element of each parameter is on exactly one rank if gradients are partitioned, on all if
-    they are replicated.
+    Each element of each parameter is on exactly one rank if gradients are partitioned, and on all
+    ranks if they are replicated.
     """
 
     world: int
@@ -83,7 +96,7 @@ class ShardMap:
         return tuple(tuple(sorted(of_one, key=order)) for of_one in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
-        """Elements of ``params`` on each rank."""
+        """Return the number of elements of ``params`` on each rank."""
         held = [0] * self.world
         for param in params:
             for shard in self.of_param[param]:
@@ -91,17 +104,20 @@ class ShardMap:
         return tuple(held)
 
     def on(self, rank: int) -> tuple[Shard, ...]:
+        """Return the shards on one rank."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def cut(self, pieces: Sequence[ParamPart]) -> "ShardMap":
-        """The map of some parts: ``Shard.param`` is then the part's number. A shard that spans
-        several parts is cut."""
-        shards, numels = [], []
+        """Return the map of these pieces, in which ``Shard.param`` is the piece's number. A shard
+        that spans several pieces is cut."""
+        shards = []
+        numels = []
         for number, piece in enumerate(pieces):
             first, numel = piece.span(self.numels[piece.param])
             numels.append(numel)
             for shard in self.of_param[piece.param]:
-                start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
+                start = max(first, shard.start)
+                stop = min(first + numel, shard.start + shard.numel)
                 if start < stop:
                     offset = shard.offset + start - shard.start
                     shards.append(
@@ -113,11 +129,12 @@ class ShardMap:
 def partition_flat(
     numel: int, param: int, group: int, offset: int, size: int, world: int
 ) -> list[Shard]:
-    """Shards of one parameter that begins at ``offset`` in a flat buffer with ``size`` elements a
-    rank (ZeRO-1/2)."""
+    """Return the shards of one parameter that begins at ``offset`` in a flat buffer with ``size``
+    elements a rank (ZeRO-1/2)."""
     shards = []
     for rank in range(world):
-        start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        start = max(offset, rank * size)
+        stop = min(offset + numel, (rank + 1) * size)
         if start < stop:
             shards.append(
                 Shard(param, start - offset, stop - start, rank, group, start - rank * size)
@@ -126,7 +143,8 @@ def partition_flat(
 
 
 def partition_chunks(numel: int, param: int, group: int, offset: int, world: int) -> list[Shard]:
-    """Shards of one parameter in ``world`` equal chunks, the last ones padded (ZeRO-3)."""
+    """Return the shards of one parameter in ``world`` equal chunks, of which the last ones are
+    padded (ZeRO-3)."""
     chunk = -(-numel // world)
     return [
         Shard(param, rank * chunk, min(chunk, numel - rank * chunk), rank, group, offset)
@@ -136,12 +154,12 @@ def partition_chunks(numel: int, param: int, group: int, offset: int, world: int
 
 
 def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
-    """Names of the preconditioned parameters, each once."""
+    """Return the names of the preconditioned parameters, each once."""
     return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
 
 
 def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
-    """The layers' parts of the parameters in :func:`parameter_names`, layer after layer."""
+    """Return the layers' pieces of the parameters in :func:`parameter_names`, layer after layer."""
     place = {name: index for index, name in enumerate(parameter_names(layers))}
     return tuple(
         ParamPart(place[name], *layer.part) for layer in layers for name in layer.parameters
@@ -149,8 +167,9 @@ def pieces_of(layers: Sequence[LayerSpec]) -> tuple[ParamPart, ...]:
 
 
 def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> indices of its parts in :func:`pieces_of`."""
-    indices, start = {}, 0
+    """Return layer name -> indices of the layer's pieces in :func:`pieces_of`."""
+    indices = {}
+    start = 0
     for layer in layers:
         indices[layer.name] = tuple(range(start, start + len(layer.parameters)))
         start += len(layer.parameters)
@@ -158,14 +177,21 @@ def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
 
 
 def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
-    """Layer name -> number of its gradient's elements on each rank. ``shards``: of
-    :func:`pieces_of`."""
+    """Return layer name -> number of its gradient's elements on each rank.
+
+    Args:
+        shards: map of the pieces in :func:`pieces_of`.
+    """
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
 def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring partitioned gradients to their workers, one each. ``workers``:
-    ``Shard.param`` -> ranks."""
+    """Return the moves that bring each partitioned gradient to its worker.
+
+    Args:
+        workers: ``Shard.param`` -> ranks of the gradient workers. The first one gets the gradient.
+            Replicated gradients do not move, as every rank has them.
+    """
     in_place = {
         (shard.param, shard.start)
         for shard in shards.shards
@@ -180,19 +206,19 @@ def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> Relay
 
 
 def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
-    """Moves that bring results to every rank that holds a shard: for partitioned gradients the
-    gather's inverse."""
+    """Return the moves that bring results to every rank that holds a shard. For partitioned
+    gradients these are the moves of :func:`plan_gather`, in the opposite direction."""
     moves = []
     for shard in shards.shards:
-        worker = source(workers[shard.param], shard.rank, shards.world)
+        worker = worker_that_sends_to(shard.rank, workers[shard.param], shards.world)
         if worker != shard.rank:
             moves.append(Move(shard.param, shard.start, shard.numel, worker, shard.rank))
     return RelayoutPlan(shards.world, tuple(moves))
 
 
-def source(workers: Sequence[int], rank: int, world: int) -> int:
-    """The worker from which a rank gets a result: the one in its group of consecutive ranks, maybe
-    itself."""
+def worker_that_sends_to(rank: int, workers: Sequence[int], world: int) -> int:
+    """Return the gradient worker from which a rank gets a result. Each worker sends to one group of
+    consecutive ranks, which it belongs to."""
     return workers[rank // (world // len(workers))]
 
 
@@ -204,17 +230,18 @@ def planned_shards(
     stage: int,
     round_robin: bool = False,
 ) -> ShardMap:
-    """Where DeepSpeed will put the layers' gradients, predicted without an engine.
+    """Predict, without an engine, where DeepSpeed will put the layers' gradients.
 
     Args:
-        groups: the optimizer's parameter groups: (name, elements) of trained parameters, in its
-            order.
-        stage: ZeRO's; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group`` and
-            ``offset``, which depend on its sub-groups, are 0.
-        round_robin: ``round_robin_gradients`` of ZeRO-1/2.
+        groups: the optimizer's parameter groups, in its order: for each trained parameter its name
+            and number of elements.
+        stage: ZeRO's stage; 0 if every rank has every averaged gradient. At stage 3 ``Shard.group``
+            and ``Shard.offset``, which depend on DeepSpeed's sub-groups, are 0.
+        round_robin: value of ``round_robin_gradients`` of ZeRO-1/2.
     """
     place = {name: index for index, name in enumerate(parameter_names(layers))}
-    numels, shards = dict(entry for group in groups for entry in group), list[Shard]()
+    numels = dict(entry for group in groups for entry in group)
+    shards: list[Shard] = []
     for index, group in enumerate(groups):
         params = [(place[name], numel) for name, numel in group if name in place]
         if stage == 0:

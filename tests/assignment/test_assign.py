@@ -13,7 +13,7 @@ from ds_kfac.assignment.assign import Assignment, assign, worker_counts
 from ds_kfac.assignment.costs import BUILTIN, Work, factor_specs
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.zero.shards import source
+from ds_kfac.zero.shards import worker_that_sends_to
 from tests.assignment.baselines import kaisa_greedy, round_robin
 from tests.close import close
 from tests.layer_tables import TABLES, llama, zero_shards
@@ -225,7 +225,7 @@ def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world
             ranks = assignment.workers[spec.name]
             assert ranks == tuple(range(ranks[0], world, columns))
             assert len(ranks) == count
-            sources = [source(ranks, rank, world) for rank in range(world)]
+            sources = [worker_that_sends_to(rank, ranks, world) for rank in range(world)]
             assert all(sources[rank] == rank for rank in ranks)
             for row in range(count):
                 assert set(sources[row * columns : (row + 1) * columns]) == {ranks[row]}

@@ -11,7 +11,7 @@ from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.shared import agreed
 from ds_kfac.plan.plan import EngineFacts, Observations, Plan, make_plan
-from ds_kfac.zero.shards import source
+from ds_kfac.zero.shards import worker_that_sends_to
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
 
@@ -42,7 +42,8 @@ def test_rows_cover_all_ranks_and_each_has_every_layer_once(world, workers):
     for name, ranks in made.assignment.workers.items():
         for row in made.rows:
             assert len(set(row) & set(ranks)) == 1, name
-            assert {source(ranks, rank, world) for rank in row} == set(row) & set(ranks)
+            senders = {worker_that_sends_to(rank, ranks, world) for rank in row}
+            assert senders == set(row) & set(ranks)
 
 
 # sharing
