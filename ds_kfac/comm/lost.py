@@ -46,7 +46,8 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
         raise
     except Exception as error:
         with suppress(Exception):  # the job may have lost its store, too
-            rank, text = torch.distributed.get_rank(), f"{type(error).__name__}: {error}"
+            rank = torch.distributed.get_rank()
+            text = f"{type(error).__name__}: {error}"
             _store().set(f"{NOTE}/{rank}", f"rank {rank} raised in {where()}: {text}")
             _noted = True
         raise

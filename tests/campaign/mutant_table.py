@@ -574,7 +574,9 @@ _ROWS = {
     ],
     (
         "directions/kfac_adamw/direction.py",
-        f"{_KFAC_ADAMW}::test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero {_KFAC_ADAMW}::"
+        f"{_KFAC_ADAMW}::"
+        "test_moments_that_a_program_takes_from_the_optimizers_state_begin_at_zero "
+        f"{_KFAC_ADAMW}::"
         "test_loaded_moments_of_a_layer_without_a_step_stay_where_anothers_are_taken_away",
     ): [
         (

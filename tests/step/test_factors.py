@@ -115,7 +115,7 @@ TRAVELLING = 1
 """As ``bucket_bytes``: each eigenbasis travels in a message of its own."""
 
 
-def test_all_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits_and_in_several_messages():
+def test_workers_have_the_same_bits_of_eigenbases_that_travel_in_16_bits_and_in_several_messages():
     """The rank that decomposes a factor uses the eigenvectors that it has sent, not those that it
     has computed."""
     plan = replace(plan_with(SPLIT, workers=2), wire=torch.bfloat16, bucket_bytes=TRAVELLING)
