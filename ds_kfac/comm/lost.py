@@ -1,9 +1,12 @@
 """Names the ranks that made a collective fail: the backends' errors name neither a rank nor what
 was exchanged.
 
-Ranks meet in the job's store. One that raises in K-FAC's step leaves a note there. One whose
-collective fails reads the notes and registers as waiting: ranks that do not register have died, or
-are elsewhere in the program.
+Ranks meet in the job's store. A rank that raises in K-FAC's step leaves a note there. A rank whose
+collective fails registers as waiting and reads the notes. Ranks that do not register have died, or
+are in another part of the program.
+
+A rank reads the notes only after its own collective has failed: as long as the process that raised
+lives, the other ranks wait for their backend's timeout, as they do in plain DeepSpeed.
 """
 
 import time
@@ -14,11 +17,11 @@ from typing import Any
 import torch.distributed
 
 NOTE, WAITING = "ds_kfac/note", "ds_kfac/waiting"
-PATIENCE = 3.0
-"""Seconds that a rank whose collective failed waits for others to register."""
+WAIT_SECONDS = 3.0
+"""Time that a rank whose collective failed waits for others to register."""
 
 
-_noted = False  # whether this rank's note is there
+_noted = False  # whether this rank's note is in the store
 
 
 class LostRank(RuntimeError):
@@ -27,8 +30,12 @@ class LostRank(RuntimeError):
 
 @contextmanager
 def telling(where: Callable[[], str]) -> Iterator[None]:
-    """Wraps a step: an error on this rank is noted for the others, which wait, until it has made a
-    step again. ``where``: text of what it did."""
+    """Wraps a step. If the step raises, this rank leaves a note for the ranks that wait for it. The
+    note is deleted after the next step that does not raise.
+
+    Args:
+        where: returns text that says what this rank was doing.
+    """
     global _noted
     try:
         yield
@@ -39,7 +46,8 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
         raise
     except Exception as error:
         with suppress(Exception):  # the job may have lost its store, too
-            rank, text = torch.distributed.get_rank(), f"{type(error).__name__}: {error}"
+            rank = torch.distributed.get_rank()
+            text = f"{type(error).__name__}: {error}"
             _store().set(f"{NOTE}/{rank}", f"rank {rank} raised in {where()}: {text}")
             _noted = True
         raise
@@ -47,14 +55,15 @@ def telling(where: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def naming(what: str, channel: Any) -> Iterator[None]:
-    """Wraps a collective of a Channel.
+    """Wraps a collective of a Channel, or the wait for it. The channel has counted the collective
+    already: ranks that fail in it at different places register under the same number.
 
     Args:
         what: text that says what is exchanged.
 
     Raises:
-        LostRank: the backend raised an error; names the ranks that are to blame, if that can be
-            found out.
+        LostRank: the backend raised an error. The text names the ranks that are to blame, if this
+            can be found out.
     """
     try:
         yield
@@ -71,13 +80,16 @@ def _store() -> Any:
 
 
 def _blamed(ranks: Sequence[int], number: int) -> list[str]:
-    store, mine, prefix = (
-        _store(),
-        torch.distributed.get_rank(),
-        f"{WAITING}/{'-'.join(map(str, ranks))}/{number}",
-    )
-    store.set(f"{prefix}/{mine}", "")
-    deadline = time.monotonic() + PATIENCE
+    """Register this rank as waiting, and return reasons why the collective failed.
+
+    Args:
+        ranks: members of the process group.
+        number: number of the collective, the same on all ranks that have entered it.
+    """
+    store = _store()
+    prefix = f"{WAITING}/{'-'.join(map(str, ranks))}/{number}"
+    store.set(f"{prefix}/{torch.distributed.get_rank()}", "")
+    deadline = time.monotonic() + WAIT_SECONDS
     while True:
         notes = [
             store.get(f"{NOTE}/{rank}").decode()

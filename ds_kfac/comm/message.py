@@ -1,7 +1,7 @@
 """All network traffic of K-FAC, counted by kind.
 
-A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen
-plan of its moves, the same on every rank; scalars that ranks exchange are such a part.
+A message is one all-to-all of bytes. It has parts of several kinds and dtypes. Each part has a
+frozen plan of its moves. Scalars that ranks exchange are such a part, too.
 """
 
 from collections import Counter
@@ -29,14 +29,19 @@ SHOWN = 4
 
 
 def gathered(value: T, group: Any = None) -> list[T]:
-    """Each rank's object, by rank of a group (None: the job); pickled. Collective."""
+    """Return the objects of all ranks of a group, in rank order. Objects are pickled. Collective.
+
+    Args:
+        group: process group; None: all ranks of the job.
+    """
     everyone = [value] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
-    """The entries of all ranks; of equal keys the last rank's. Collective."""
+    """Return the entries of all ranks. If several ranks have a key, the last rank's value counts.
+    Collective."""
     return {key: value for each in gathered(entries, group) for key, value in each.items()}
 
 
@@ -44,9 +49,9 @@ def merged(entries: Mapping[K, T], group: Any) -> dict[K, T]:
 def failing_together(
     headline: str, group: Any, error: type[Exception] = RuntimeError
 ) -> Iterator[list[str]]:
-    """Wraps local work that may fail on some ranks only; the work appends problems to the yielded
-    list, or raises. Collective. If any rank had a problem, raises ``error`` on every rank, with
-    ``headline`` and all ranks' problems."""
+    """Wraps local work that may fail on some ranks only. The work appends problems to the yielded
+    list, or raises. If any rank had a problem, every rank raises ``error``, with ``headline`` and
+    the problems of all ranks. Collective."""
     problems: list[str] = []
     try:
         yield problems
@@ -62,13 +67,16 @@ def failing_together(
 
 
 class Channel:
-    """A process group of K-FAC's own, so that its traffic is not ordered against DeepSpeed's
-    reductions and prefetches, with counters. Collective: every rank of the job makes one, each with
-    the group whose ranks it connects.
+    """A process group of K-FAC's own, with counters of its traffic. In a group of its own, this
+    traffic is not ordered against DeepSpeed's reductions and prefetches.
+
+    Collective: every rank of the job makes a channel, each with the group whose ranks it connects.
 
     Attributes:
-        calls: kind -> collectives entered; one that carries several kinds counts for the first.
-        sent, received: kind -> payload bytes to and from other ranks.
+        calls: kind -> number of collectives entered. A collective that carries several kinds counts
+            for the first.
+        sent: kind -> payload bytes to other ranks.
+        received: kind -> payload bytes from other ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -80,17 +88,19 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Leave the group; the last channel that uses it ends it. May be called twice. Local:
-        others may be gone."""
-        own, self._own, self.group = self._own, None, None
+        """Leave the group. The last channel that uses it ends it. May be called twice. Local: other
+        ranks may be gone."""
+        own = self._own
+        self._own = None
+        self.group = None
         if own is not None:
             own.close()
 
     def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
         """Sum a small vector over all ranks, in place. Collective."""
+        self.calls[kind] += 1
         with naming("numbers of all layers", self):
             dist.all_reduce(vector, group=self.group)
-        self.calls[kind] += 1
         nbytes = vector.numel() * vector.element_size()
         self.sent[kind] += nbytes
         self.received[kind] += nbytes
@@ -101,20 +111,21 @@ class Channel:
         sent: Tensor,
         outgoing: list[int],
         incoming: list[int],
-        carries: Mapping[str, tuple[int, int]],
+        bytes_by_kind: Mapping[str, tuple[int, int]],
     ) -> tuple[Tensor, Any]:
         """Send ``outgoing[r]`` elements to each rank r, and receive ``incoming[r]`` from it.
 
         Args:
-            sent: flat, what goes to each rank, in rank order.
-            carries: kind -> (bytes to, bytes from) other ranks.
+            sent: flat tensor: the elements for each rank, in rank order.
+            bytes_by_kind: kind -> payload bytes to and from other ranks.
 
         Returns the received tensor, and a handle to wait for before it is read.
         """
         received = sent.new_empty(sum(incoming))
-        with naming(", ".join(carries), self):
-            # not by deepspeed.comm: its log of stragglers adds up sizes that it takes to be the
-            # same on all ranks
+        self.calls[next(iter(bytes_by_kind))] += 1
+        with naming(", ".join(bytes_by_kind), self):
+            # not deepspeed.comm's: its log of stragglers assumes that sizes are the same on all
+            # ranks, and adds them up
             handle = torch.distributed.all_to_all_single(
                 output=received,
                 input=sent,
@@ -123,23 +134,26 @@ class Channel:
                 group=self.group,
                 async_op=True,
             )
-        self.calls[next(iter(carries))] += 1
-        for kind, (to, from_) in carries.items():
-            self.sent[kind] += to
-            self.received[kind] += from_
+        for kind, (sent_bytes, received_bytes) in bytes_by_kind.items():
+            self.sent[kind] += sent_bytes
+            self.received[kind] += received_bytes
         return received, handle
 
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A process group that DeepSpeed does not use. There is one for each set of ranks, shared by
-    channels: a ZeRO engine that is not destroyed lives as long as its process, and groups of their
-    own would pile up. Channels enter a shared group's collectives in the program's order, as
-    engines do with DeepSpeed's groups.
+    """A process group that DeepSpeed does not use.
+
+    Channels with the same ranks share one group. A ZeRO engine that is not destroyed lives as long
+    as its process, so with a group for each channel, groups would pile up. Channels enter a shared
+    group's collectives in the program's order, as engines do with DeepSpeed's groups.
 
     Attributes:
-        number: number of the call of :func:`own_group` that made it, the same on all its ranks.
-        channels: number of open channels; the last to close ends the group.
+        ranks: members, as ranks of the job.
+        number: number of the call of :func:`own_group` that made this group, the same on all its
+            ranks.
+        timeout: timeout of its collectives; None: the backend's default.
+        channels: number of open channels. The last one to close ends the group.
     """
 
     group: Any
@@ -150,7 +164,7 @@ class OwnGroup:
 
     @property
     def is_alive(self) -> bool:
-        """False once it has ended with the job's default group, as all groups do."""
+        """False once the job's default group has been destroyed, which ends all groups."""
         return self.group in torch.distributed.distributed_c10d._world.pg_map
 
     def close(self) -> None:
@@ -168,18 +182,24 @@ _calls = count()
 
 
 def own_group(group: Any) -> OwnGroup:
-    """The group with the same ranks as ``group``, with the job's timeout, which DeepSpeed's own
-    groups do not inherit. A new one, unless all these ranks still have the last one. Collective
-    over the job; ranks' groups may differ."""
+    """Return a group with the same ranks as ``group`` and with the job's timeout, which DeepSpeed's
+    own groups do not inherit.
+
+    The group is new, unless all its ranks still have the last one. Collective over the job; other
+    ranks may pass other groups.
+    """
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [
         getattr(world._get_backend(device), "options", None) for device in world._device_types
     ]
-    # a backend may hide it
+    # a backend may hide its options
     timeout = next((option._timeout for option in options if option is not None), None)
-    ranks, call = tuple(torch.distributed.get_process_group_ranks(group)), next(_calls)
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    call = next(_calls)
     last = _own_groups.get(ranks)
-    number = last.number if last is not None and last.is_alive and last.timeout == timeout else None
+    number = None  # of the group that this rank could go on using
+    if last is not None and last.is_alive and last.timeout == timeout:
+        number = last.number
     numbers: dict[tuple[int, ...], set[int | None]] = {}
     for members, its_number in gathered((ranks, number)):
         numbers.setdefault(members, set()).add(its_number)
@@ -195,8 +215,12 @@ def own_group(group: Any) -> OwnGroup:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements start .. start + numel of a flattened parameter travel from ``source`` to
-    ``target``."""
+    """Elements start .. start + numel of a flattened parameter travel from rank ``source`` to rank
+    ``target``.
+
+    Attributes:
+        param: index of the parameter, or of whatever else the message part consists of.
+    """
 
     param: int
     start: int
@@ -207,8 +231,8 @@ class Move:
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """All moves between ranks; elements that are in place are not listed. The same on every
-    rank."""
+    """Moves between ranks. Elements that are in place are not listed. Either all moves, the same on
+    every rank, or those of one rank: a message needs no others."""
 
     world: int
     moves: tuple[Move, ...]
@@ -216,22 +240,21 @@ class RelayoutPlan:
     @cached_property
     def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
         """(source, target) -> moves in the order in which they lie in a message."""
-        order: dict[tuple[int, int], list[Move]] = {}
-        # there may be millions, and comparing dataclasses takes several times as long
-        for move in sorted(
-            self.moves, key=attrgetter("param", "start", "numel", "source", "target")
-        ):
-            order.setdefault((move.source, move.target), []).append(move)
-        return {pair: tuple(moves) for pair, moves in order.items()}
+        by_pair: dict[tuple[int, int], list[Move]] = {}
+        # there may be millions of moves, and dataclasses are slow to compare
+        order = attrgetter("param", "start", "numel", "source", "target")
+        for move in sorted(self.moves, key=order):
+            by_pair.setdefault((move.source, move.target), []).append(move)
+        return {pair: tuple(moves) for pair, moves in by_pair.items()}
 
     @cached_property
     def sizes(self) -> Mapping[tuple[int, int], list[int]]:
-        """(source, target) -> numbers of elements of the moves."""
+        """(source, target) -> number of elements of each move in :attr:`moved`."""
         return {pair: [move.numel for move in moves] for pair, moves in self.moved.items()}
 
     @property
     def total_numel(self) -> int:
-        """Elements on the wire, summed over all ranks."""
+        """Number of elements that all moves have together."""
         return sum(move.numel for move in self.moves)
 
 
@@ -240,6 +263,7 @@ ALIGNMENT = 16
 dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
+"""The moves of a message part to this rank, each with its flat elements."""
 
 
 @dataclass(frozen=True)
@@ -247,9 +271,10 @@ class MessagePart:
     """One kind of content of a message.
 
     Attributes:
-        kind: name under which its bytes are counted.
-        plan: its moves, the same on every rank; moves between two other ranks may be missing.
-        piece: move whose source is this rank -> its flat elements.
+        kind: name under which the part's bytes are counted.
+        plan: its moves. Moves between two other ranks may be missing. All other moves are the same
+            on the two ranks.
+        piece: returns the flat elements of a move whose source is this rank.
         dtype: dtype on the wire, the same on every rank.
     """
 
@@ -260,11 +285,12 @@ class MessagePart:
 
 
 class Message:
-    """A message on its way. Collective: made on every rank, in the same order.
+    """A message on its way. Collective: every rank makes its messages in the same order.
 
     Args:
-        parts: at least one.
-        packed: called once the pieces are copied, before memory for the received ones is allocated.
+        parts: at least one part.
+        packed: called when the pieces have been copied to the send buffer, before the receive
+            buffer is allocated.
     """
 
     def __init__(
@@ -274,64 +300,98 @@ class Message:
         device: torch.device,
         packed: Callable[[], None] | None = None,
     ) -> None:
-        self.parts, rank, ranks = parts, channel.rank, range(channel.world)
-        outgoing, places, to = _laid_out(parts, [(rank, target) for target in ranks], rank)
-        incoming, self._places, from_ = _laid_out(parts, [(source, rank) for source in ranks], rank)
-        sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=device)
-        for part, pair, start, nbytes in places:
-            pieces = sent.narrow(0, start, nbytes).view(part.dtype)
-            for move, place in zip(
-                part.plan.moved[pair], pieces.split(part.plan.sizes[pair]), strict=True
-            ):
-                place.copy_(part.piece(move))
+        rank = channel.rank
+        ranks = range(channel.world)
+        self.parts = parts
+        self._channel = channel
+        outgoing = BufferLayout(parts, [(rank, target) for target in ranks])
+        self._incoming = BufferLayout(parts, [(source, rank) for source in ranks])
+        # kept alive until it is sent
+        self._sent = torch.empty(sum(outgoing.sizes), dtype=torch.uint8, device=device)
+        for slot in outgoing.slots:
+            for move, place in slot.pieces(self._sent):
+                place.copy_(slot.part.piece(move))
         if packed is not None:
             packed()
-        self._sent, self._channel = sent, channel  # kept alive until it is sent
-        carries = {
-            part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves
+        sent_bytes = outgoing.payload(rank)
+        received_bytes = self._incoming.payload(rank)
+        bytes_by_kind = {
+            part.kind: (sent_bytes[part.kind], received_bytes[part.kind])
+            for part in parts
+            if part.plan.moves
         }
-        carries = carries or {parts[0].kind: (0, 0)}
-        self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries)
+        self._received, self._handle = channel.all_to_all(
+            self._sent,
+            outgoing.sizes,
+            self._incoming.sizes,
+            bytes_by_kind or {parts[0].kind: (0, 0)},
+        )
 
     def wait(self) -> list[Arrivals]:
-        """Wait; the arrivals of each part."""
-        with naming(
-            ", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves)),
-            self._channel,
-        ):
+        """Wait for the message, and return the arrivals of each part."""
+        kinds = dict.fromkeys(part.kind for part in self.parts if part.plan.moves)
+        with naming(", ".join(kinds), self._channel):
             self._handle.wait()
         del self._sent
         arrivals: dict[int, Arrivals] = {id(part): [] for part in self.parts}
-        for part, pair, start, nbytes in self._places:
-            pieces = (
-                self._received.narrow(0, start, nbytes)
-                .view(part.dtype)
-                .split(part.plan.sizes[pair])
-            )
-            arrivals[id(part)] += zip(part.plan.moved[pair], pieces, strict=True)
+        for slot in self._incoming.slots:
+            arrivals[id(slot.part)] += slot.pieces(self._received)
         return list(arrivals.values())
 
 
-Places = list[tuple[MessagePart, tuple[int, int], int, int]]
-"""(part, (source, target), first byte, bytes)"""
+@dataclass(frozen=True)
+class BufferSlot:
+    """The bytes of a buffer in which one part's moves between two ranks lie.
+
+    Attributes:
+        pair: (source, target).
+        start: first byte.
+        nbytes: number of bytes, without the padding behind them.
+    """
+
+    part: MessagePart
+    pair: tuple[int, int]
+    start: int
+    nbytes: int
+
+    def pieces(self, buffer: Tensor) -> Arrivals:
+        """Return the moves, each with the view of ``buffer`` in which its elements lie."""
+        elements = buffer.narrow(0, self.start, self.nbytes).view(self.part.dtype)
+        plan = self.part.plan
+        return [*zip(plan.moved[self.pair], elements.split(plan.sizes[self.pair]), strict=True)]
 
 
-def _laid_out(
-    parts: Sequence[MessagePart], pairs: Sequence[tuple[int, int]], rank: int
-) -> tuple[list[int], Places, Counter[str]]:
-    """Layout of a buffer: bytes of each pair, padding included; the parts' places; kind -> bytes to
-    or from others."""
-    sizes, places, carried, start = [], [], Counter[str](), 0
-    for pair in pairs:
-        first = start
-        for part in parts:
-            if pair in part.plan.sizes:
-                nbytes = sum(part.plan.sizes[pair]) * part.dtype.itemsize
-                places.append((part, pair, start, nbytes))
-                carried[part.kind] += nbytes if pair != (rank, rank) else 0
-                start += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        sizes.append(start - first)
-    return sizes, places, carried
+class BufferLayout:
+    """Where the parts of a message lie in its send buffer or in its receive buffer.
+
+    Args:
+        pairs: (source, target) of what the buffer contains, in its order.
+
+    Attributes:
+        sizes: bytes of each pair, padding included.
+        slots: slots of all parts and pairs, in the order of the buffer.
+    """
+
+    def __init__(self, parts: Sequence[MessagePart], pairs: Sequence[tuple[int, int]]) -> None:
+        self.sizes: list[int] = []
+        self.slots: list[BufferSlot] = []
+        start = 0
+        for pair in pairs:
+            first = start
+            for part in parts:
+                if pair in part.plan.sizes:
+                    nbytes = sum(part.plan.sizes[pair]) * part.dtype.itemsize
+                    self.slots.append(BufferSlot(part, pair, start, nbytes))
+                    start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            self.sizes.append(start - first)
+
+    def payload(self, rank: int) -> Counter[str]:
+        """Return kind -> bytes to or from other ranks than ``rank``, without padding."""
+        payload = Counter[str]()
+        for slot in self.slots:
+            if slot.pair != (rank, rank):
+                payload[slot.part.kind] += slot.nbytes
+        return payload
 
 
 def deliver(
@@ -341,9 +401,9 @@ def deliver(
     packed: Callable[[], None] | None = None,
 ) -> list[Arrivals]:
     """Send this rank's pieces of all parts, and return those that it received, a list for each
-    part. The plans must have every rank's moves. One collective; none if there are no moves at all.
+    part. One collective; none if no part has a move, which must be so on every rank or on none.
     ``packed``: see :class:`Message`."""
-    if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
+    if any(part.plan.moves for part in parts):
         return Message(parts, channel, device, packed).wait()
     if packed is not None:
         packed()
@@ -351,10 +411,11 @@ def deliver(
 
 
 class SummedVector:
-    """A vector of each rank that travels to all other ranks of its row, where they are added up in
-    rank order.
+    """Adds up one vector of each rank. Ranks send their vectors to all other ranks of their row,
+    and add up what they have in rank order, so that a row has the same sum to the bit.
 
     Args:
+        numel: number of elements of a vector.
         rows: groups of ranks that exchange their vectors.
     """
 
@@ -369,12 +430,12 @@ class SummedVector:
         self._own: Tensor | None = None
 
     def part(self, own: Tensor) -> MessagePart:
-        """The message part with this rank's vector, fp32."""
+        """Return the message part with this rank's fp32 vector."""
         self._own = own
         return MessagePart("numbers", self.plan, lambda move: own, torch.float32)
 
     def total(self, received: Arrivals) -> Tensor:
-        """The sum of this rank's and the received ones."""
+        """Return the sum of this rank's vector and the received ones."""
         assert self._own is not None
         vectors = {move.source: vector for move, vector in received} | {self.rank: self._own}
         self._own = None
@@ -385,8 +446,8 @@ class Scalars:
     """Scalars that each rank sends to all others in this step.
 
     Args:
-        names: by rank, names of the scalars that it sends; the same on every rank. A name is of one
-            rank only.
+        names: for each rank, the names of the scalars that it sends. The same on every rank; no two
+            ranks send the same name.
     """
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int) -> None:
@@ -394,23 +455,29 @@ class Scalars:
 
     @cached_property
     def plan(self) -> RelayoutPlan:
-        """Moves of each rank's scalars to all other ranks."""
-        world = len(self.names)
-        moves = [
-            Move(source, 0, len(self.names[source]), source, target)
-            for source in range(world)
-            for target in range(world)
-            if source != target and self.names[source]
-        ]
-        return RelayoutPlan(world, tuple(moves))
+        """This rank's moves: of its scalars to all other ranks, and of theirs to this rank. Moves
+        between two other ranks would make a step's host time quadratic in the number of ranks."""
+        others = [rank for rank in range(len(self.names)) if rank != self.rank]
+        mine = len(self.names[self.rank])
+        moves = []
+        for other in others:
+            theirs = len(self.names[other])
+            if mine:
+                moves.append(Move(self.rank, 0, mine, self.rank, other))
+            if theirs:
+                moves.append(Move(other, 0, theirs, other, self.rank))
+        return RelayoutPlan(len(self.names), tuple(moves))
 
     def part(self, values: Mapping[Hashable, Tensor | float], device: torch.device) -> MessagePart:
-        """The message part with this rank's scalars, tensors or what the host knows: fp32, on the
-        device."""
+        """Return the message part with this rank's scalars, in fp32 on the device.
+
+        Args:
+            values: name -> scalar tensor on the device, or a number that the host knows.
+        """
         mine = [values[name] for name in self.names[self.rank]]
-        # a fill of each: numbers from a list would be copied
-        known = {x for x in mine if not isinstance(x, Tensor)}
-        filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in known}
+        # filled in on the device: a tensor made of a list would be copied from the host
+        numbers = {x for x in mine if not isinstance(x, Tensor)}
+        filled = {x: torch.full((), x, device=device, dtype=torch.float32) for x in numbers}
         scalars = [x.float().reshape(()) if isinstance(x, Tensor) else filled[x] for x in mine]
         self._sent = (
             torch.stack(scalars) if scalars else torch.zeros(0, device=device, dtype=torch.float32)
@@ -418,7 +485,7 @@ class Scalars:
         return MessagePart("numbers", self.plan, lambda move: self._sent, torch.float32)
 
     def read(self, received: Arrivals) -> dict[Hashable, Tensor]:
-        """Name -> scalar, of all ranks."""
+        """Return name -> scalar for the scalars of all ranks."""
         # copies: a view would keep the whole message
         sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._sent}
         return {

@@ -1,15 +1,15 @@
 """Reduces a step's batch sums to the factors' owners, in messages of 32 or 16 bits.
 
 A sum travels from each of its contributors to its owner, the rank that averages the factor. A
-message has a bound in bytes: a long sum may travel in several pieces. Each message is an
-all-to-all, followed by a local fp32 sum in rank order, so the result does not depend on the order
-of arrival. Which message has which sums is a pure layout.
+message has a bound in bytes, so a long sum may travel in several pieces. Each message is an
+all-to-all, followed by a local fp32 sum in rank order: the result does not depend on the order of
+arrival. A :class:`ReductionPlan`, which is pure, says which message has which sums.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -17,32 +17,33 @@ from torch import Tensor
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.comm.message import Channel, Message, MessagePart, Move, RelayoutPlan
+from ds_kfac.comm.message import Arrivals, Channel, Message, MessagePart, Move, RelayoutPlan
 from ds_kfac.model.rows import TERMS, BatchSum
 
 ALIGNMENT = 32
 """A piece of a sum starts at a multiple of this many elements, for vectorised kernels."""
 COUNTS = TERMS + 1
-"""Numbers that travel with a sum, in fp32."""
+"""How many counts travel with a sum, in fp32."""
 PIECES = 4
 """A piece takes at most 1/PIECES of its message."""
 CACHED = 64
-"""Cached messages of steps, and their plans: contributors repeat after as many updates as a node
-has ranks."""
+"""Size of the caches of buckets and of their plans. Contributors repeat after as many updates as a
+node has ranks."""
 IN_FLIGHT = 2
-"""Messages at a time; each holds what it sends and what it receives."""
+"""Number of messages at a time. Each has a send buffer and a receive buffer."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Values of the config -> dtype of sums on the wire."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The batch sum of a factor.
+    """The batch sum of one factor.
 
     Attributes:
         factor: key of the factor.
-        numel: elements of the packed sum.
-        owner: rank that averages it.
-        contributors: ranks that have rows of it, ascending.
+        numel: number of elements of the packed sum.
+        owner: rank that averages the factor.
+        contributors: ranks that have rows of the factor, ascending.
     """
 
     factor: str
@@ -52,13 +53,13 @@ class Slot:
 
     @property
     def senders(self) -> list[int]:
-        """Contributors from which it travels."""
+        """Contributors that send their sum to the owner."""
         return [rank for rank in self.contributors if rank != self.owner]
 
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Elements ``start .. start + numel`` of a sum; the first one carries its counts."""
+    """Elements ``start .. start + numel`` of a sum. The counts travel with the first piece."""
 
     slot: Slot
     start: int
@@ -66,14 +67,14 @@ class SumPiece:
 
 
 Bucket = tuple[SumPiece, ...]
-"""Pieces that travel in one message."""
+"""The pieces that travel in one message."""
 
 
 @lru_cache(maxsize=CACHED)
 def buckets(
     slots: tuple[Slot, ...], *, world: int, itemsize: int, nbytes: int
 ) -> tuple[Bucket, ...]:
-    """The messages of some sums, in the order in which they leave.
+    """Return the buckets in which these sums travel, in the order in which they are sent.
 
     Args:
         itemsize: bytes of an element on the wire.
@@ -81,30 +82,34 @@ def buckets(
     """
     made: list[Bucket] = []
     pieces: list[SumPiece] = []
-    load = np.zeros((2, world))  # sent, received
+    load = np.zeros((2, world))  # bytes that each rank sends, and that it receives
     for slot in slots:
-        if not (senders := slot.senders):
+        senders = slot.senders
+        if not senders:
             continue
         most = max(ALIGNMENT, nbytes // (PIECES * itemsize * len(senders)) // ALIGNMENT * ALIGNMENT)
         for start in range(0, max(slot.numel, 1), most):
             piece = SumPiece(slot, start, min(most, slot.numel - start))
-            more, received = piece.numel * itemsize, piece.numel * itemsize * len(senders)
-            full = max(load[0, senders].max() + more, load[1, slot.owner] + received) > nbytes
+            sent = piece.numel * itemsize
+            received = sent * len(senders)
+            full = max(load[0, senders].max() + sent, load[1, slot.owner] + received) > nbytes
             if pieces and full:
                 made.append(tuple(pieces))
-                pieces, load = [], np.zeros((2, world))
-            load[0, senders] += more
+                pieces = []
+                load = np.zeros((2, world))
+            load[0, senders] += sent
             load[1, slot.owner] += received
             pieces.append(piece)
     return (*made, tuple(pieces)) if pieces else ()
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The sums and messages of each step, the same on every rank.
+class ReductionPlan:
+    """Which sums travel in a step, and in which messages. The same on every rank.
 
     Attributes:
-        eigen_workers: factor key -> rank that averages and decomposes it.
+        eigen_workers: factor key -> rank that averages and decomposes the factor.
+        contributors: which ranks contribute to a factor at a step.
         dtype: dtype of sums on the wire.
         nbytes: see :func:`buckets`.
     """
@@ -116,29 +121,28 @@ class Layout:
     nbytes: int
 
     def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """The sums of some factors at a step, and their messages in order."""
-        owners = [
-            (factor, self.eigen_workers[factor.key])
-            for factor in self.factors
-            if factor.key in keys
-        ]
-        slots = tuple(
-            Slot(
-                factor.key, factor.side.numel, owner, self.contributors.of(factor.key, owner, step)
-            )
-            for factor, owner in owners
-        )
-        return slots, buckets(
-            slots, world=self.contributors.world, itemsize=self.dtype.itemsize, nbytes=self.nbytes
+        """Return the sums of these factors at a step, and the buckets in which they travel."""
+        slots = []
+        for factor in self.factors:
+            if factor.key in keys:
+                owner = self.eigen_workers[factor.key]
+                contributors = self.contributors.of(factor.key, owner, step)
+                slots.append(Slot(factor.key, factor.side.numel, owner, contributors))
+        return tuple(slots), buckets(
+            tuple(slots),
+            world=self.contributors.world,
+            itemsize=self.dtype.itemsize,
+            nbytes=self.nbytes,
         )
 
 
 def payloads(
     bucket: Bucket, itemsize: int
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """(source, target) -> bytes of a message's counts, in fp32, and of its elements, without
-    padding."""
-    counts, elements = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    """Return two counters with keys (source, target): bytes of a message's counts, which are fp32,
+    and bytes of its elements. Both are without padding."""
+    counts = Counter[tuple[int, int]]()
+    elements = Counter[tuple[int, int]]()
     for piece in bucket:
         for rank in piece.slot.senders:
             elements[rank, piece.slot.owner] += piece.numel * itemsize
@@ -148,8 +152,10 @@ def payloads(
 
 @lru_cache(maxsize=CACHED)
 def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """This rank's moves of a message: of counts, and of the pieces' elements."""
-    counts, elements = [], []
+    """Return two plans with the moves of ``rank`` in a message: of counts, and of elements.
+    ``Move.param`` is the place of a piece in the bucket."""
+    counts = []
+    elements = []
     for index, piece in enumerate(bucket):
         pairs = [
             (sender, piece.slot.owner)
@@ -164,29 +170,38 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
 class Reducer:
     """Reduces the batch sums of the factors that are due.
 
-    The messages are the same on every rank, in number and order. Transient memory: this rank's
-    sums, those of the factors that it averages, and :data:`IN_FLIGHT` messages, each at most twice
-    the layout's ``nbytes``."""
+    The messages are the same on every rank, in number and order. A reduction needs memory for this
+    rank's sums, for the sums of the factors that it averages, and for :data:`IN_FLIGHT` messages,
+    each of at most twice the plan's ``nbytes``.
+    """
 
-    def __init__(self, layout: Layout, channel: Channel, device: torch.device) -> None:
-        self.layout, self.channel, self.device = layout, channel, device
-        self._slots, self._buckets = layout.of(frozenset(), 0)
+    def __init__(self, plan: ReductionPlan, channel: Channel, device: torch.device) -> None:
+        self.plan = plan
+        self.channel = channel
+        self.device = device
+        self._slots, self._buckets = plan.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> Mapping[str, int]:
-        """Prepare for the factors in ``keys`` at ``step``. Returns those that this rank contributes
-        to, each with its stride: every so many rows one counts."""
-        self._slots, self._buckets = self.layout.of(keys, step)
-        strides, own = (
-            self.layout.contributors.strides,
-            [s for s in self._slots if self.channel.rank in s.contributors],
-        )
-        return {slot.factor: strides.get(slot.factor, 1) for slot in own}
+        """Prepare for the factors in ``keys`` at ``step``. Return the keys of the factors that this
+        rank contributes to, each with its stride: one row in so many counts."""
+        self._slots, self._buckets = self.plan.of(keys, step)
+        strides = self.plan.contributors.strides
+        return {
+            slot.factor: strides.get(slot.factor, 1)
+            for slot in self._slots
+            if self.channel.rank in slot.contributors
+        }
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Sums over all contributors, for the factors that this rank averages. Collective.
-        ``sums``: this rank's, by factor key, which are overwritten and freed; for a missing factor
-        zeros travel."""
-        rank, running = self.channel.rank, list[tuple[Bucket, Message]]()
+        """Return the sums over all contributors, for the factors that this rank averages.
+        Collective.
+
+        Args:
+            sums: factor key -> this rank's sum. Sums are overwritten and freed. If a factor that
+                this rank contributes to is missing, zeros travel.
+        """
+        rank = self.channel.rank
+        running: list[tuple[Bucket, Message]] = []
         for bucket in self._buckets:
             if len(running) == IN_FLIGHT:
                 self.add(*running.pop(0), sums)
@@ -207,37 +222,63 @@ class Reducer:
         return sums
 
     def send(self, bucket: Bucket, sums: Mapping[str, BatchSum]) -> Message:
-        """Collective. ``sums``: this rank's, for the slots that it contributes to or owns."""
+        """Send the pieces of a bucket. Collective.
 
-        def count_of(move: Move) -> Tensor:
-            return sums[bucket[move.param].slot.factor].counts
+        Args:
+            sums: factor key -> this rank's sum, for the slots that it contributes to or owns.
+        """
+
+        def counts_of(move: Move) -> Tensor:
+            return _counts(sums, bucket[move.param])
 
         def elements_of(move: Move) -> Tensor:
-            return sums[bucket[move.param].slot.factor].sum_P.narrow(0, move.start, move.numel)
+            return _elements(sums, bucket[move.param])
 
         counts, elements = plans(bucket, self.channel.rank, self.channel.world)
         parts = (
-            MessagePart("factors", counts, count_of, torch.float32),
-            MessagePart("factors", elements, elements_of, self.layout.dtype),
+            MessagePart("factors", counts, counts_of, torch.float32),
+            MessagePart("factors", elements, elements_of, self.plan.dtype),
         )
         return Message(parts, self.channel, self.device)
 
     def add(self, bucket: Bucket, message: Message, sums: Mapping[str, BatchSum]) -> None:
-        """Wait; then this rank's sums of the slots that it owns become those of all contributors,
-        in rank order."""
-        # (count or elements, piece) -> rank -> its part
-        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}
-        for kind, arrivals in enumerate(message.wait()):
-            for move, part in arrivals:
-                arrived.setdefault((kind, move.param), {})[move.source] = part
-        for (kind, index), parts in arrived.items():
-            piece = bucket[index]
-            batch = sums[piece.slot.factor]
-            whole = batch.sum_P.narrow(0, piece.start, piece.numel) if kind else batch.counts
-            # rounded as others', or the sum would depend on the owner
+        """Wait for a bucket's message. Replace this rank's sums of the slots that it owns by the
+        sums over all contributors."""
+        counts, elements = message.wait()
+        self._add(bucket, counts, partial(_counts, sums), torch.float32)
+        self._add(bucket, elements, partial(_elements, sums), self.plan.dtype)
+
+    def _add(
+        self,
+        bucket: Bucket,
+        arrivals: Arrivals,
+        own: Callable[[SumPiece], Tensor],
+        wire: torch.dtype,
+    ) -> None:
+        """Add up all contributors' values of each piece that has arrived, in rank order.
+
+        Args:
+            own: returns this rank's values of a piece, which are overwritten with the sum.
+            wire: dtype in which values have travelled.
+        """
+        arrived: dict[int, dict[int, Tensor]] = {}  # place of a piece -> rank -> its values
+        for move, values in arrivals:
+            arrived.setdefault(move.param, {})[move.source] = values
+        for place, by_rank in arrived.items():
+            piece = bucket[place]
+            own_values = own(piece)
             if self.channel.rank in piece.slot.contributors:
-                parts[self.channel.rank] = whole.to(self.layout.dtype) if kind else whole
-            total, *others = (parts[rank].float() for rank in sorted(parts))
-            for part in others:
-                total = total + part
-            whole.copy_(total)
+                # rounded as other ranks' values are, or the sum would depend on which rank owns it
+                by_rank[self.channel.rank] = own_values.to(wire)
+            total, *others = (by_rank[rank].float() for rank in sorted(by_rank))
+            for values in others:
+                total = total + values
+            own_values.copy_(total)
+
+
+def _counts(sums: Mapping[str, BatchSum], piece: SumPiece) -> Tensor:
+    return sums[piece.slot.factor].counts
+
+
+def _elements(sums: Mapping[str, BatchSum], piece: SumPiece) -> Tensor:
+    return sums[piece.slot.factor].sum_P.narrow(0, piece.start, piece.numel)

@@ -113,7 +113,7 @@ def _details(kfac: KFACPreconditioner) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
     config, plan, whole = kfac.config, kfac.plan, kfac.config.report == "full"
     ours, precision = sum(layer.numel for layer in kfac.layers), kfac.direction.precision
-    _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
+    _, buckets = kfac.curvature.reducer.plan.of(frozenset(kfac.curvature.specs), 0)
     nbytes = (
         sum(part.values()) for bucket in buckets for part in payloads(bucket, plan.wire.itemsize)
     )
@@ -338,7 +338,7 @@ def without_effect(
 def _of_memory(kfac: KFACPreconditioner) -> list[str]:
     """Of this rank, against what its device has left."""
     plan, reducer = kfac.plan, kfac.curvature.reducer
-    slots, _ = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
+    slots, _ = reducer.plan.of(frozenset(kfac.curvature.specs), 0)
     sums = sum(4 * slot.numel for slot in slots if kfac.rank in {slot.owner, *slot.contributors})
     state, free = int(plan.assignment.memory[kfac.rank]), get_accelerator().available_memory()
     if state + sums <= SHARE * free:

@@ -14,7 +14,7 @@ import torch
 
 from ds_kfac.assignment import costs as rates
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
-from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
+from ds_kfac.comm.reduce import IN_FLIGHT, ReductionPlan, payloads
 from ds_kfac.curvature.eigen import Precision
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.estimate.subject import Subject
@@ -158,8 +158,10 @@ class Estimate:
             wire=wire,
             method=method,
         )
-        # the layout of batch sums, always that of step 0: all updates cost the same
-        self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
+        # reductions are always those of step 0: all updates cost the same
+        self.reduction = ReductionPlan(
+            self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes
+        )
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
         self.every, none = frozenset(factor.key for factor in self.factors), frozenset[str]()
         self.plain, self.update = self._traffic(none, none), self._traffic(self.every, none)
@@ -182,7 +184,7 @@ class Estimate:
         )
         delivered = (message for message, _ in self._delivered(captured, arriving))
         for message in (
-            *self._sums(captured, self.layout),
+            *self._sums(captured, self.reduction),
             *delivered,
             self._gather,
             self._scatter,
@@ -193,9 +195,9 @@ class Estimate:
                 payload[kind] += matrix
         return StepTraffic(payload, calls)
 
-    def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
+    def _sums(self, captured: Keys, reduction: ReductionPlan) -> list[Message]:
         counts_and_sums = (
-            payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1]
+            payloads(bucket, reduction.dtype.itemsize) for bucket in reduction.of(captured, 0)[1]
         )
         return [[("factors", self._matrix(part)) for part in parts] for parts in counts_and_sums]
 
@@ -283,15 +285,19 @@ class Estimate:
         recorded = np.array([self.rule.facts.kept(plan, owned, device) for owned in layers])
 
         gathered, working, results = self._preconditioned()
-        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first)
+        first = (
+            self.reduction
+            if plan.first is None
+            else replace(self.reduction, contributors=plan.first)
+        )
         steps = {step for steps in steps_of(plan) for step in steps}
-        captures = [(self.every, first), *((step.capture, self.layout) for step in steps)]
+        captures = [(self.every, first), *((step.capture, self.reduction) for step in steps)]
         # in the first step all factors are decomposed, and no eigenbases are there yet
         missing = memory["eigenbases"] - copied
         peaks = [self._refreshed(FactorsDue(self.every, self.every)) - missing]
         peaks += [self._refreshed(step) for step in steps]
-        peaks += [sum(self._reduced(keys, layout)) for keys, layout in captures]
-        memory["sums"], under_way = self._reduced(self.every, self.layout)
+        peaks += [sum(self._reduced(keys, reduction)) for keys, reduction in captures]
+        memory["sums"], under_way = self._reduced(self.every, self.reduction)
         delivers = [
             self._buffers(message)[1] for message, _ in self._delivered(self.every, self.every)
         ]
@@ -332,7 +338,8 @@ class Estimate:
             peaks += [held + both, held + both - sent + brought]
             held = held + brought
         # one after the other is rounded as it was sent
-        rounded = [(self.homes[key], self._basis[key]) for key in keys & self.delivery.rounded]
+        rounded_at_home = keys & self.delivery.rounded_at_home
+        rounded = [(self.homes[key], self._basis[key]) for key in rounded_at_home]
         copied, turning = np.zeros((2, self.world))
         for rank, nbytes in rounded if plan.wire is not torch.float32 else ():
             copied[rank] = max(copied[rank], nbytes)
@@ -343,13 +350,14 @@ class Estimate:
             )
         return np.max([*peaks, held + copied, held + turning], axis=0)
 
-    def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    def _reduced(self, keys: Keys, reduction: ReductionPlan) -> tuple[np.ndarray, np.ndarray]:
         """(bytes [W] of the factors' batch sums, on the ranks that make or average them; bytes [W]
         of the messages with these sums that are in flight at once, at most)."""
         sums = (
-            ({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.of(keys, 0)[0]
+            ({slot.owner, *slot.contributors}, FP32 * slot.numel)
+            for slot in reduction.of(keys, 0)[0]
         )
-        each = [self._buffers(message)[1] for message in self._sums(keys, layout)]
+        each = [self._buffers(message)[1] for message in self._sums(keys, reduction)]
         return self._at(sums), np.max(
             [self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0
         )

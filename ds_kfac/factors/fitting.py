@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Channel, failing_together, gathered, merged
-from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.comm.reduce import Reducer, ReductionPlan
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import Request, refresh_all
@@ -211,10 +211,10 @@ class _Fitting:
                 sums[key] = torch.zeros(spec.side.numel, dtype=float64, device=self.device)
                 counts[key] = torch.zeros((), dtype=float64, device=self.device)
         totals = torch.zeros(3, dtype=float64, device=self.device)  # batches, sequences, rows
-        layout = Layout(
+        reduction = ReductionPlan(
             roles.factors, roles.eigen_workers, Contributors(world), torch.float32, BUCKET_BYTES
         )
-        reducer = Reducer(layout, self.channel, self.device)
+        reducer = Reducer(reduction, self.channel, self.device)
         for batch in self.passes.over("factors", capture, frozenset(self.specs)):
             totals[0] += bool(batch.calls)
             totals[1] += batch.sequences

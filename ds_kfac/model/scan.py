@@ -87,7 +87,8 @@ def embedding_shapes(model: nn.Module) -> set[tuple[int, int]]:
         if isinstance(module, nn.Embedding):
             shapes.add((module.num_embeddings, module.embedding_dim))
         elif type(module).__name__ == "VocabParallelEmbedding" and "weight" in module._parameters:
-            shapes.add(parameter_shape(module._parameters["weight"]))
+            words, width = parameter_shape(module._parameters["weight"])
+            shapes.add((words, width))
     return shapes
 
 

@@ -254,8 +254,11 @@ class FactorsDue:
 
 
 NOTHING = FactorsDue(frozenset(), frozenset())
+SIMILAR_TO_LAST = 1
+SIMILAR_TO_BEFORE = 2
 NO_BATCH = 4.0
-"""In place of a factor's similarities, where it had no batch to compare."""
+"""Code of a factor's similarities: the sum of those of the first two that hold, or NO_BATCH where
+the factor had no batch to compare."""
 AHEAD = 1000
 """Most steps to look ahead for the next one at which anything is due."""
 
@@ -371,10 +374,7 @@ class Timetable:
         if self._unread is not None:
             (step, due, read), self._unread = self._unread, None
             codes = zip(sorted(due.capture), map(int, read()), strict=True)
-            flags = {
-                key: None if code == NO_BATCH else (bool(code & 1), bool(code & 2))
-                for key, code in codes
-            }
+            flags = {key: _similarities(code) for key, code in codes}
             self.record(step, due, flags)
 
     def record(
@@ -388,8 +388,9 @@ class Timetable:
             similar: key of a captured factor -> whether it is similar to its last value, and to the
                 one before; read after the burn-in with an adaptive rule only. None of one that had
                 no batch: it keeps its interval. Or a function that reads them from the device: for
-                each of ``sorted(due.capture)`` 1 and 2 added up, or :data:`NO_BATCH`. It is called
-                at the next step that might capture.
+                each of ``sorted(due.capture)`` :data:`SIMILAR_TO_LAST` and
+                :data:`SIMILAR_TO_BEFORE` added up, or :data:`NO_BATCH`. It is called at the next
+                step that might capture.
         """
         if callable(similar):
             self.settle()
@@ -452,3 +453,11 @@ class Timetable:
                         if refreshes > schedule.refreshes(clock.refreshed):
                             refresh.add(key)
         return FactorsDue(frozenset(capture), frozenset(refresh))
+
+
+def _similarities(code: int) -> tuple[bool, bool] | None:
+    """Return what a code says: whether a factor is similar to its last value, and to the one
+    before; None if it had no batch."""
+    if code == NO_BATCH:
+        return None
+    return bool(code & SIMILAR_TO_LAST), bool(code & SIMILAR_TO_BEFORE)

@@ -1,7 +1,7 @@
 """A rank's factors: averaged, decomposed, delivered to the gradient workers.
 
-The timetable is the same on every rank. Whether a factor could be decomposed only its eigen worker
-knows; if eigenbases travel it tells everyone, so that all ranks agree on what the next message
+The timetable is the same on every rank. Only a factor's eigen worker knows whether the factor could
+be decomposed. If eigenbases travel, it tells all ranks, which then agree on what the next message
 contains.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Channel, Scalars, deliver
-from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.comm.reduce import Reducer, ReductionPlan
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, update_, usable
 from ds_kfac.curvature.methods import Decomposition
@@ -24,7 +24,12 @@ from ds_kfac.model.layers import key_of
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import PASSES, ROWS, TERMS, BatchSum
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.timetable import NO_BATCH, FactorsDue
+from ds_kfac.schedule.timetable import (
+    NO_BATCH,
+    SIMILAR_TO_BEFORE,
+    SIMILAR_TO_LAST,
+    FactorsDue,
+)
 from ds_kfac.step.messages import (
     FAILED,
     FRESH,
@@ -40,15 +45,15 @@ from ds_kfac.step.warner import NAMED
 
 @dataclass
 class FactorLog:
-    """What became of factors since this rank started or loaded: for people
-    (``ds_kfac/engine/explain.py``), in no checkpoint. No step decides by it.
+    """What became of factors since this rank started or loaded a checkpoint. It is shown to people
+    (``ds_kfac/engine/explain.py``); no step depends on it, and no checkpoint has it.
 
     Attributes:
-        updates: key -> its last update here: the step, its column, and fp32 [4, n] on the device, a
-            column for each batch of that step: whether it was scaled down, whether it left the
-            factor as it was, its rows (of G loss terms), the last step whose batch changed the
-            factor (-1: none).
-        tried: key -> step of its last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
+        updates: key -> last update on this rank, as a triple: the step; the factor's column; and
+            fp32 [4, n] on the device, with a column for each of the step's n batches. The rows are:
+            1 if the batch was scaled down; 1 if it left the factor as it was; its number of rows
+            (for G: loss terms); and the last step whose batch changed the factor (-1: none).
+        tried: key -> step of the last refresh, and how it ended: FAILED, UNUSABLE or FRESH.
         fresh: key -> step of the last refresh that gave a decomposition.
     """
 
@@ -59,25 +64,27 @@ class FactorLog:
 
 @dataclass
 class FactorStep:
-    """What a step has done to the factors, until the ranks have told each other.
+    """What one step does to the factors. :meth:`FactorUpdates.update` makes it;
+    :meth:`FactorUpdates.decompose` and :meth:`FactorUpdates.deliver` fill it in.
 
     Attributes:
-        due: of the factors that exist.
-        travels: whether eigenbases ever travel.
+        due: factors that are captured and decomposed in this step, without those that do not exist.
+        travels: True if eigenbases ever travel.
         terms: layer name -> number of loss terms in the batch that was averaged.
-        similar: factor key -> fp32 scalar on the device, 1 and 2 added up where it is similar to
-            its last value and to the one before (:func:`ds_kfac.curvature.factor.update_`);
-            :data:`NO_BATCH` if it stays as it was.
-        unusual: how many of this rank's batches were of each of
+        similar: factor key -> fp32 scalar on the device: :data:`SIMILAR_TO_LAST` and
+            :data:`SIMILAR_TO_BEFORE` added up where they hold
+            (:func:`ds_kfac.curvature.factor.update_`), or :data:`NO_BATCH` if the factor stays as
+            it was.
+        unusual: number of this rank's batches of each kind of
             :data:`ds_kfac.step.messages.UNUSUAL`.
-        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: they
-            had no row.
-        arriving: keys of the factors that are decomposed in this step.
-        outcomes: key -> FAILED, UNUSABLE or FRESH, of ``arriving``: of this rank's; after
-            :meth:`FactorUpdates.deliver` of all, if eigenbases travel.
-        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` those made here, then
-            those needed here.
-        scalars: name -> scalar, as exchanged by all ranks.
+        missed: keys of this rank's n factors to which not all ranks contributed, and bool [n]: True
+            for those that had no row.
+        arriving: keys of the factors that are decomposed in this step, on any rank.
+        outcomes: key -> FAILED, UNUSABLE or FRESH. Before :meth:`FactorUpdates.deliver` these are
+            the factors of this rank; afterwards, if eigenbases travel, those of all ranks.
+        bases: key -> decomposition. Before :meth:`FactorUpdates.deliver` these are made on this
+            rank; afterwards they are those that this rank needs.
+        scalars: name -> scalar, after the ranks have exchanged them.
     """
 
     due: FactorsDue
@@ -97,19 +104,22 @@ class FactorUpdates:
 
     Args:
         plan: which rank does what, when and how.
-        averaged_over: ranks whose backward passes a gradient is averaged over, also those of other
-            domains; None: those of the channel.
+        averaged_over: number of ranks whose backward passes a gradient is averaged over, ranks of
+            other domains included.
 
     Attributes:
         reducer: sends batch sums to the eigen workers.
         factors: key -> factor, for the factors that this rank averages and decomposes.
-        ready: keys of the factors that have been decomposed: of all factors if eigenbases travel,
-            else of this rank's.
-        log: what became of factors.
+        ready: keys of the factors that have been decomposed. If eigenbases travel, keys of all
+            ranks' factors; else those of this rank.
+        log: what became of factors, see :class:`FactorLog`.
+        specs: key -> spec, for the factors of all ranks.
         layer_of: key -> first of the layers that have this factor.
-        home: device on which averages lie between steps.
-        paired: whether decomposing a factor needs its partner, which is then on the same rank.
-        counted: key -> layers whose number of loss terms is this factor's count of rows.
+        of_layer: layer name -> its factors' specs, by side.
+        home: device that averages are on between steps.
+        paired: True if decomposing a factor needs its partner, which is then on the same rank.
+        counted: key -> names of the layers whose number of loss terms is this factor's number of
+            rows.
     """
 
     def __init__(
@@ -119,16 +129,20 @@ class FactorUpdates:
         metrics: Metrics,
         device: torch.device,
         *,
-        averaged_over: int | None = None,
+        averaged_over: int,
     ) -> None:
-        self.averaged_over = channel.world if averaged_over is None else averaged_over
-        self.plan, self.config, self.channel, self.metrics = plan, plan.config, channel, metrics
-        self.device, self.rank = device, channel.rank
+        self.averaged_over = averaged_over
+        self.plan = plan
+        self.config = plan.config
+        self.channel = channel
+        self.metrics = metrics
+        self.device = device
+        self.rank = channel.rank
         roles = plan.assignment
-        layout = Layout(
+        reduction = ReductionPlan(
             roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes
         )
-        self.reducer = Reducer(layout, channel, device)
+        self.reducer = Reducer(reduction, channel, device)
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.timetable = plan.timetable()
         self.paired = plan.method.paired(self.config.damping.kind)
@@ -155,10 +169,11 @@ class FactorUpdates:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; keys have this process's layer names.
+        """Return what a resumed run needs. Keys have this process's layer names.
 
         factors: key -> factor, for this rank's factors.
-        ready, log: the attributes. schedule: see :meth:`Timetable.state`.
+        ready, log: the attributes.
+        schedule: see :meth:`Timetable.state`.
         """
         return {
             "factors": dict(self.factors),
@@ -168,8 +183,8 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Factors missing from it begin empty; those of no layer
-        here are dropped."""
+        """Continue from :meth:`state_dict`. Factors that it does not have begin empty. Factors of
+        layers that this process does not have are dropped."""
         saved = state.get("factors", {})
         self.factors = {
             key: saved[key] if key in saved else self._empty(spec)
@@ -182,38 +197,35 @@ class FactorUpdates:
 
     def _empty(self, spec: FactorSpec) -> KroneckerFactor:
         empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-        return (
-            replace(empty, history=History.of(spec.side).to(self.home))
-            if self.plan.adaptive
-            else empty
-        )
+        if self.plan.adaptive:
+            return replace(empty, history=History.of(spec.side).to(self.home))
+        return empty
 
     def factor(
         self, side: Side, packed_P: Tensor, updates: Tensor, *values: Tensor | None
     ) -> KroneckerFactor:
-        """A factor of these tensors, with a history of ``values`` where factors have one."""
-        # the counter `updates` stays on the device even if averages are offloaded: GPU kernels read
-        # it at every update
+        """Return a factor of these tensors, with a history of ``values`` where factors have one."""
         history = History.of(side, *values).to(self.home) if self.plan.adaptive else None
-        # from the device to the host by moved(), which pins the memory: updates copy into it for
-        # the rest of the run
+        # The counter `updates` stays on the device even if averages are offloaded: GPU kernels read
+        # it at every update. The average is copied from the device to the host, which pins the
+        # memory: updates are copied to it for the rest of the run.
         return KroneckerFactor(side, packed_P.to(self.device), updates.to(self.device), history).to(
             self.home
         )
 
     def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
-        """Keys of the factors that no layer but these has."""
+        """Return the keys of the factors that only these layers have."""
         return frozenset(
             key for key, spec in self.specs.items() if all(name in layers for name in spec.layers)
         )
 
     def layers_of(self, keys: Collection[str]) -> set[str]:
-        """Names of the layers that have any of these factors."""
+        """Return the names of the layers that have any of these factors."""
         return {name for key in keys for name in self.specs[key].layers}
 
     def forget(self, keys: Collection[str]) -> None:
         """Restart these factors from zero: rows that failed the proof are in their averages. Once
-        their layers fit again they are decomposed at their next update, without waiting for a
+        their layers fit again, factors are decomposed at their next update, without waiting for a
         refresh."""
         for key in keys & self.factors.keys():
             self.factors[key] = self._empty(self.specs[key])
@@ -226,7 +238,8 @@ class FactorUpdates:
 
         Args:
             step: number of applied steps before this one.
-            due: may name factors that do not exist, as layers share one; these are left out.
+            due: factors to capture and to refresh. Keys of factors that do not exist, since layers
+                share one, are ignored.
         """
         update = FactorStep(
             FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys()),
@@ -235,12 +248,8 @@ class FactorUpdates:
         batches = {
             key: sums[key] for key in self.factors if key in update.due.capture and key in sums
         }
-        for key, batch in batches.items() if self.plan.counts_terms else ():
-            # ranks that did not contribute are assumed to have had as many rows
-            terms = (
-                batch.counts[TERMS] * (batch.counts[ROWS] > 0) * (self.averaged_over / batch.ranks)
-            )
-            update.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
+        if self.plan.counts_terms:
+            update.terms = self._terms(batches)
         keys = tuple(batches)
         if not keys:
             return update
@@ -255,29 +264,38 @@ class FactorUpdates:
             [self.factors[key] for key in keys],
             [batch.sum_P for batch in batches.values()],
             counts,
-            # the adaptive rule may have skipped ordinary updates: the past decays once for each of
-            # them
+            # the adaptive rule may have skipped ordinary updates: the past decays once for each
             decays=[decay ** self.timetable.clocks[key].interval for key in keys],
             device=self.device,
             tolerance=self.plan.adaptive,
         )
         update.similar = {
-            keys[at]: torch.where(flags[1, at], NO_BATCH, last + 2.0 * before)
+            keys[at]: torch.where(
+                flags[1, at], NO_BATCH, SIMILAR_TO_LAST * last + SIMILAR_TO_BEFORE * before
+            )
             for at, (last, before) in similar.items()
         }
         partial = tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world)
         missed: Tensor | float = 0.0
         if partial:
-            update.missed = (
-                partial,
-                torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0,
-            )
-            missed = update.missed[1].sum()
+            without_rows = torch.stack([batches[key].counts[ROWS] for key in partial]) <= 0
+            update.missed = partial, without_rows
+            missed = without_rows.sum()
         update.unusual = *flags.sum(dim=1), missed
-        self._note(step, keys, flags, rows)
+        self._log_updates(step, keys, flags, rows)
         return update
 
-    def _note(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
+    def _terms(self, batches: Mapping[str, BatchSum]) -> dict[str, Tensor]:
+        """Return layer name -> number of loss terms. Ranks that did not contribute are assumed to
+        have had as many rows."""
+        terms: dict[str, Tensor] = {}
+        for key, batch in batches.items():
+            ratio = self.averaged_over / batch.ranks
+            of_factor = batch.counts[TERMS] * (batch.counts[ROWS] > 0) * ratio
+            terms |= dict.fromkeys(self.counted.get(key, ()), of_factor)
+        return terms
+
+    def _log_updates(self, step: int, keys: Sequence[str], flags: Tensor, rows: Tensor) -> None:
         """Enter this rank's updates in :attr:`log`."""
         last = [self.log.updates.get(key, (0, 0, self._never)) for key in keys]
         changed = torch.stack([numbers[-1, column] for _, column, numbers in last])
@@ -285,13 +303,14 @@ class FactorUpdates:
         self.log.updates |= {key: (step, column, numbers) for column, key in enumerate(keys)}
 
     def of_gradients(self, key: str) -> bool:
-        """Whether a factor is made of gradients: G, and a norm's A."""
+        """True for G, and for the A of a norm layer, whose rows are gradients times inputs."""
         return not self.specs[key].is_A or LAYERS[self.layer_of[key].kind].needs_gradients
 
     def _scale(self, batch: BatchSum) -> None:
-        """Make the sum over ranks of R_p g g^T, g as it was on its rank, the mean over loss terms:
-        times K, the number of passes on all ranks, for gradients that are averaged over ranks.
-        Those ranks that did not contribute are assumed to have had the same."""
+        """Turn the sum over ranks of R_p g g^T into the Fisher's G: see "Scale of G" in
+        ``model/capture.py``. g is a rank's part of an average over ``averaged_over`` ranks; K is
+        the number of backward passes on all of them. Ranks that did not contribute are assumed to
+        have had the same sums."""
         others = self.channel.world / batch.ranks
         passes = batch.counts[PASSES] * (self.averaged_over / batch.ranks)
         batch.sum_P.mul_(passes * (others / self.averaged_over**2))
@@ -306,10 +325,10 @@ class FactorUpdates:
         """Decompose the factors that are due.
 
         Args:
-            last: a factor's last decomposition on this rank, or None, for methods that iterate from
-                it; without this function every factor is decomposed from scratch.
-            unproven: keys whose layers failed the last proof of their rows. Not decomposed, nor
-                waited for.
+            last: returns a factor's last decomposition on this rank, or None, for methods that
+                iterate from it. Without this function every factor is decomposed from scratch.
+            unproven: keys of factors whose layers failed the last proof of their rows. They are not
+                decomposed.
         """
         # a factor that had no data at the last refresh is decomposed at its next capture: waiting
         # for the next refresh would leave its layers unpreconditioned for a whole interval
@@ -332,52 +351,57 @@ class FactorUpdates:
             counts["refreshes"] += result.basis is not None
             counts[f"refreshes_{result.how}"] += 1
             counts["refresh_retries"] += result.retries
-        # what is not ready may have no data yet
-        bad = {FAILED: update.outcomes.keys(), UNUSABLE: self.ready}
-        if stale := [
-            key for key, outcome in update.outcomes.items() if key in bad.get(outcome, ())
-        ]:
+        # an unusable factor that was never decomposed may simply have no data yet
+        stale = [
+            key
+            for key, outcome in update.outcomes.items()
+            if outcome == FAILED or (outcome == UNUSABLE and key in self.ready)
+        ]
+        if stale:
             logger.warning(
                 f"ds_kfac: no decomposition of factor {', '.join(stale[:NAMED])} succeeded "
-                f"({len(stale)} in step "
-                f"{step}); the last one's result stays"
+                f"({len(stale)} in step {step}); the last one's result stays"
             )
 
     def _decomposed(
         self, keys: Sequence[str], step: int, last: Callable[[FactorSpec], Any] | None
     ) -> list[Refreshed]:
-        """Decompositions of these factors, in this order."""
-        method, config, device, requests = (
-            self.plan.method,
-            self.config,
-            self.device,
-            list[Request](),
-        )
+        """Return the decompositions of these factors, in this order."""
+        method = self.plan.method
+        requests = []
         for key in keys:
-            layer, partner, basis = self.layer_of[key], None, None
+            basis = None
             if (
                 last is not None
                 and method.step_flops
                 and not self.timetable.exact(key, step, method.exact_every)
             ):
                 basis = last(self.specs[key])
-            # the inverse has the damping in it, which depends on both
-            if method.damps_identity or self.paired:
-                side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
-                if side.block == 0:
-                    partner = KroneckerFactor.empty(side, device)
-                elif self.paired:
-                    partner = self.factors[key_of(layer.name, other)]
-            requests.append(Request(self.factors[key], partner, basis, layer.copies > 1))
+            request = Request(
+                self.factors[key], self._partner(key), basis, self.layer_of[key].copies > 1
+            )
+            requests.append(request.to(self.device))
         options: dict[str, Any] = {}
         if method.damps_identity:
-            options = {"damping": config.damping.at(step), "damping_kind": config.damping.kind}
-        return method.decompose([request.to(device) for request in requests], **options)
+            damping = self.config.damping
+            options = {"damping": damping.at(step), "damping_kind": damping.kind}
+        return method.decompose(requests, **options)
+
+    def _partner(self, key: str) -> KroneckerFactor | None:
+        """Return the other factor of a factor's layer; None if the decomposition does not need it.
+        An inverse includes the damping, which depends on both factors."""
+        layer = self.layer_of[key]
+        side = layer.G if self.specs[key].is_A else layer.A
+        if side.block == 0 and (self.plan.method.damps_identity or self.paired):
+            return KroneckerFactor.empty(side, self.device)
+        if self.paired:
+            return self.factors[key_of(layer.name, "G" if self.specs[key].is_A else "A")]
+        return None
 
     def _usable(self, keys: Collection[str]) -> list[str]:
-        """Keys of this rank's factors that can be decomposed, and of some layer that has them so
-        can the other one, if that is on this rank: of a common A one layer may have no data. One
-        transfer to the host for all."""
+        """Return the keys of this rank's factors that can be decomposed, for a layer whose other
+        factor, if it is on this rank, can be decomposed, too. Of the layers that share an A, one
+        may have no data. One transfer to the host."""
         layers = {
             key: [[side.key for side in self.of_layer[name].values()] for name in spec.layers]
             for key, spec in self.specs.items()
@@ -399,8 +423,9 @@ class FactorUpdates:
     # what ranks tell each other
 
     def deliver(self, step: int, update: FactorStep) -> None:
-        """Send new eigenbases or inverses to the gradient workers, in as many messages as these
-        need, and scalars with the first. Collective. Synchronises if eigenbases travel."""
+        """Send new eigenbases or inverses to the gradient workers, in as many messages as they
+        need. Scalars travel with the first message. Collective. Waits for the device if eigenbases
+        travel."""
         names = scalar_names(
             self.plan, captured=update.due.capture, arriving=update.arriving, travels=self.travels
         )
@@ -412,13 +437,13 @@ class FactorUpdates:
         update.scalars = table.read(arrivals.pop())
         bases = self.delivery.received(arrivals)
         for parts in others:
-            del arrivals  # which keep the last message
+            del arrivals  # views, which keep the last message
             arrivals = deliver(parts, self.channel, self.device)
             bases |= self.delivery.received(arrivals)
         self._receive(step, update, bases)
 
     def _own_scalars(self, update: FactorStep) -> dict[Hashable, Tensor | float]:
-        """Name -> scalar, of those that this rank sends."""
+        """Return name -> scalar for the scalars that this rank sends. It may have more of them."""
         values: dict[Hashable, Tensor | float] = {
             ("terms", name): terms for name, terms in update.terms.items()
         }
@@ -444,7 +469,7 @@ class FactorUpdates:
         self.ready |= fresh
         self.log.tried |= {key: (step, outcome) for key, outcome in update.outcomes.items()}
         self.log.fresh |= dict.fromkeys(fresh, step)
-        # as they were sent: replicas stay bit-identical
-        for key in update.bases.keys() & self.delivery.rounded:
+        # rounded as they were sent: all workers of a layer have the same bits
+        for key in update.bases.keys() & self.delivery.rounded_at_home:
             update.bases[key] = update.bases[key].rounded(self.delivery.wire)
         update.bases |= {key: basis for key, basis in bases.items() if key in fresh}

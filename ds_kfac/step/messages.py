@@ -1,9 +1,9 @@
 """What ranks exchange beside gradients and batch sums.
 
-Eigenbases, or damped inverses, travel from the ranks that decompose to gradient workers elsewhere,
-in messages of bounded size; so do scalars about factors, whose names every rank derives from the
-plan. After the first captured batch all ranks agree on which layers share one A, and on how many
-rows each layer has.
+Eigenbases, or damped inverses, travel from the ranks that decompose factors to gradient workers on
+other ranks, in messages of bounded size. Scalars about factors travel with the first of these
+messages; every rank derives their names from the plan. After the first captured batch all ranks
+agree on which layers share one A, and on how many rows each layer has.
 """
 
 from collections import Counter
@@ -28,22 +28,24 @@ class Delivery:
     """Sends eigenbases or inverses from eigen workers to gradient workers.
 
     Args:
-        factors: in an order that is the same on every rank.
-        eigen_workers: factor key -> the rank that decomposes it.
-        workers: layer name -> ranks that precondition its gradient.
+        factors: factors in an order that is the same on every rank.
+        eigen_workers: factor key -> rank that decomposes the factor.
+        workers: layer name -> ranks that precondition the layer's gradient.
         wire: dtype of eigenvectors on the wire.
         method: defines what a decomposition consists of.
         nbytes: most bytes that a rank sends, or receives, in one message, unless one decomposition
             has more.
-        copied: layers of which other tensor-parallel ranks, with plans of their own, have copies.
+        copied: names of layers that other tensor-parallel ranks, which have plans of their own,
+            have copies of.
 
     Attributes:
-        receivers: factor key -> gradient workers that are not its eigen worker.
-        rounded: keys of the factors whose eigen worker itself uses the decomposition as it is after
-            travelling: those that travel, so that all workers have the same bits, and copied
-            layers', which another plan may send.
-        travels: whether anything ever travels.
-        kinds, dtypes: of the parts on the wire, in their order.
+        receivers: factor key -> gradient workers that are not the factor's eigen worker.
+        rounded_at_home: keys of factors whose eigen worker rounds its own copy to the wire's dtype.
+            Decompositions that travel are rounded so that all workers have the same bits; those of
+            copied layers, because another rank's plan may send them.
+        travels: True if any decomposition ever travels.
+        kinds: kinds of the message parts of a decomposition, in the order of the parts.
+        dtypes: dtypes on the wire, in the order of the parts.
     """
 
     def __init__(
@@ -58,37 +60,32 @@ class Delivery:
         method: Method = EIGEN,
         copied: Collection[str] = (),
     ) -> None:
-        self.method, self.nbytes = method, nbytes
+        self.method = method
+        self.nbytes = nbytes
         self.kinds = tuple(part.kind for part in self.method.parts)
         self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.method.parts)
-        self.factors, self.eigen_workers, self.world, self.wire = (
-            tuple(factors),
-            eigen_workers,
-            world,
-            wire,
-        )
-        self.receivers = {
-            factor.key: tuple(
-                sorted(
-                    {rank for name in factor.layers for rank in workers[name]}
-                    - {eigen_workers[factor.key]}
-                )
-            )
-            for factor in factors
-        }
+        self.factors = tuple(factors)
+        self.eigen_workers = eigen_workers
+        self.world = world
+        self.wire = wire
+        self.receivers: dict[str, tuple[int, ...]] = {}
+        for factor in factors:
+            ranks = {rank for name in factor.layers for rank in workers[name]}
+            self.receivers[factor.key] = tuple(sorted(ranks - {eigen_workers[factor.key]}))
         copies = {
             factor.key
             for factor in factors
             if world > 1 and any(name in copied for name in factor.layers)
         }
-        self.rounded = {key for key, ranks in self.receivers.items() if ranks} | copies
+        self.rounded_at_home = {key for key, ranks in self.receivers.items() if ranks} | copies
         self.travels = any(self.receivers.values())
 
     def messages(self, keys: Collection[str]) -> list[list[tuple[int, int]]]:
-        """What travels when the factors in ``keys`` have been refreshed: for each message pairs of
-        a factor's place and a receiver. Each pair is in the first message that has room for it."""
+        """Return what travels when the factors in ``keys`` have been refreshed: for each message,
+        pairs of a factor's place in :attr:`factors` and a receiver. Each pair is in the first
+        message that has room for it."""
         messages: list[list[tuple[int, int]]] = []
-        # of each message, the bytes from and to each rank
+        # for each message: ("from", rank) or ("to", rank) -> bytes
         loads: list[Counter[tuple[str, int]]] = []
         for place, factor in enumerate(self.factors):
             if factor.key not in keys:
@@ -97,11 +94,7 @@ class Delivery:
             nbytes = sum(part.numel(factor.side) * dtype.itemsize for part, dtype in sizes)
             for rank in self.receivers[factor.key]:
                 ends = ("from", self.eigen_workers[factor.key]), ("to", rank)
-                fits = (
-                    all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends)
-                    for load in loads
-                )
-                index = next((index for index, does in enumerate(fits) if does), len(messages))
+                index = self._first_with_room(loads, ends, nbytes)
                 if index == len(messages):
                     messages.append([])
                     loads.append(Counter())
@@ -109,8 +102,22 @@ class Delivery:
                 loads[index].update(dict.fromkeys(ends, nbytes))
         return messages
 
+    def _first_with_room(
+        self,
+        loads: Sequence[Counter[tuple[str, int]]],
+        ends: Sequence[tuple[str, int]],
+        nbytes: int,
+    ) -> int:
+        """Return the index of the first load to which ``nbytes`` more at these ends can be added;
+        the number of loads if there is none."""
+        for index, load in enumerate(loads):
+            if all(not load[end] or load[end] + nbytes <= self.nbytes for end in ends):
+                return index
+        return len(loads)
+
     def plans(self, pairs: Sequence[tuple[int, int]]) -> tuple[RelayoutPlan, ...]:
-        """For each part, what moves in a message of :meth:`messages`."""
+        """Return the moves of a message of :meth:`messages`, one plan for each part of a
+        decomposition."""
         of_pairs = [(place, self.factors[place], rank) for place, rank in pairs]
         moves = [
             [
@@ -126,17 +133,15 @@ class Delivery:
     def parts(
         self, keys: Collection[str], bases: Mapping[str, Decomposition], device: torch.device
     ) -> list[tuple[MessagePart, ...]]:
-        """The parts of each message that delivers the factors in ``keys``. A factor without an
-        entry in ``bases`` could not be decomposed: zeros travel for it, as receivers have made
-        room."""
+        """Return the parts of each message that delivers the factors in ``keys``. A factor without
+        an entry in ``bases`` could not be decomposed. Zeros travel for it, since its receivers
+        expect something."""
 
         def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
             basis = bases.get(self.factors[move.param].key)
-            return (
-                torch.zeros(move.numel, device=device, dtype=torch.float32)
-                if basis is None
-                else flat(basis)
-            )
+            if basis is None:
+                return torch.zeros(move.numel, device=device, dtype=torch.float32)
+            return flat(basis)
 
         return [
             tuple(
@@ -149,10 +154,11 @@ class Delivery:
         ]
 
     def received(self, arrivals: Sequence[Arrivals]) -> dict[str, Decomposition]:
-        """Factor key -> decomposition: copies of those that arrived in one message.
+        """Return factor key -> decomposition for what arrived in one message. Decompositions are
+        copies.
 
         Args:
-            arrivals: what arrived, one for each part.
+            arrivals: arrivals of each message part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
         delivered: dict[str, Decomposition] = {}
@@ -169,41 +175,44 @@ FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
 
 
 def counting(sides: Mapping[str, FactorSpec]) -> str:
-    """Key of the factor whose count of rows is the layer's number of loss terms: G, or A if G is
-    the identity."""
+    """Return the key of the factor whose number of rows is the layer's number of loss terms: G, or
+    A if G is the identity."""
     return (sides.get("G") or sides["A"]).key
 
 
 UNUSUAL = ("limited", "empty", "missed")
-"""Kinds of a factor's batch that are counted. limited: scaled down, as it was far above the
-average. empty: without a row. missed: empty, but not all ranks contributed, so another rank may
-have had rows."""
+"""Kinds of unusual batches of a factor, which are counted. limited: the batch was scaled down, as
+its trace was far above the average's. empty: the batch had no row. missed: no row either, but
+not all ranks contributed, so another rank may have had rows."""
 NONE_UNUSUAL: Sequence[Tensor | float] = (0.0,) * len(UNUSUAL)
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
-    """Number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32 [3]; 0.0 if
-    not exchanged."""
+    """Return the number of batches of each kind of :data:`UNUSUAL` in this step on all ranks, fp32
+    [3]; 0.0 if these numbers were not exchanged."""
     numbers = [
         [scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind]
         for kind in UNUSUAL
     ]
-    return torch.stack([torch.stack(counts).sum() for counts in numbers]) if numbers[0] else 0.0
+    if not numbers[0]:
+        return 0.0
+    return torch.stack([torch.stack(counts).sum() for counts in numbers])
 
 
 def scalar_names(
     plan: Plan, *, captured: Collection[str], arriving: Collection[str], travels: bool
 ) -> list[list[Hashable]]:
-    """Names of the scalars that each rank sends, by rank.
+    """Return the names of the scalars that each rank sends, in rank order.
 
     Args:
         captured: keys of the factors that are captured in this step.
         arriving: keys of the factors that are decomposed in this step.
-        travels: whether eigenbases ever travel.
+        travels: True if eigenbases ever travel.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     where = plan.assignment.eigen_workers
-    # else the same numbers come with the results, as gradient workers are the eigen workers
+    # where nothing travels, gradient workers are the eigen workers: the same numbers come with the
+    # results (Totals)
     if travels:
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
@@ -214,7 +223,10 @@ def scalar_names(
     if travels and plan.counts_terms:
         of_layer = factors_by_layer(plan.assignment.factors)
         for layer in plan.layers:
-            if layer.name in of_layer and (key := counting(of_layer[layer.name])) in captured:
+            if layer.name not in of_layer:
+                continue
+            key = counting(of_layer[layer.name])
+            if key in captured:
                 names[where[key]].append(("terms", layer.name))
     if travels:
         for key in arriving:
@@ -223,22 +235,24 @@ def scalar_names(
 
 
 def rows_in(measured: Mapping[str, int | Tensor]) -> dict[str, int]:
-    """Layer name -> rows. One transfer from the device."""
+    """Return layer name -> number of rows on the host. One transfer from the device."""
     on_device = {layer: rows for layer, rows in measured.items() if isinstance(rows, Tensor)}
     on_host = torch.stack([*on_device.values()]).tolist() if on_device else []
     return {**measured, **dict(zip(on_device, on_host, strict=True))}
 
 
 class Sharing:
-    """Agrees with all ranks on what the first captured batch shows: which layers share one A (see
-    ``inputs``), and how many rows each layer has on a rank. It is agreed before anything of that
-    batch is kept, and holds for the run.
+    """Agrees with all ranks on what captured batches show.
+
+    The first captured batch shows which layers share one A (see ``inputs``), and how many rows each
+    layer has on a rank. Ranks agree before anything of that batch is kept, for the whole run. Later
+    batches may show that too few ranks contribute to a factor.
 
     Attributes:
-        updates: what :meth:`settled` looks at, from the last applied step that captured: number of
-            "missed" batches on all ranks, see :data:`UNUSUAL`; this rank's ``missed``, see
-            :class:`ds_kfac.step.factors.FactorStep`; and layers that had an input on this rank.
-            None: nothing to look at.
+        updates: what :meth:`settled` looks at, from the last applied step that captured, as a
+            triple: the number of "missed" batches on all ranks, see :data:`UNUSUAL`; this rank's
+            ``missed``, see :class:`ds_kfac.step.factors.FactorStep`; and names of the layers that
+            had an input on this rank. None: nothing to look at.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
@@ -254,25 +268,25 @@ class Sharing:
         ready: set[str],
         measured: Mapping[str, int | Tensor],
     ) -> Observations | None:
-        """The observations after this captured step; None if nothing is left to observe, else
-        collective.
+        """Return the observations after this captured step; None if nothing is left to observe.
+        Collective if anything is left to observe.
 
         Args:
-            ready: keys of decomposed factors; the other ranks' are added.
-            measured: layer name -> rows on this rank in this step, see
+            ready: keys of decomposed factors. Keys of other ranks are added.
+            measured: layer name -> number of rows on this rank in this step, see
                 :class:`ds_kfac.model.capture.Capture`.
         """
         if not self.inputs.searching and (observations.rows is not None or not plan.measures):
             return None
         rows = rows_in(measured)
-        # once layers share an A eigenbases may begin to travel, and then all ranks have to know
-        # which factors are ready
+        # once layers share an A, eigenbases may begin to travel: then all ranks have to know which
+        # factors are ready
         everyone = gathered((self.inputs.found(), rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = observations.groups
         if self.inputs.searching:
-            groups = agreed([found for found, *_ in everyone], plan.sharing_candidates)
-        if observations.rows is not None:  # from a checkpoint
+            groups = agreed([shared for shared, *_ in everyone], plan.sharing_candidates)
+        if observations.rows is not None:  # read from a checkpoint
             return replace(observations, groups=groups)
         total: Counter[str] = Counter()
         for _, counts, _ in everyone:
@@ -284,34 +298,36 @@ class Sharing:
         )
 
     def settled(self, observations: Observations, plan: Plan) -> Observations | None:
-        """Look at :attr:`updates`, whose count has reached the host by now. If a factor's
-        contributors had no row, but another rank used one of its layers, return observations by
-        which twice as many ranks contribute; else None. Collective if there were "missed" batches:
-        all ranks have the same count."""
+        """Look for "missed" batches in :attr:`updates`, whose count has usually reached the host by
+        now.
+
+        If a factor's contributors had no row, but another rank used one of its layers, return
+        observations by which twice as many ranks contribute; else None. Collective if there were
+        missed batches: all ranks have the same count.
+        """
         if self.updates is None:
             return None
-        (count, (keys, flags), seen), self.updates = self.updates, None
+        count, (keys, flags), seen = self.updates
+        self.updates = None
         if not count.tolist()[0]:
             return None
-        missed = (
-            ()
-            if flags is None
-            else [key for key, flag in zip(keys, flags.tolist(), strict=True) if flag]
-        )
-        everyone = gathered((tuple(missed), frozenset(seen)), self.channel.group)
+        missed: tuple[str, ...] = ()
+        if flags is not None:
+            missed = tuple(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
+        everyone = gathered((missed, frozenset(seen)), self.channel.group)
         used = frozenset().union(*(layers for _, layers in everyone))
         empty = {key for keys, _ in everyone for key in keys}
         sought = [
-            f.key
-            for f in plan.assignment.factors
-            if f.key in empty and not used.isdisjoint(f.layers)
+            factor.key
+            for factor in plan.assignment.factors
+            if factor.key in empty and not used.isdisjoint(factor.layers)
         ]
         if empty and self.channel.rank == 0:
-            more = (
-                f"; of {', '.join(sought)} other ranks had some, so twice as many contribute now"
-                if sought
-                else ""
-            )
+            more = ""
+            if sought:
+                more = (
+                    f"; other ranks had rows of {', '.join(sought)}: twice as many contribute now"
+                )
             logger.debug(
                 f"ds_kfac: no rows of {', '.join(sorted(empty))} on the ranks that contribute{more}"
             )

@@ -1,11 +1,18 @@
-"""Gradients of whole layers to their gradient workers, and the results back to every shard.
+"""Brings whole gradients to the layers' gradient workers, and results back to every shard.
 
-ZeRO gives a rank slices of flat parameters, in which matrices cannot be seen. So a layer's pieces
-travel to its gradient workers, who put them together as [O, I], and the results travel back to
-whoever holds a slice.
+ZeRO gives a rank shards of flat parameters, in which matrices cannot be seen. So the shards of a
+layer travel to its gradient workers, which put them together as [O, I], and the results travel back
+to the ranks that hold the shards.
+
+Note: Raw gradients. A gradient is *raw* if DeepSpeed has not multiplied it by the seam's factor
+    yet, and will do so after K-FAC's step. In one step some groups may be raw and others not. All
+    shards travel alike: raw if :attr:`ShardLayout.sends_raw`, since 16 bits then hold them exactly;
+    else as they will be applied. Results are divided by the factor where they are written over a
+    raw gradient.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,63 +25,81 @@ from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter
 
 Span = tuple[int, int]
-"""A slice of a flat parameter: its start, and its elements."""
+"""(first element, number of elements) in a flat parameter."""
 
 
 class ExchangePlan:
     """What moves between the shards of a map and the gradient workers. Pure.
 
     Args:
-        workers: layer name -> ranks; one of them where gradients are partitioned.
+        workers: layer name -> ranks of its gradient workers; one rank if gradients are partitioned.
 
     Attributes:
-        of_layer: layer name -> its parameters.
-        of_parameter: parameter -> workers.
+        of_layer: layer name -> indices of its parameters in ``shards``.
+        gather: moves of gradients to their workers.
+        scatter: moves of results to the ranks that hold shards.
     """
 
     def __init__(
         self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.of_layer = of_layers(layers)
-        self.of_parameter = {
+        workers_of = {
             param: workers[name] for name, params in self.of_layer.items() for param in params
         }
-        self.gather = plan_gather(shards, self.of_parameter)
-        self.scatter = plan_scatter(shards, self.of_parameter)
+        self.gather = plan_gather(shards, workers_of)
+        self.scatter = plan_scatter(shards, workers_of)
+
+
+@dataclass
+class FlatGradient:
+    """The whole gradient of a parameter on one of its gradient workers.
+
+    Attributes:
+        values: flat elements.
+        is_raw: True if the gradient is raw, see "Raw gradients" at the top of this file.
+        is_copy: True if ``values`` was put together from several shards; False if it is DeepSpeed's
+            own memory.
+    """
+
+    values: Tensor
+    is_raw: bool
+    is_copy: bool
 
 
 class Gradients:
-    """Whole gradients of a rank's layers, layer name -> fp32 [O, I] as they will be applied. Each
-    is taken once: a step holds a layer's gradient or its result.
+    """Whole gradients of a rank's layers: layer name -> fp32 [O, I] as it will be applied. Each is
+    taken once: a step has a layer's gradient in memory, or its result.
 
     A tensor may be DeepSpeed's own memory, which only the exchange may write to.
 
     Args:
-        held: layer name -> matrix, and what it is still to be multiplied by.
-        joined: names of layers whose matrices were put together from pieces.
+        matrices: layer name -> (matrix [O, I], factor by which it is still to be multiplied).
+        copies: names of layers whose matrices are not DeepSpeed's own memory.
     """
 
     def __init__(
-        self, held: Mapping[str, tuple[Tensor, Tensor | None]], joined: Collection[str] = ()
+        self, matrices: Mapping[str, tuple[Tensor, Tensor | None]], copies: Collection[str] = ()
     ) -> None:
-        self._held = dict(held)
-        self._joined = joined
+        self._matrices = dict(matrices)
+        self._copies = copies
 
     def __contains__(self, name: str) -> bool:
-        return name in self._held
+        return name in self._matrices
 
     def __getitem__(self, name: str) -> Tensor:
-        matrix_OI, factor = self._held[name]
-        return matrix_OI.float() if factor is None else times(matrix_OI, factor)
+        matrix_OI, factor = self._matrices[name]
+        return matrix_OI.float() if factor is None else scaled(matrix_OI, factor)
 
     def is_copy(self, name: str) -> bool:
-        """Whether whoever takes the gradient may overwrite it."""
-        matrix_OI, factor = self._held[name]
-        return name in self._joined or factor is not None or matrix_OI.dtype is not torch.float32
+        """Return whether the caller may overwrite the gradient that it takes."""
+        matrix_OI, factor = self._matrices[name]
+        return name in self._copies or factor is not None or matrix_OI.dtype is not torch.float32
 
     def pop(self, name: str) -> Tensor:
+        """Return a layer's gradient, and forget it."""
         matrix_OI = self[name]
-        del self._held[name]
+        del self._matrices[name]
         return matrix_OI
 
 
@@ -83,18 +108,18 @@ class GradientExchange:
     results back.
 
     A step calls :meth:`begin`, sends :attr:`gather_part`, takes the :meth:`gathered` gradients,
-    puts a result for each, sends :attr:`scatter_part`, and writes what arrived.
+    puts a result for each, sends :meth:`scatter_part`, and writes what arrived.
 
     Args:
-        dtypes: on the wire: of gradients to the workers, and of results back.
+        workers: layer name -> ranks of its gradient workers.
+        dtypes: (dtype of gradients, dtype of results) on the wire.
 
     Attributes:
-        owned: layers this rank is a gradient worker of.
+        owned: layers that this rank is a gradient worker of.
         params: layer name -> its parameters.
-        shards: parameter -> the slices of it that this rank holds.
-        sent: parameter -> the slices of its result that this rank sends to others.
-        gradients: this rank's shards -> views of their gradients, and of their results once they
-            are there.
+        shards: parameter -> the shards of it on this rank.
+        sent: parameter -> the spans of its result that this rank sends to other ranks.
+        gradients: this rank's shards -> views of their gradients, which results overwrite.
     """
 
     def __init__(
@@ -104,7 +129,9 @@ class GradientExchange:
         workers: Mapping[str, tuple[int, ...]],
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        self.layout, self.rank, self.device = layout, layout.rank, layout.engine.device
+        self.layout = layout
+        self.rank = layout.rank
+        self.device = layout.engine.device
         self.plan = ExchangePlan(layout.shards, layers, workers)
         gather_dtype, self.scatter_dtype = dtypes
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
@@ -112,7 +139,10 @@ class GradientExchange:
             name: [*map(layout.param_of, params)] for name, params in self.plan.of_layer.items()
         }
         self.gradients: dict[Shard, Tensor] = {}
-        self._here = {(shard.param, shard.start): shard for shard in layout.own}
+        self._layer_of = {
+            param: name for name, params in self.plan.of_layer.items() for param in params
+        }
+        self._shard_at = {(shard.param, shard.start): shard for shard in layout.own}
         self.shards: dict[int, list[Shard]] = {}
         for shard in layout.own:
             self.shards.setdefault(shard.param, []).append(shard)
@@ -125,68 +155,92 @@ class GradientExchange:
 
     def begin(self) -> None:
         """Look up where gradients lie in this step."""
-        self._outbox.clear()  # of a step that raised
+        self._outbox.clear()  # a step that raised may have left something
         self.gradients = self.layout.gradients()
 
     # gradients to their workers
 
     def _to_wire(self, move: Move) -> Tensor:
-        return self._travelling(self._here[move.param, move.start])
+        return self._as_sent(self._shard_at[move.param, move.start])
 
-    def _travelling(self, shard: Shard) -> Tensor:
-        """A shard's gradient as it travels: raw or as it will be applied."""
-        layout, gradient = self.layout, self.gradients[shard]
-        if layout.seam.factor is None or layout.raw(shard) == layout.sends_raw:
+    def _as_sent(self, shard: Shard) -> Tensor:
+        """Return a shard's gradient as it travels: raw, or as it will be applied."""
+        layout = self.layout
+        gradient = self.gradients[shard]
+        if layout.seam.factor is None:
             return gradient
-        return times(
-            gradient.to(self.device),
-            layout.seam.inverse if layout.sends_raw else layout.seam.factor,
-        )
+        is_raw = layout.raw(shard)
+        if layout.sends_raw and not is_raw:
+            return scaled(gradient.to(self.device), layout.seam.inverse)
+        if is_raw and not layout.sends_raw:
+            return scaled(gradient.to(self.device), layout.seam.factor)
+        return gradient
 
     def gathered(self, received: Arrivals) -> Gradients:
-        """Whole gradients of :attr:`owned`."""
-        layout, factor = self.layout, self.layout.seam.factor
-        flats: dict[int, Tensor] = {}
-        raw: set[int] = set()  # parameters whose gradients are still to be multiplied
-        joined: set[int] = set()
-        for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
-            shards, numel = self.shards.get(param, []), layout.shards.numels[param]
-            is_whole = len(shards) == 1 and shards[0].numel == numel
-            if layout.raw(shards[0]) if is_whole else layout.sends_raw and factor is not None:
-                raw.add(param)
-            if is_whole:  # nothing to put together
-                flats[param] = self.gradients[shards[0]].to(self.device)
-                continue
-            joined.add(param)
-            flats[param] = torch.empty(numel, dtype=layout.dtype, device=self.device)
-            for shard in shards:
-                flats[param][shard.start : shard.start + shard.numel] = self._travelling(shard)
+        """Return the whole gradients of :attr:`owned`."""
+        arrivals: dict[int, Arrivals] = {}
         for move, values in received:
-            flats[move.param][move.start : move.start + move.numel] = values
-        held = {}
+            arrivals.setdefault(move.param, []).append((move, values))
+        matrices = {}
+        copies = set()
         for layer in self.owned:
             params = self.plan.of_layer[layer.name]
-            # a weight and its bias may be in groups that DeepSpeed treats in turn
-            if not raw.issuperset(params):
-                flats |= {param: times(flats[param], factor) for param in raw.intersection(params)}
-            weight, *bias = (flats.pop(param) for param in params)
-            # with a bias the matrix is a copy
-            matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
-            if any(map(layout.lacks, self.params[layer.name])):
-                # a layer is stepped as a whole or stands still
-                matrix_OI = torch.zeros_like(matrix_OI)
-            held[layer.name] = matrix_OI, factor if raw.issuperset(params) else None
-        return Gradients(
-            held, [x.name for x in self.owned if joined.issuperset(self.plan.of_layer[x.name])]
+            flats = [self._flat(param, arrivals.get(param, [])) for param in params]
+            matrices[layer.name] = self._matrix(layer, flats)
+            if all(flat.is_copy for flat in flats):
+                copies.add(layer.name)
+        return Gradients(matrices, copies)
+
+    def _flat(self, param: int, arrivals: Arrivals) -> FlatGradient:
+        """Return the whole gradient of a parameter: DeepSpeed's memory if this rank has all of it,
+        else put together from this rank's shards and from what has arrived."""
+        layout = self.layout
+        shards = self.shards.get(param, [])
+        numel = layout.shards.numels[param]
+        if len(shards) == 1 and shards[0].numel == numel:
+            values = self.gradients[shards[0]].to(self.device)
+            return FlatGradient(values, layout.raw(shards[0]), is_copy=False)
+        values = torch.empty(numel, dtype=layout.dtype, device=self.device)
+        for shard in shards:
+            values[shard.start : shard.start + shard.numel] = self._as_sent(shard)
+        for move, piece in arrivals:
+            values[move.start : move.start + move.numel] = piece
+        is_raw = layout.sends_raw and layout.seam.factor is not None
+        return FlatGradient(values, is_raw, is_copy=True)
+
+    def _matrix(
+        self, layer: LayerSpec, flats: Sequence[FlatGradient]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's gradient [O, I], and the factor by which it is still to be multiplied.
+
+        Args:
+            flats: gradients of the weight and, if there is one, of the bias.
+        """
+        factor = self.layout.seam.factor
+        all_raw = all(flat.is_raw for flat in flats)
+        # of a weight and its bias, which may be in two groups, one alone may be raw
+        weight, *bias = (
+            scaled(flat.values, factor) if flat.is_raw and not all_raw else flat.values
+            for flat in flats
         )
+        # with a bias the matrix is a copy
+        matrix_OI = LAYERS[layer.kind].matrix(weight, bias[0] if bias else None, layer.shape)
+        if any(map(self.layout.lacks, self.params[layer.name])):
+            # a layer is stepped as a whole or stands still
+            matrix_OI = torch.zeros_like(matrix_OI)
+        return matrix_OI, factor if all_raw else None
 
     # results to their shards
 
     def put(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
-        """Take results in, of each layer a matrix of its shape. What belongs to shards on this rank
-        is written there; what other ranks get waits until it is in a message, in the dtype in which
-        it travels. A parameter that was frozen since attach gets zeros."""
-        shards, values = list[Shard](), list[Tensor]()
+        """Take in results, one matrix of the layer's shape for each layer.
+
+        What belongs to shards on this rank is written there. What other ranks get is kept for
+        :meth:`scatter_part`, in the dtype in which it travels. A parameter that was frozen since
+        attach gets zeros.
+        """
+        shards: list[Shard] = []
+        values: list[Tensor] = []
         for layer, matrix_OI in zip(layers, matrices, strict=True):
             indices, parameters = self.plan.of_layer[layer.name], self.params[layer.name]
             for param, parameter, flat in zip(
@@ -196,38 +250,31 @@ class GradientExchange:
                     flat = torch.zeros_like(flat)
                 for span in self.sent.get(param, ()):
                     self._outbox[param, span] = _cut_out(flat, span, self.scatter_dtype)
-                # rounded as it arrives elsewhere: else replicas, and the copies of a layer that
-                # other tensor-parallel ranks work for, would drift apart
-                if (self.layout.replicated and param in self.sent) or (
-                    layer.copies > 1 and self.layout.world > 1
-                ):
+                if self._is_rounded(layer, param):
                     flat = flat.to(self.scatter_dtype)
                 for shard in self.shards.get(param, ()):
                     shards.append(shard)
                     values.append(flat.narrow(0, shard.start, shard.numel))
         self._write(shards, values)
 
+    def _is_rounded(self, layer: LayerSpec, param: int) -> bool:
+        """Return whether a result is rounded on this rank as it is rounded when it travels. Without
+        it, replicas would drift apart, and so would the copies of a layer that other
+        tensor-parallel ranks work for."""
+        is_replica = self.layout.replicated and param in self.sent
+        is_copy = layer.copies > 1 and self.layout.world > 1
+        return is_replica or is_copy
+
     def memory(self, layers: Sequence[LayerSpec]) -> Tensor | None:
-        """[n, O, I] in fp32: the memory of these layers' gradients, for the caller to write their
-        results to in place of putting them. None where it is not one tensor, or not all of where
-        the results belong."""
+        """Return the memory of these layers' gradients as one fp32 tensor [n, O, I], for the caller
+        to write results to it instead of calling :meth:`put`. None if it is not one tensor, or if a
+        result belongs elsewhere, too, or is not written as it is."""
         views = []
         for layer in layers:
-            param, *bias = self.plan.of_layer[layer.name]
-            shards = self.shards.get(param, [])
-            if (
-                bias
-                or len(shards) != 1
-                or param in self.sent
-                or layer.copies > 1
-                or self.layout.raw(shards[0])
-            ):
+            if not self._stays_in_place(layer):
                 return None
-            if shards[0].numel < self.layout.shards.numels[param]:
-                return None
-            if not self.params[layer.name][0].requires_grad:
-                return None
-            views.append(LAYERS[layer.kind].matrix(self.gradients[shards[0]], None, layer.shape))
+            (shard,) = self.shards[self.plan.of_layer[layer.name][0]]
+            views.append(LAYERS[layer.kind].matrix(self.gradients[shard], None, layer.shape))
         together = evenly_spaced(views)
         if (
             together is None
@@ -237,13 +284,26 @@ class GradientExchange:
             return None
         return together.flatten(1, -2)
 
+    def _stays_in_place(self, layer: LayerSpec) -> bool:
+        """Return whether a layer's result belongs where the layer's whole gradient lies, and
+        nowhere else, and is written there as it is."""
+        param, *bias = self.plan.of_layer[layer.name]
+        shards = self.shards.get(param, [])
+        if bias or len(shards) != 1 or shards[0].numel < self.layout.shards.numels[param]:
+            return False
+        if param in self.sent or layer.copies > 1:
+            return False
+        if self.layout.raw(shards[0]):
+            return False
+        return bool(self.params[layer.name][0].requires_grad)
+
     def scatter_part(self) -> MessagePart:
-        """What other ranks get."""
+        """Return the message part with what other ranks get."""
         outbox = self._outbox
         return MessagePart(
             "results",
             self.plan.scatter,
-            lambda m: outbox[m.param, (m.start, m.numel)],
+            lambda move: outbox[move.param, (move.start, move.numel)],
             self.scatter_dtype,
         )
 
@@ -252,62 +312,62 @@ class GradientExchange:
         self._outbox.clear()
 
     def write(self, received: Arrivals, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Put the results of other ranks' layers where the inner optimizer will find them.
+        """Write the results of other ranks' layers to where the inner optimizer will find them, and
+        scale the results of all layers.
 
         Args:
-            scales: layer name -> scalar to multiply its result by, of all layers.
+            scales: layer name -> scalar by which the layer's result is multiplied, for all layers.
         """
         self._write(
-            [self._here[move.param, move.start] for move, _ in received],
+            [self._shard_at[move.param, move.start] for move, _ in received],
             [values for _, values in received],
         )
         if scales is not None and self.gradients:
-            layer_of = {
-                param: name for name, params in self.plan.of_layer.items() for param in params
-            }
-            stacked = torch.stack([*scales.values()])
-            # with offload gradients may lie on the host, or some of them
-            on = {
-                device: stacked.to(device).unbind()
-                for device in {x.device for x in self.gradients.values()}
-            }
-            on_device = {
-                device: dict(zip(scales, values, strict=True)) for device, values in on.items()
-            }
-            factors = [
-                on_device[x.device][layer_of[shard.param]] for shard, x in self.gradients.items()
-            ]
-            torch._foreach_mul_([*self.gradients.values()], factors)
-        self.gradients = {}  # DeepSpeed's step frees what they are of
+            self._scale(scales)
+        self.gradients = {}  # DeepSpeed's step frees what they are views of
+
+    def _scale(self, scales: Mapping[str, Tensor]) -> None:
+        """Multiply the results on this rank, layer by layer."""
+        by_device: dict[torch.device, list[Shard]] = {}  # with offload some may be on the host
+        for shard, gradient in self.gradients.items():
+            by_device.setdefault(gradient.device, []).append(shard)
+        stacked = torch.stack([*scales.values()])
+        for device, shards in by_device.items():
+            of_layer = dict(zip(scales, stacked.to(device).unbind(), strict=True))
+            torch._foreach_mul_(
+                [self.gradients[shard] for shard in shards],
+                [of_layer[self._layer_of[shard.param]] for shard in shards],
+            )
 
     def _write(self, shards: Sequence[Shard], values: list[Tensor]) -> None:
-        """Write the values of shards on this rank, divided by what DeepSpeed will still multiply
-        them by."""
+        """Write values to this rank's shards, divided by what DeepSpeed will still multiply them
+        by. The list may change."""
         if not shards:
             return
         for index, shard in enumerate(shards):
             if self.layout.raw(shard):
-                values[index] = times(values[index], self.layout.seam.inverse)
+                values[index] = scaled(values[index], self.layout.seam.inverse)
         torch._foreach_copy_([self.gradients[shard] for shard in shards], values)
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
-        """A layer's matrix as flat tensors, one for each of its parameters."""
+        """Return a layer's matrix as flat tensors, one for each of its parameters."""
         return LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
-        """The optimizer's parameter group of each of the layer's parameters."""
+        """Return the index of the optimizer's parameter group for each parameter of a layer."""
         return tuple(self.layout.group_index(param) for param in self.params[layer.name])
 
 
-def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """In fp32. By a scalar the product of a tensor in 16 bits would be in 16 bits."""
+def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    """Return x * factor in fp32. A factor without dimensions would not promote 16 bits to fp32; one
+    with a dimension does."""
     assert factor is not None
     return x * factor.view(1)
 
 
 def _cut_out(flat: Tensor, span: Span, dtype: torch.dtype) -> Tensor:
-    """A slice that does not keep the whole tensor in memory: a copy, unless it is all of it and of
-    that dtype."""
+    """Return a span of a tensor that does not keep the rest of it in memory: a copy, unless the
+    span is the whole tensor and has this dtype already."""
     part = flat.narrow(0, *span)
     return part.to(dtype, copy=len(part) < len(flat))

@@ -1,4 +1,4 @@
-"""Which batch sums travel in which message: a pure layout."""
+"""Which batch sums travel in which message: a pure plan."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import CACHED, COUNTS, Layout, buckets, payloads
+from ds_kfac.comm.reduce import CACHED, COUNTS, ReductionPlan, buckets, payloads
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
@@ -24,8 +24,10 @@ COUNT_BYTES = 4 * COUNTS
 
 def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
     eigen_workers = {factor.key: EIGEN_WORKERS.get(factor.key, 0) % world for factor in factors}
-    layout = Layout(factors, eigen_workers, Contributors(world, **options), torch.float32, LARGE)
-    return layout.of(frozenset(keys), step)[0]
+    plan = ReductionPlan(
+        factors, eigen_workers, Contributors(world, **options), torch.float32, LARGE
+    )
+    return plan.of(frozenset(keys), step)[0]
 
 
 def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
@@ -109,18 +111,18 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
 def test_messages_are_made_once_for_the_same_factors_of_the_same_ranks():
     homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
     few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
-    layout = Layout(FACTORS, homes, few, torch.float32, nbytes=LARGE)
+    plan = ReductionPlan(FACTORS, homes, few, torch.float32, nbytes=LARGE)
     seen = {}
     for step in range(40):
-        made, sent = layout.of(EVERY, step)
+        made, sent = plan.of(EVERY, step)
         ranks = tuple(slot.contributors for slot in made)
         assert ranks == tuple(few.of(key, home, step) for key, home in homes.items())
         assert sent == buckets(made, world=4, itemsize=4, nbytes=LARGE)
         assert seen.setdefault(ranks, sent) is sent
     assert 1 < len(seen) <= 3, "others of the node in turn"
     for number in range(2 * CACHED):
-        layout.of(frozenset([FACTORS[0].key]), number)
-        layout.of(
+        plan.of(frozenset([FACTORS[0].key]), number)
+        plan.of(
             frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0
         )
     assert buckets.cache_info().currsize <= CACHED

@@ -106,7 +106,7 @@ def test_nothing_travels_where_eigen_workers_are_the_only_workers():
     )
     assert not plan.travels
     assert plan.messages(set(EIGEN_WORKERS)) == plan.parts(set(EIGEN_WORKERS), {}, CPU) == []
-    assert not plan.rounded
+    assert not plan.rounded_at_home
 
 
 def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
@@ -133,7 +133,7 @@ def test_workers_hold_what_the_eigen_worker_keeps(keys, wire, nbytes):
     for rank, found in enumerate(received(plan, keys)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}
         for key, got in found.items():
-            assert key in plan.rounded and equal(got, basis(key).rounded(wire)), (rank, key)
+            assert key in plan.rounded_at_home and equal(got, basis(key).rounded(wire)), (rank, key)
 
 
 @pytest.mark.parametrize("nbytes", [1, 300, 1000])
@@ -163,7 +163,7 @@ def test_copies_are_rounded_as_what_travels_though_nothing_does():
         "workers": dict.fromkeys(WORKERS, (1,)),
     }
     plan = delivery(torch.bfloat16, **alone, copied=["dense"])
-    assert not plan.travels and plan.rounded == {"dense/A", "dense/G"}
+    assert not plan.travels and plan.rounded_at_home == {"dense/A", "dense/G"}
 
 
 def test_values_travel_in_32_bits():

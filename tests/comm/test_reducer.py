@@ -8,7 +8,7 @@ import torch
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.comm import reduce as reducer_module
-from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.comm.reduce import Reducer, ReductionPlan
 from ds_kfac.model.rows import ROWS, BatchSum
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
@@ -25,10 +25,10 @@ def make(
     channel, contributors: Contributors | None = None, dtype=torch.float32, nbytes: int = 2**28
 ) -> Reducer:
     eigen_workers = {key: rank % channel.world for key, rank in EIGEN_WORKERS.items()}
-    layout = Layout(
+    plan = ReductionPlan(
         FACTORS, eigen_workers, contributors or Contributors(channel.world), dtype, nbytes
     )
-    return Reducer(layout, channel, CPU)
+    return Reducer(plan, channel, CPU)
 
 
 def alone(**options) -> Reducer:
@@ -38,7 +38,7 @@ def alone(**options) -> Reducer:
 
 def messages(keys: frozenset[str], reducer: Reducer | None = None):
     reducer = reducer or alone()
-    return reducer.layout.of(keys, 0)[1]
+    return reducer.plan.of(keys, 0)[1]
 
 
 def value(key: str, rank: int, step: int) -> float:
@@ -59,9 +59,7 @@ def filled(
 
 
 def ranks_of(reducer: Reducer, key: str, step: int):
-    return next(
-        slot.contributors for slot in reducer.layout.of(KEYS, step)[0] if slot.factor == key
-    )
+    return next(slot.contributors for slot in reducer.plan.of(KEYS, step)[0] if slot.factor == key)
 
 
 def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
@@ -135,7 +133,7 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count):
                 assert len(ranks) == count == part.counts[ROWS] == part.ranks
                 assert (part.sum_P == sum(value(key, rank, step) for rank in ranks)).all()
             entered.append(channel.calls["factors"] - before)
-            assert entered[-1] == len(reducer.layout.of(KEYS, step)[1])
+            assert entered[-1] == len(reducer.plan.of(KEYS, step)[1])
         return entered
 
     for entered in FakeNetwork(world).run(work):

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.comm.reduce import DTYPES, Layout, Reducer, payloads
+from ds_kfac.comm.reduce import DTYPES, Reducer, ReductionPlan, payloads
 from ds_kfac.model.rows import BatchSum
 from tests.close import close
 from tests.comm.fake_network import FakeNetwork
@@ -48,8 +48,8 @@ class Run:
         counts = {} if count is None else dict.fromkeys(KEYS, count)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         contributors = Contributors(world, world, counts=counts)
-        self.layout = Layout(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
-        self.slots, self.buckets = self.layout.of(KEYS, 0)
+        self.plan = ReductionPlan(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
+        self.slots, self.buckets = self.plan.of(KEYS, 0)
         self.values = {
             # counts that are exact in fp32 only
             (slot.factor, rank): (
@@ -69,7 +69,7 @@ class Run:
             else BatchSum.empty(slot.numel, CPU)
             for slot in self.slots
         }
-        reducer = Reducer(self.layout, channel, CPU)
+        reducer = Reducer(self.plan, channel, CPU)
         for bucket in self.buckets:
             reducer.add(bucket, reducer.send(bucket, sums), sums)
         for slot in self.slots:

@@ -221,7 +221,7 @@ def measured(mode: Mode) -> dict:
         "adam": nbytes_of(kfac)[1],
         "sums": sum(
             4 * slot.numel
-            for slot in reducer.layout.of(frozenset(kfac.curvature.specs), 0)[0]
+            for slot in reducer.plan.of(frozenset(kfac.curvature.specs), 0)[0]
             if kfac.rank in {slot.owner, *slot.contributors}
         ),
     }

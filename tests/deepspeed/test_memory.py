@@ -86,7 +86,7 @@ def worker(cases) -> dict:
                 engine.backward(loss)
                 engine.step()
             peaks.append(live.peak)
-        slots = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 2)[0]
+        slots = kfac.curvature.reducer.plan.of(frozenset(kfac.curvature.specs), 2)[0]
         rank = dist.get_rank()
         results[stage, rows] = {
             # gloo's threads may let go of a message after the step has gone on, in any step: what
