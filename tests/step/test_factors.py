@@ -48,7 +48,7 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0, empty: Collecti
     """One step's share of the factors, and what it has done to them. Those of ``empty`` have no
     rows on any rank."""
     plan = replace(plan, contributors=Contributors(channel.world))
-    curvature = FactorUpdates(plan, channel, Metrics(CPU), CPU)
+    curvature = FactorUpdates(plan, channel, Metrics(CPU), CPU, averaged_over=channel.world)
     reducer = curvature.reducer
     sums = {}
     for key in reducer.begin(due.capture, step):
