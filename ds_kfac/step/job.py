@@ -55,7 +55,7 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients. Collective. kl-clip's numbers are summed over all domains by one
+        """Replace all gradients. Collective. the update rule's numbers are summed over all domains by one
         small all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch
         optimizer is."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]

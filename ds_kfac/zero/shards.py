@@ -80,7 +80,8 @@ class ShardMap:
                 end = stop
             if end != numel:
                 raise ValueError(
-                    f"shard map: parameter {param} is covered up to {end} of {numel} elements"
+                    f"shard map: the shards of parameter {param} cover only its first {end} of "
+                    f"{numel} elements"
                 )
 
     @cached_property

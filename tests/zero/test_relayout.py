@@ -91,7 +91,7 @@ def test_sender_and_receiver_agree_on_the_order():
     [
         ([Shard(0, 0, 3, 0, 0, 0), Shard(0, 4, 1, 1, 0, 0)], "gap or overlap at element 3"),
         ([Shard(0, 0, 3, 0, 0, 0), Shard(0, 2, 3, 1, 0, 0)], "gap or overlap at element 2"),
-        ([Shard(0, 0, 3, 0, 0, 0)], "covered up to 3 of 5"),
+        ([Shard(0, 0, 3, 0, 0, 0)], "cover only its first 3 of 5"),
     ],
 )
 def test_a_map_that_does_not_cover_is_refused(shards, message):
