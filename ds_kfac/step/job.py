@@ -55,8 +55,8 @@ class Job:
             kfac.layout.begin()
 
     def step(self) -> None:
-        """Replace all gradients. Collective. the update rule's numbers are summed over all domains by one
-        small all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch
+        """Replace all gradients. Collective. The update rule's numbers are summed over all domains
+        by one small all-reduce. If it raises, K-FAC's state is that of no step, as that of a torch
         optimizer is."""
         running = [(kfac, kfac.precondition()) for kfac in self.preconditioners]
         sums = None
