@@ -680,7 +680,7 @@ _ROWS = {
     ("checkpoint/moving.py", "tests/deepspeed/test_moving.py"): [
         (
             "moving: KFACAdamW's zeros become AdamW's moments",
-            "state = {} if of_kfac_layers else",
+            "state = {} if entry.by_kfac else",
             "state =",
         ),
         (
