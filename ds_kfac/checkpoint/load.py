@@ -214,7 +214,8 @@ def _keys_of(
         layer.shares or layer.name for layer in kfac.layers if layer.product and layer.part[1] > 1
     }
     kinds = files.kinds_of(kfac.config)
-    keys, restarted = {}, []
+    keys: dict[str, str] = {}
+    restarted: list[str] = []
     for spec in specs:
         name = kfac.names[spec.layers[0]]
         side = spec.key[-1]
@@ -313,7 +314,7 @@ def _load_layer(
     saved_method = METHODS[header.method]
     method = METHODS[kfac.config.preconditioner.method]
     kept: dict[str, Any] = {}
-    left: dict[str, Any] = {}  # moments leave the eigenbases that are not kept
+    dropped: dict[str, Any] = {}  # moments are rotated out of these eigenbases
     for which, now in (("A", layer.A), ("G", layer.G)):
         then: Side = getattr(saved, which).side
         flat_parts = getattr(content, which)
@@ -323,9 +324,9 @@ def _load_layer(
             continue
         kept[which] = None if now.block else method.identity(now, kfac.device)
         if then.block:
-            left[which] = decomposition
+            dropped[which] = decomposition
     state = LayerState(content.terms.to(kfac.device), method, kept["A"], kept["G"], moments)
-    return state.without(A=left.get("A"), G=left.get("G")) if left else state
+    return state.without(A=dropped.get("A"), G=dropped.get("G")) if dropped else state
 
 
 def _check_sides(saved: LayerRecord, layer: LayerSpec, path: Path) -> None:

@@ -34,6 +34,8 @@ SAVE_ID = r"^[0-9a-f]{12}$"
 """Regex of a save's id, which is also the name of its folder."""
 SHOWN = 3
 """Most problems of a file that an error lists."""
+LONGEST = 60
+"""Most characters of a value that an error shows."""
 
 Record = TypeVar("Record", bound=BaseModel)
 Name = InstanceOf[str]
@@ -240,6 +242,7 @@ def _described(problem: Mapping[str, Any]) -> str:
         return f"{place} is missing"
     if problem["type"] == "extra_forbidden":
         return f"{place} is unknown"
-    found = repr(problem["input"])
-    shown = found if len(found) <= 60 else f"{found[:60]} .."
+    shown = repr(problem["input"])
+    if len(shown) > LONGEST:
+        shown = f"{shown[:LONGEST]} .."
     return f"{place} is {shown}: {problem['msg']}"

@@ -277,23 +277,25 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
         detail: from ``ValidationError.errors()``.
         block: the raw input of ``model``.
     """
-    location, kind, got = detail["loc"], detail["type"], detail["input"]
+    location = detail["loc"]
+    error_type = detail["type"]
+    got = detail["input"]
     path = ".".join(map(str, location))
     removed = REMOVED.get(path)
     if removed is None and isinstance(got, str):
         removed = REMOVED.get(f"{path}={got}")
     if removed is not None:
         return f"kfac.{path}: got {got!r}; {removed}"
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         nested = _nested(path, got, model)
         if nested is not None:
             return f'kfac: "{path}": keys are nested, not joined by points; write {nested}'
         return f"kfac.{path}: unknown key; {_nearest(location, block, model)}"
-    if kind == "missing":
+    if error_type == "missing":
         return f"kfac.{path}: missing in {got!r}; must be given"
-    if kind == "model_type":
+    if error_type == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object{_such_as(location, got, model)}"
-    if kind == "too_large" and isinstance(got, int):
+    if error_type == "too_large" and isinstance(got, int):
         # all digits would fill the screen, and Python refuses to print more than 4,300
         shown = f"about 10^{math.log10(abs(got)):.0f}"
     else:

@@ -15,12 +15,12 @@ TOOLS = ("kronfluence", "regmean", "gptq", "eva")
 
 
 def convert(
-    factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2
+    factors: Factors, tool: str, out: Path, *, name: str = "ds_kfac", rank: int = 16, rho: float = 2
 ) -> dict[str, str]:
     """Write factors in another tool's format.
 
     Args:
-        kind: the tool, one of :data:`TOOLS`.
+        tool: one of :data:`TOOLS`.
         out: path of the safetensors file to write; for kronfluence the ``output_dir`` of its
             Analyzer, in which a folder ``factors_<name>`` is made.
         name: only for kronfluence, name of the factors.
@@ -32,25 +32,25 @@ def convert(
     Raises:
         FactorsError: an argument is wrong, or no layer can be converted.
     """
-    if kind not in TOOLS:
-        raise FactorsError(f"convert: got {kind!r}; must be one of {', '.join(TOOLS)}")
-    reasons = {layer: _unfit(factors, layer, kind) for layer in factors}
-    left = {layer: why for layer, why in reasons.items() if why}
-    layers = [layer for layer in factors if layer not in left]
+    if tool not in TOOLS:
+        raise FactorsError(f"convert: got {tool!r}; must be one of {', '.join(TOOLS)}")
+    reasons = {layer: _unfit(factors, layer, tool) for layer in factors}
+    left_out = {layer: why for layer, why in reasons.items() if why}
+    layers = [layer for layer in factors if layer not in left_out]
     if not layers:
-        raise FactorsError(f"convert: no layer has what {kind} needs: {left}")
-    if kind == "kronfluence":
+        raise FactorsError(f"convert: no layer has what {tool} needs: {left_out}")
+    if tool == "kronfluence":
         kronfluence(factors, layers, out / f"factors_{name}")
-        return left
+        return left_out
     if out.is_dir():
-        raise FactorsError(f"convert: out: {out} is a folder; {kind} needs the name of a file")
-    if kind == "eva":
+        raise FactorsError(f"convert: out: {out} is a folder; {tool} needs the name of a file")
+    if tool == "eva":
         write_tensors(out, eva(factors, layers, rank, rho))
     else:
         tensors = {}
         for layer in layers:
             is_of_a_run = "steps" in factors.header  # it counts batches, not rows
-            if kind == "gptq":
+            if tool == "gptq":
                 gain = 2.0  # its H is 2 E[x x^T]
             elif is_of_a_run:
                 gain = 1.0  # RegMean with the mean of x x^T
@@ -58,23 +58,23 @@ def convert(
                 gain = factors.count(layer, "A")  # RegMean with the sum of x x^T
             tensors[factors.layers[layer]["weight"]] = gain * inputs(factors, layer)
         write_tensors(out, tensors)
-    return left
+    return left_out
 
 
-def _unfit(factors: Factors, layer: str, kind: str) -> str:
+def _unfit(factors: Factors, layer: str, tool: str) -> str:
     """Return why a tool cannot take a layer; "" if it can."""
     entry = factors.layers[layer]
     if entry["part"] != [0, 1]:
         return "a part of a stack"
     if entry["kind"] not in ("Linear", "Conv1D"):
-        return f"a {entry['kind']}, which {kind} does not know"
-    if kind == "kronfluence" and entry["kind"] != "Linear":
+        return f"a {entry['kind']}, which {tool} does not know"
+    if tool == "kronfluence" and entry["kind"] != "Linear":
         return "a Conv1D, which kronfluence does not track: replace it by an nn.Linear before"
-    for side in "AG" if kind == "kronfluence" else "A":
+    for side in "AG" if tool == "kronfluence" else "A":
         shape = factors.side(layer, side)
         if shape.block != shape.dim or not factors.has(layer, side):
             return f"its {side} is no dense matrix ({shape.kind}); raise factor.dense_max"
-        if kind == "kronfluence" and not factors.has(layer, f"{side}/values"):
+        if tool == "kronfluence" and not factors.has(layer, f"{side}/values"):
             return f"its {side} is zero, or has no eigenvectors"
     return ""
 
@@ -135,7 +135,8 @@ def eva(factors: Factors, layers: list[str], rank: int, rho: float) -> dict[str,
     if rank < 1 or rho < 1:
         raise FactorsError(f"convert: rank {rank}, rho {rho}; both must be at least 1")
     most = int(rank * rho)
-    directions, shares = {}, []
+    directions = {}
+    shares = []  # (part of the layer's variance, layer) of each direction
     for layer in layers:
         values, vectors = torch.linalg.eigh(inputs(factors, layer).double())
         directions[layer] = vectors.mT.flip(0)[:most].float()

@@ -306,7 +306,8 @@ def _sums_of(batch: Batch, layers: Sequence[LayerSpec], capture: Capture) -> dic
         gradients = [batch.gradients[index] for index in indices]
     capture.add_asked(calls, gradients, 1.0 / batch.gain)
     sums = {**capture.sums, **capture.current.sums}
-    capture.sums, capture.current.sums = {}, {}
+    capture.sums = {}
+    capture.current.sums = {}
     return sums
 
 
